@@ -1,0 +1,106 @@
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use crate::error::WaitError;
+use crate::phase::Phase;
+use crate::registry::Shared;
+use crate::state::{HookId, HookState};
+
+/// What registering returns: removes, disables and describes one hook.
+///
+/// Keeps neither the callback nor the registry alive. Dropping it leaves the hook registered.
+pub struct Handle<H> {
+    pub(crate) state: Arc<HookState>,
+    pub(crate) registry: Weak<Shared<H>>,
+}
+
+impl<H> Handle<H> {
+    /// The hook's number.
+    #[must_use]
+    pub fn id(&self) -> HookId {
+        self.state.id
+    }
+
+    /// The phase that the hook is registered for.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.state.phase
+    }
+
+    /// Whether the hook was removed.
+    #[must_use]
+    pub fn removed(&self) -> bool {
+        self.state.removed()
+    }
+
+    /// Whether the hook fires when its turn comes.
+    #[must_use]
+    pub fn enabled(&self) -> bool {
+        self.state.enabled()
+    }
+
+    /// How many invocations have ended so far.
+    #[must_use]
+    pub fn calls(&self) -> u64 {
+        self.state.calls()
+    }
+
+    /// The priority that the hook has now; higher fires first.
+    #[must_use]
+    pub fn priority(&self) -> i64 {
+        self.state.priority()
+    }
+
+    /// Removes the hook: no phase that has not reached it yet will invoke it. Returns whether it
+    /// was this call that did so. Takes amortised constant time.
+    pub fn remove(&self) -> bool {
+        if !self.state.mark_removed() {
+            return false;
+        }
+        if let Some(registry) = self.registry.upgrade() {
+            registry.note_removal(self.state.phase);
+        }
+        true
+    }
+
+    /// Waits until no thread is inside the hook; with [`Handle::remove`] before it, what the hook
+    /// uses can be freed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`WaitError::Inside`] when called from inside the hook, [`WaitError::TimedOut`] when a
+    /// thread is still inside after `timeout`.
+    pub fn wait_idle(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
+        self.state.wait_idle(deadline(timeout))
+    }
+
+    /// Lets the hook fire again, or keeps it from firing; its place in the order stays.
+    pub fn set_enabled(&self, enabled: bool) {
+        self.state.set_enabled(enabled);
+    }
+
+    /// Moves the hook among those of its phase; phases that have begun keep their order.
+    pub fn set_priority(&self, priority: i64) {
+        if let Some(registry) = self.registry.upgrade() {
+            registry.set_priority(&self.state, priority);
+        } else {
+            self.state.set_priority(priority);
+        }
+    }
+}
+
+impl<H> fmt::Debug for Handle<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle")
+            .field("id", &self.id())
+            .field("phase", &self.phase())
+            .field("removed", &self.removed())
+            .finish_non_exhaustive()
+    }
+}
+
+/// When `timeout` is up; `None` for one so long that it never is.
+pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}

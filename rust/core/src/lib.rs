@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+mod error;
+mod handle;
+mod phase;
+mod registry;
+mod snapshot;
+mod state;
+mod sync;
+
+pub use error::WaitError;
+pub use handle::Handle;
+pub use phase::Phase;
+pub use registry::{Placement, Registry};
+pub use snapshot::{Entry, Snapshot};
+pub use state::{HookId, Invocation};

@@ -1,0 +1,342 @@
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::WaitError;
+use crate::handle::{Handle, deadline};
+use crate::phase::Phase;
+use crate::snapshot::{Entry, Snapshot};
+use crate::state::HookState;
+use crate::sync::{AtomicU8, Mutex, Ordering, Slot};
+
+/// Up to this many hooks a list is purged at every removal, so that the callback is freed at once;
+/// above it when half of it is removed, so that removal stays amortised constant-time.
+const ALWAYS_PURGED: usize = 64;
+
+/// Where a hook goes among those of its phase.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Placement {
+    /// Higher fires first.
+    pub priority: i64,
+    /// Ahead of all others of its priority, instead of behind them.
+    pub prepend: bool,
+}
+
+/// The ordered hooks of one module, all phases.
+///
+/// `H` is the callback, of which the registry only knows that it can be dropped. No lock is held
+/// while a snapshot is walked or a callback dropped, so callbacks may call anything here.
+pub struct Registry<H> {
+    shared: Arc<Shared<H>>,
+}
+
+impl<H> Registry<H> {
+    /// A registry without hooks.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                phases: std::array::from_fn(|_| PhaseHooks {
+                    list: Mutex::new(List {
+                        entries: Vec::new(),
+                        removed: 0,
+                        sorted: true,
+                        departing: Vec::new(),
+                    }),
+                    published: Slot::empty(),
+                }),
+                occupied: AtomicU8::new(0),
+            }),
+        }
+    }
+
+    /// Adds `hook` to `phase`. Phases that have begun do not see it.
+    pub fn register(&self, phase: Phase, hook: H, placement: Placement) -> Handle<H> {
+        let state = Arc::new(HookState::new(phase, placement.priority, placement.prepend));
+        self.shared.push(Arc::new(Entry {
+            state: Arc::clone(&state),
+            hook,
+        }));
+        Handle {
+            state,
+            registry: Arc::downgrade(&self.shared),
+        }
+    }
+
+    /// Whether `phase` may have hooks: one atomic read. False means that it has none.
+    #[must_use]
+    pub fn occupied(&self, phase: Phase) -> bool {
+        self.shared.occupied() & phase.bit() != 0
+    }
+
+    /// Whether any phase may have hooks: one atomic read.
+    #[must_use]
+    pub fn any_occupied(&self) -> bool {
+        self.shared.occupied() != 0
+    }
+
+    /// The hooks of `phase` as they are now, in firing order.
+    ///
+    /// The first call after a change makes the list, the others share it.
+    #[must_use]
+    pub fn snapshot(&self, phase: Phase) -> Arc<Snapshot<H>> {
+        let hooks = self.shared.hooks(phase);
+        hooks.published.load().unwrap_or_else(|| hooks.publish())
+    }
+
+    /// Removes every hook of `phase`, or of all phases.
+    pub fn clear(&self, phase: Option<Phase>) {
+        for each in Phase::ALL {
+            if phase.is_none_or(|wanted| wanted == each) {
+                // The callbacks are dropped here, after the lock was released.
+                drop(self.shared.clear(each));
+            }
+        }
+    }
+
+    /// Copies the hooks into a registry of their own, in the same order and with new ids; `copy`
+    /// makes the callbacks and may call anything.
+    ///
+    /// # Errors
+    ///
+    /// The first that `copy` returns; nothing was copied then.
+    pub fn fork<E>(&self, mut copy: impl FnMut(&H) -> Result<H, E>) -> Result<Self, E> {
+        let fork = Self::new();
+        for phase in Phase::ALL {
+            let snapshot = self.snapshot(phase);
+            let live = snapshot.entries.iter().filter(|entry| !entry.removed());
+            // A prepended hook stands ahead of those that were there before it: copied last to
+            // first, prepended ones keep their order among themselves.
+            let (prepended, appended): (Vec<_>, Vec<_>) =
+                live.partition(|entry| entry.state.prepended());
+            for entry in appended.into_iter().chain(prepended.into_iter().rev()) {
+                let placement = Placement {
+                    priority: entry.priority(),
+                    prepend: entry.state.prepended(),
+                };
+                let handle = fork.register(phase, copy(&entry.hook)?, placement);
+                handle.set_enabled(entry.enabled());
+            }
+        }
+        Ok(fork)
+    }
+
+    /// Waits until, for every hook of the registry and those removed from it, there was a moment
+    /// without a thread inside.
+    ///
+    /// # Errors
+    ///
+    /// [`WaitError::Inside`] when called from inside one of the hooks, [`WaitError::TimedOut`]
+    /// when a thread is still inside one after `timeout`.
+    pub fn quiesce(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
+        let deadline = deadline(timeout);
+        for phase in Phase::ALL {
+            let active = self.shared.hooks(phase).list.lock().active();
+            for state in active {
+                state.wait_idle(deadline)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Visits each callback that the registry owns, once: for a garbage collector's traversal. The
+    /// only walk that holds a lock, so `visit` must not call back into the registry.
+    ///
+    /// # Errors
+    ///
+    /// The first that `visit` returns.
+    pub fn visit<E>(&self, mut visit: impl FnMut(&H) -> Result<(), E>) -> Result<(), E> {
+        for phase in Phase::ALL {
+            for entry in &self.shared.hooks(phase).list.lock().entries {
+                visit(&entry.hook)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<H> Default for Registry<H> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<H> fmt::Debug for Registry<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map()
+            .entries(Phase::ALL.map(|phase| (phase, self.snapshot(phase).len())))
+            .finish()
+    }
+}
+
+/// What a registry is made of; handles know it weakly.
+pub(crate) struct Shared<H> {
+    phases: [PhaseHooks<H>; Phase::ALL.len()],
+    /// A bit for each phase that has entries, changed only under that phase's lock.
+    occupied: AtomicU8,
+}
+
+struct PhaseHooks<H> {
+    list: Mutex<List<H>>,
+    /// Emptied by every change and filled by the first call after it, both under the lock.
+    published: Slot<Snapshot<H>>,
+}
+
+struct List<H> {
+    entries: Vec<Arc<Entry<H>>>,
+    /// How many of the entries are known to be removed.
+    removed: usize,
+    sorted: bool,
+    /// Purged while a thread was inside: `quiesce` still has to wait for them.
+    departing: Vec<Arc<HookState>>,
+}
+
+/// What a change took out, to be dropped only after the lock was released: a callback's destructor
+/// may call back into the registry.
+#[must_use]
+struct Garbage<H> {
+    _entries: Vec<Arc<Entry<H>>>,
+    _snapshot: Option<Arc<Snapshot<H>>>,
+}
+
+impl<H> Shared<H> {
+    fn hooks(&self, phase: Phase) -> &PhaseHooks<H> {
+        &self.phases[phase as usize]
+    }
+
+    fn occupied(&self) -> u8 {
+        // Acquire pairs with the release in `set_occupied`.
+        self.occupied.load(Ordering::Acquire)
+    }
+
+    /// To be called under the phase's lock.
+    fn set_occupied(&self, phase: Phase, occupied: bool) {
+        if occupied {
+            self.occupied.fetch_or(phase.bit(), Ordering::Release);
+        } else {
+            self.occupied.fetch_and(!phase.bit(), Ordering::Release);
+        }
+    }
+
+    fn push(&self, entry: Arc<Entry<H>>) {
+        let phase = entry.state.phase;
+        let hooks = self.hooks(phase);
+        let stale;
+        {
+            let mut list = hooks.list.lock();
+            list.sorted &= list
+                .entries
+                .last()
+                .is_none_or(|last| last.state.order_key() < entry.state.order_key());
+            list.entries.push(entry);
+            self.set_occupied(phase, true);
+            stale = hooks.published.swap(None);
+        }
+        drop(stale);
+    }
+
+    pub(crate) fn note_removal(&self, phase: Phase) {
+        let hooks = self.hooks(phase);
+        let garbage;
+        {
+            let mut list = hooks.list.lock();
+            list.removed += 1;
+            let len = list.entries.len();
+            if len > ALWAYS_PURGED && list.removed * 2 < len {
+                return;
+            }
+            garbage = Garbage {
+                _entries: list.purge(),
+                _snapshot: hooks.published.swap(None),
+            };
+            self.set_occupied(phase, !list.entries.is_empty());
+        }
+        drop(garbage);
+    }
+
+    pub(crate) fn set_priority(&self, state: &HookState, priority: i64) {
+        let hooks = self.hooks(state.phase);
+        let stale;
+        {
+            let mut list = hooks.list.lock();
+            state.set_priority(priority);
+            list.sorted = false;
+            stale = hooks.published.swap(None);
+        }
+        drop(stale);
+    }
+
+    fn clear(&self, phase: Phase) -> Garbage<H> {
+        let hooks = self.hooks(phase);
+        let mut list = hooks.list.lock();
+        for entry in &list.entries {
+            entry.state.mark_removed();
+        }
+        let garbage = Garbage {
+            _entries: list.purge(),
+            _snapshot: hooks.published.swap(None),
+        };
+        self.set_occupied(phase, !list.entries.is_empty());
+        garbage
+    }
+}
+
+impl<H> PhaseHooks<H> {
+    #[cold]
+    fn publish(&self) -> Arc<Snapshot<H>> {
+        let mut list = self.list.lock();
+        // Another thread may have been first.
+        if let Some(snapshot) = self.published.load() {
+            return snapshot;
+        }
+        if !list.sorted {
+            // Almost sorted already, which a merge sort of runs does in linear time.
+            list.entries.sort_by_key(|entry| entry.state.order_key());
+            list.sorted = true;
+        }
+        let snapshot = Arc::new(Snapshot {
+            entries: list
+                .entries
+                .iter()
+                .filter(|entry| !entry.removed())
+                .cloned()
+                .collect(),
+        });
+        self.published.swap(Some(Arc::clone(&snapshot)));
+        snapshot
+    }
+}
+
+impl<H> List<H> {
+    /// Takes the removed entries out.
+    fn purge(&mut self) -> Vec<Arc<Entry<H>>> {
+        let garbage: Vec<_> = self
+            .entries
+            .extract_if(.., |entry| entry.removed())
+            .collect();
+        self.removed = 0;
+        self.departing.retain(|state| state.active());
+        self.departing.extend(
+            garbage
+                .iter()
+                .map(|entry| &entry.state)
+                .filter(|state| state.active())
+                .cloned(),
+        );
+        // A burst of a million hooks is not to hold its memory for ever.
+        if self.entries.capacity() > 4 * self.entries.len() {
+            self.entries.shrink_to(2 * self.entries.len());
+        }
+        garbage
+    }
+
+    fn active(&self) -> Vec<Arc<HookState>> {
+        self.entries
+            .iter()
+            .map(|entry| &entry.state)
+            .chain(&self.departing)
+            .filter(|state| state.active())
+            .cloned()
+            .collect()
+    }
+}

@@ -1,0 +1,93 @@
+use std::sync::Arc;
+
+use crate::phase::Phase;
+use crate::state::{HookId, HookState, Invocation};
+
+/// One registered hook: its callback and where it stands.
+#[derive(Debug)]
+pub struct Entry<H> {
+    pub(crate) state: Arc<HookState>,
+    pub(crate) hook: H,
+}
+
+impl<H> Entry<H> {
+    /// The callback.
+    pub fn hook(&self) -> &H {
+        &self.hook
+    }
+
+    /// The hook's number.
+    #[must_use]
+    pub fn id(&self) -> HookId {
+        self.state.id
+    }
+
+    /// The phase that the hook is registered for.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.state.phase
+    }
+
+    /// The priority that the hook has now; higher fires first.
+    #[must_use]
+    pub fn priority(&self) -> i64 {
+        self.state.priority()
+    }
+
+    /// Whether the hook was removed.
+    #[must_use]
+    pub fn removed(&self) -> bool {
+        self.state.removed()
+    }
+
+    /// Whether the hook fires when its turn comes.
+    #[must_use]
+    pub fn enabled(&self) -> bool {
+        self.state.enabled()
+    }
+
+    /// How many invocations have ended so far.
+    #[must_use]
+    pub fn calls(&self) -> u64 {
+        self.state.calls()
+    }
+
+    /// Enters the hook, unless it was removed or disabled: to be asked right before each
+    /// invocation, with the answer kept until the callback has returned.
+    #[must_use]
+    pub fn enter(&self) -> Option<Invocation<'_>> {
+        self.state.enter()
+    }
+
+    /// Keeps the hook and its place, and skips it from now on.
+    pub fn disable(&self) {
+        self.state.set_enabled(false);
+    }
+}
+
+/// The immutable list of hooks that one call walks for one phase, in firing order.
+///
+/// May hold hooks that were removed after it was taken: [`Entry::enter`] tells.
+#[derive(Debug)]
+pub struct Snapshot<H> {
+    pub(crate) entries: Box<[Arc<Entry<H>>]>,
+}
+
+impl<H> Snapshot<H> {
+    /// The hooks in firing order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Entry<H>> {
+        self.entries.iter().map(|entry| &**entry)
+    }
+
+    /// How many hooks the snapshot holds, removed ones included.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether it holds none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+}

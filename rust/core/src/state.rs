@@ -1,0 +1,210 @@
+use std::cell::RefCell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::Instant;
+
+use crate::error::WaitError;
+use crate::phase::Phase;
+use crate::sync::{AtomicI64, AtomicU64, Ordering, parker, thread_local};
+
+/// A hook's number: unique in the process, increasing, never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct HookId(u64);
+
+impl HookId {
+    pub(crate) fn next() -> Self {
+        // Not loom's atomic: a counter that is only ever added to needs no model, and loom would
+        // need a fresh one for each execution.
+        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
+        // Relaxed: uniqueness needs atomicity alone, nothing is published through the counter.
+        Self(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+    }
+
+    /// The number itself.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for HookId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+// The life of a hook in one word: all transitions are read-modify-writes of a single location and
+// so have one total order. That order is the whole proof that a hook is not entered after it was
+// removed: either the entering `fetch_add` comes first, and the remover sees the thread inside, or
+// the removing `fetch_or` does, and the entering thread sees the flag.
+const REMOVED: u64 = 1;
+const DISABLED: u64 = 1 << 1;
+/// Somebody sleeps until the hook is idle: the last thread out has to wake them.
+const AWAITED: u64 = 1 << 2;
+/// Threads (and recursions) inside the hook: 18 bits.
+const ACTIVE: u64 = 1 << 3;
+const ACTIVE_MASK: u64 = ((1 << 18) - 1) * ACTIVE;
+/// Finished invocations: the upper 43 bits. They wrap (at ten million calls a second after ten
+/// days) without touching the rest of the word.
+const CALL: u64 = 1 << 21;
+
+thread_local! {
+    /// The hooks that this thread is inside of, outermost first.
+    static INSIDE: RefCell<Vec<HookId>> = RefCell::new(Vec::new());
+}
+
+/// What a registry and a handle share about one hook; the callback is not part of it, so that a
+/// handle keeps nothing alive.
+#[derive(Debug)]
+pub(crate) struct HookState {
+    pub(crate) id: HookId,
+    pub(crate) phase: Phase,
+    /// Position among hooks of one priority: `id`, or `-id` for a prepended hook.
+    rank: i64,
+    priority: AtomicI64,
+    word: AtomicU64,
+}
+
+impl HookState {
+    pub(crate) fn new(phase: Phase, priority: i64, prepend: bool) -> Self {
+        let id = HookId::next();
+        // 2^63 ids last for some thousand years.
+        let rank = id.get().cast_signed();
+        Self {
+            id,
+            phase,
+            rank: if prepend { -rank } else { rank },
+            priority: AtomicI64::new(priority),
+            word: AtomicU64::new(0),
+        }
+    }
+
+    /// Smaller keys fire first; no two hooks have the same.
+    pub(crate) fn order_key(&self) -> (std::cmp::Reverse<i64>, i64) {
+        (std::cmp::Reverse(self.priority()), self.rank)
+    }
+
+    pub(crate) fn prepended(&self) -> bool {
+        self.rank < 0
+    }
+
+    pub(crate) fn priority(&self) -> i64 {
+        // Relaxed: written and sorted by under the registry's lock; elsewhere for information.
+        self.priority.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_priority(&self, priority: i64) {
+        self.priority.store(priority, Ordering::Relaxed);
+    }
+
+    /// Acquire: whoever sees the flag also sees what the remover did before.
+    fn word(&self) -> u64 {
+        self.word.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn removed(&self) -> bool {
+        self.word() & REMOVED != 0
+    }
+
+    pub(crate) fn enabled(&self) -> bool {
+        self.word() & DISABLED == 0
+    }
+
+    pub(crate) fn active(&self) -> bool {
+        self.word() & ACTIVE_MASK != 0
+    }
+
+    pub(crate) fn calls(&self) -> u64 {
+        self.word() / CALL
+    }
+
+    /// Returns whether it was this call that removed the hook.
+    pub(crate) fn mark_removed(&self) -> bool {
+        // AcqRel: orders the removal after all that the remover did, and the remover after those
+        // threads that left the hook before.
+        self.word.fetch_or(REMOVED, Ordering::AcqRel) & REMOVED == 0
+    }
+
+    pub(crate) fn set_enabled(&self, enabled: bool) {
+        if enabled {
+            self.word.fetch_and(!DISABLED, Ordering::AcqRel);
+        } else {
+            self.word.fetch_or(DISABLED, Ordering::AcqRel);
+        }
+    }
+
+    pub(crate) fn enter(&self) -> Option<Invocation<'_>> {
+        if self.word() & (REMOVED | DISABLED) != 0 {
+            return None;
+        }
+        // Acquire pairs with the release of whoever enabled the hook last.
+        if self.word.fetch_add(ACTIVE, Ordering::Acquire) & (REMOVED | DISABLED) != 0 {
+            self.leave(0);
+            return None;
+        }
+        INSIDE.with(|inside| inside.borrow_mut().push(self.id));
+        Some(Invocation {
+            state: self,
+            not_send: PhantomData,
+        })
+    }
+
+    fn leave(&self, counted: u64) {
+        // Release pairs with the acquire in `wait_idle`: what the hook did happens before the
+        // waiter frees its resources.
+        let before = self
+            .word
+            .fetch_add(counted.wrapping_sub(ACTIVE), Ordering::Release);
+        if before & AWAITED != 0 && before & ACTIVE_MASK == ACTIVE {
+            let idle = before.wrapping_add(counted).wrapping_sub(ACTIVE);
+            // Says that there was a moment without a thread inside. If somebody entered since,
+            // they will say it when they leave.
+            let _ = self.word.compare_exchange(
+                idle,
+                idle & !AWAITED,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            );
+            parker().wake();
+        }
+    }
+
+    /// Returns when there was a moment, after this was called, without a thread inside the hook.
+    pub(crate) fn wait_idle(&self, deadline: Option<Instant>) -> Result<(), WaitError> {
+        if INSIDE.with(|inside| inside.borrow().contains(&self.id)) {
+            return Err(WaitError::Inside);
+        }
+        if !self.active() {
+            return Ok(());
+        }
+        let mut asked = false;
+        let idle = parker().wait_while(deadline, || {
+            if asked && self.word() & AWAITED == 0 {
+                return false;
+            }
+            asked = true;
+            self.word.fetch_or(AWAITED, Ordering::AcqRel) & ACTIVE_MASK != 0
+        });
+        if idle {
+            Ok(())
+        } else {
+            Err(WaitError::TimedOut)
+        }
+    }
+}
+
+/// Being inside a hook: ends, and counts as one of the hook's calls, when dropped.
+///
+/// Bound to the thread that entered: a hook is left where it was entered.
+#[derive(Debug)]
+pub struct Invocation<'a> {
+    state: &'a HookState,
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for Invocation<'_> {
+    fn drop(&mut self) {
+        INSIDE.with(|inside| inside.borrow_mut().pop());
+        self.state.leave(CALL);
+    }
+}

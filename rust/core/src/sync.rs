@@ -1,0 +1,149 @@
+//! The one seam between this crate and its synchronisation: `parking_lot` and `arc-swap`, or,
+//! under `--cfg loom`, loom's model of them. Nothing else in the crate names either.
+//!
+//! loom has no model of arc-swap: [`Slot`] is a locked `Option<Arc<_>>` there, so loom explores
+//! this crate's protocol on top of an atomic slot, not arc-swap's own insides.
+
+#[cfg(not(loom))]
+mod imp {
+    pub(crate) use parking_lot::Mutex;
+    pub(crate) use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering};
+    pub(crate) use std::thread_local;
+
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    /// A place for an `Arc` that is read without a lock.
+    pub(crate) struct Slot<T>(arc_swap::ArcSwapOption<T>);
+
+    impl<T> Slot<T> {
+        pub(crate) fn empty() -> Self {
+            Self(arc_swap::ArcSwapOption::empty())
+        }
+
+        // Not `load`: its guards are cheap for about eight at once in a thread, and deeply nested
+        // modules hold more than that.
+        pub(crate) fn load(&self) -> Option<Arc<T>> {
+            self.0.load_full()
+        }
+
+        pub(crate) fn swap(&self, value: Option<Arc<T>>) -> Option<Arc<T>> {
+            self.0.swap(value)
+        }
+    }
+
+    /// Where threads sleep until a hook is idle.
+    pub(crate) struct Parker {
+        mutex: Mutex<()>,
+        condvar: parking_lot::Condvar,
+    }
+
+    impl Parker {
+        /// Sleeps until `busy` is false; returns false if `deadline` came first.
+        pub(crate) fn wait_while(
+            &self,
+            deadline: Option<Instant>,
+            mut busy: impl FnMut() -> bool,
+        ) -> bool {
+            let mut guard = self.mutex.lock();
+            match deadline {
+                None => self.condvar.wait_while(&mut guard, |()| busy()),
+                Some(deadline) => {
+                    let result = self
+                        .condvar
+                        .wait_while_until(&mut guard, |()| busy(), deadline);
+                    return !result.timed_out();
+                }
+            }
+            true
+        }
+
+        pub(crate) fn wake(&self) {
+            drop(self.mutex.lock());
+            self.condvar.notify_all();
+        }
+    }
+
+    pub(crate) fn parker() -> &'static Parker {
+        static PARKER: Parker = Parker {
+            mutex: Mutex::new(()),
+            condvar: parking_lot::Condvar::new(),
+        };
+        &PARKER
+    }
+}
+
+#[cfg(loom)]
+mod imp {
+    pub(crate) use loom::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering};
+    pub(crate) use loom::thread_local;
+
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    /// `parking_lot`'s interface on loom's mutex.
+    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> loom::sync::MutexGuard<'_, T> {
+            self.0.lock().unwrap()
+        }
+    }
+
+    pub(crate) struct Slot<T>(Mutex<Option<Arc<T>>>);
+
+    impl<T> Slot<T> {
+        pub(crate) fn empty() -> Self {
+            Self(Mutex::new(None))
+        }
+
+        pub(crate) fn load(&self) -> Option<Arc<T>> {
+            self.0.lock().clone()
+        }
+
+        pub(crate) fn swap(&self, value: Option<Arc<T>>) -> Option<Arc<T>> {
+            std::mem::replace(&mut *self.0.lock(), value)
+        }
+    }
+
+    pub(crate) struct Parker {
+        mutex: Mutex<()>,
+        condvar: loom::sync::Condvar,
+    }
+
+    impl Parker {
+        /// Time does not pass in a model: a deadline is never reached.
+        pub(crate) fn wait_while(
+            &self,
+            _deadline: Option<Instant>,
+            mut busy: impl FnMut() -> bool,
+        ) -> bool {
+            let mut guard = self.mutex.lock();
+            while busy() {
+                guard = self.condvar.wait(guard).unwrap();
+            }
+            true
+        }
+
+        pub(crate) fn wake(&self) {
+            drop(self.mutex.lock());
+            self.condvar.notify_all();
+        }
+    }
+
+    pub(crate) fn parker() -> &'static Parker {
+        loom::lazy_static! {
+            static ref PARKER: Parker = Parker {
+                mutex: Mutex::new(()),
+                condvar: loom::sync::Condvar::new(),
+            };
+        }
+        &PARKER
+    }
+}
+
+pub(crate) use imp::*;
