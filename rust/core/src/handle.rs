@@ -64,6 +64,12 @@ impl<H> Handle<H> {
         true
     }
 
+    /// Whether the calling thread is inside the hook, where it cannot wait for it.
+    #[must_use]
+    pub fn inside(&self) -> bool {
+        self.state.inside()
+    }
+
     /// Waits until no thread is inside the hook; with [`Handle::remove`] before it, what the hook
     /// uses can be freed afterwards.
     ///

@@ -59,9 +59,10 @@ impl<H> Entry<H> {
         self.state.enter()
     }
 
-    /// Keeps the hook and its place, and skips it from now on.
-    pub fn disable(&self) {
-        self.state.set_enabled(false);
+    /// Keeps the hook and its place, and skips it from now on. Returns whether it was this call
+    /// that disabled it.
+    pub fn disable(&self) -> bool {
+        self.state.set_enabled(false)
     }
 }
 

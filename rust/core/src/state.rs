@@ -125,12 +125,14 @@ impl HookState {
         self.word.fetch_or(REMOVED, Ordering::AcqRel) & REMOVED == 0
     }
 
-    pub(crate) fn set_enabled(&self, enabled: bool) {
-        if enabled {
-            self.word.fetch_and(!DISABLED, Ordering::AcqRel);
+    /// Returns whether that changed anything.
+    pub(crate) fn set_enabled(&self, enabled: bool) -> bool {
+        let before = if enabled {
+            self.word.fetch_and(!DISABLED, Ordering::AcqRel)
         } else {
-            self.word.fetch_or(DISABLED, Ordering::AcqRel);
-        }
+            self.word.fetch_or(DISABLED, Ordering::AcqRel)
+        };
+        (before & DISABLED == 0) != enabled
     }
 
     pub(crate) fn enter(&self) -> Option<Invocation<'_>> {
@@ -169,9 +171,14 @@ impl HookState {
         }
     }
 
+    /// Whether the calling thread is inside the hook.
+    pub(crate) fn inside(&self) -> bool {
+        INSIDE.with(|inside| inside.borrow().contains(&self.id))
+    }
+
     /// Returns when there was a moment, after this was called, without a thread inside the hook.
     pub(crate) fn wait_idle(&self, deadline: Option<Instant>) -> Result<(), WaitError> {
-        if INSIDE.with(|inside| inside.borrow().contains(&self.id)) {
+        if self.inside() {
             return Err(WaitError::Inside);
         }
         if !self.active() {

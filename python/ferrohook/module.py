@@ -1,0 +1,226 @@
+"""`HookedModule`: a module with hooks of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+
+from torch import nn
+
+from ferrohook._core import HookedBase, Registry
+from ferrohook.errors import HookError, HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class HookInfo(NamedTuple):
+    """One registered hook, as `HookedModule.hooks` lists it."""
+
+    id: int
+    """Unique in the process, increasing, never reused."""
+    phase: str
+    """`forward_pre`, `forward`, `backward_pre` or `backward`."""
+    hook: Any
+    """What was registered: a callable or a typed hook."""
+    priority: int
+    """Higher fires first."""
+    enabled: bool
+    """Whether it fires when its turn comes."""
+    calls: int
+    """How often it was called and has returned or raised."""
+
+
+class HookedModule(HookedBase, nn.Module, Generic[M]):
+    """Wraps a module and gives it hooks on the Rust registry.
+
+    The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
+    every other attribute are those of the module inside, under the same names, read and written
+    through either. Methods of `nn.Module` run on the module inside. Calling the wrapper runs its
+    hooks around the module, which goes on honouring its own torch hooks and torch's global ones.
+
+    The wrapper's own names (`inner`, `into_inner`, `hooks`, `clear_hooks`, `quiesce` and the
+    `register_*` methods) hide attributes of the same name; those stay reachable as `inner.<name>`.
+
+    Follows ferrotorch's `HookedModule`, which however holds a lock while hooks run.
+
+    Args:
+        module: the module to wrap, itself left as it is.
+
+    Raises:
+        HookTypeError: `module` is no `nn.Module`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, module: M) -> None:
+        if not isinstance(module, nn.Module):
+            msg = f"HookedModule wraps an instance of nn.Module, got {_describe(module)}"
+            raise HookTypeError(msg)
+        self._adopt(module, Registry())
+
+    def _adopt(self, module: nn.Module, registry: Registry) -> None:
+        self._wrap(module, registry)
+        object.__setattr__(self, "__dict__", module.__dict__)
+
+    @property
+    def inner(self) -> M:
+        """The wrapped module.
+
+        Raises:
+            HookError: it was given back by `into_inner`.
+        """
+        return cast("M", self._inner)
+
+    def into_inner(self) -> M:
+        """Gives the wrapped module back and removes every hook.
+
+        Calling the wrapper, or registering with it, raises `HookError` after that.
+
+        Returns:
+            The module, without the wrapper's hooks; its own torch hooks are untouched.
+        """
+        module = self.inner
+        self._release()
+        self._registry.clear()
+        object.__setattr__(self, "__dict__", {})
+        return module
+
+    def hooks(self, phase: str | None = None) -> list[HookInfo]:
+        """What is registered, in firing order.
+
+        Args:
+            phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
+
+        Raises:
+            ValueError: an unknown phase.
+        """
+        return [HookInfo(*row) for row in self._registry.list(phase)]
+
+    def clear_hooks(self, phase: str | None = None) -> None:
+        """Removes the hooks of one phase, or of all; the module's own torch hooks stay.
+
+        Args:
+            phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
+
+        Raises:
+            ValueError: an unknown phase.
+        """
+        self._registry.clear(phase)
+
+    def quiesce(self, timeout: float | None = None) -> None:
+        """Returns when no thread is inside any of the hooks, removed ones included.
+
+        Args:
+            timeout: how many seconds to wait at most; None waits for ever.
+
+        Raises:
+            HookError: called from inside one of the hooks.
+            TimeoutError: a thread was still inside one.
+        """
+        self._registry.quiesce(timeout)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `forward`, without any hooks, as PyTorch's users expect."""
+        return self.inner.forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """How many hooks of each phase there are."""
+        counts: dict[str, int] = {}
+        for hook in self.hooks():
+            counts[hook.phase] = counts.get(hook.phase, 0) + 1
+        return ", ".join(f"{phase}={count}" for phase, count in counts.items())
+
+    def __repr__(self) -> str:
+        try:
+            inner = repr(self.inner)
+        except HookError:
+            return "HookedModule(<given back>)"
+        hooks = self.extra_repr() or "none"
+        return f"HookedModule(\n  (inner): {_indent(inner)}\n  (hooks): {hooks}\n)"
+
+    def _get_name(self) -> str:
+        # The name of the module inside, for the notes on exceptions.
+        return f"HookedModule({self.inner._get_name()})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached when neither the shared __dict__ nor nn.Module knows the name.
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            msg = (
+                "a HookedModule does not change its class, which parametrize and others do; "
+                "hand them the module inside: hooked.inner"
+            )
+            raise HookError(msg)
+        setattr(self.inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.inner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.inner)})
+
+    def __bool__(self) -> bool:
+        return bool(self.inner)
+
+    def __len__(self) -> int:
+        return len(cast("Any", self.inner))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(cast("Any", self.inner))
+
+    def __getitem__(self, index: Any) -> Any:
+        return cast("Any", self.inner)[index]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in cast("Any", self.inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
+        duplicate = type(self).__new__(type(self))
+        # Before anything inside is copied: it may refer to the wrapper.
+        memo[id(self)] = duplicate
+        inner = copy.deepcopy(self.inner, memo)
+        duplicate._adopt(inner, self._registry.fork(lambda hook: copy.deepcopy(hook, memo)))
+        return duplicate
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        # Hooks are run-time state and are not saved.
+        return type(self), (self.inner,)
+
+    def _replicate_for_data_parallel(self) -> HookedModule[M]:
+        # The replicas share the hooks, as they share PyTorch's hook dicts.
+        replica = type(self).__new__(type(self))
+        replica._adopt(cast("Any", self.inner)._replicate_for_data_parallel(), self._registry)
+        return replica
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: HookedModule[Any], *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.inner, name)(*args, **kwargs)
+        return self if result is self.inner else result
+
+    method.__name__ = name
+    method.__qualname__ = f"HookedModule.{name}"
+    method.__doc__ = f"`{name}` of the module inside."
+    return method
+
+
+# Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): all but
+# those that yield the module itself run on the module inside. Parents find the wrapper in the tree.
+_OWN = {"modules", "named_modules", "__init__", "__call__", "_call_impl", "_wrapped_call_impl"}
+for _name, _value in vars(nn.Module).items():
+    if callable(_value) and _name not in _OWN and _name not in vars(HookedModule):
+        if not _name.startswith("__") and not hasattr(HookedBase, _name):
+            setattr(HookedModule, _name, _delegate(_name))
+
+
+def _describe(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _indent(text: str) -> str:
+    return text.replace("\n", "\n  ")

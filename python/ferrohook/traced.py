@@ -1,0 +1,82 @@
+"""What `torch.compile` traces in place of the native call: the same walk, in Python.
+
+Dynamo reads the hooks from `HookedModule._registry.traced` while it traces and guards on what it
+read, so a later change of the hooks makes the next call trace anew. It cannot follow the counting
+of calls or `on_error`: inside a compiled region `HookHandle.calls` stands still, and a hook that
+raises while it is traced breaks the graph (with `fullgraph=True`: raises).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import BackwardHook
+
+from ferrohook._core import HookedBase
+from ferrohook.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from ferrohook.module import HookedModule
+
+
+@torch.compiler.substitute_in_graph(HookedBase.__call__, skip_signature_check=True)
+def traced_call(self: HookedModule[Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`HookedModule.__call__` for Dynamo."""
+    forward_pre, forward, backward_pre, backward = self._registry.traced
+    for hook, typed, with_kwargs in forward_pre:
+        if typed:
+            args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
+        elif with_kwargs:
+            result = hook(self, args, kwargs)
+            if result is not None:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    msg = (
+                        "forward pre-hook must return None or a tuple "
+                        f"of (new_args, new_kwargs), but got {result}."
+                    )
+                    raise RuntimeError(msg)
+                args, kwargs = result
+        else:
+            result = hook(self, args)
+            if result is not None:
+                args = result if isinstance(result, tuple) else (result,)
+    tap = None
+    if (backward_pre or backward) and torch.is_grad_enabled():
+        # Dynamo follows this with compiled autograd and says that it needs it otherwise.
+        tap = BackwardHook(
+            self,
+            [_as_plain(hook) if typed else hook for hook, typed, _ in backward],
+            [hook for hook, _, _ in backward_pre],
+        )
+        args = tap.setup_input_hook(args)
+    output = self._inner(*args, **kwargs)
+    for hook, typed, with_kwargs in forward:
+        if typed:
+            if hook(args[0] if len(args) == 1 else args, output) is not None:
+                msg = "a ForwardHook observes and returns None, it returned a value"
+                raise HookTypeError(msg)
+            continue
+        result = hook(self, args, kwargs, output) if with_kwargs else hook(self, args, output)
+        if result is not None:
+            output = result
+    return output if tap is None else tap.setup_output_hook(output)
+
+
+def _typed_input(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(result, tuple) and len(result) == len(args):
+        return result
+    if isinstance(result, torch.Tensor) and len(args) == 1:
+        return (result,)
+    msg = (
+        f"a ForwardPreHook returns the call's {len(args)} arguments, "
+        f"it returned {type(result).__name__}"
+    )
+    raise HookTypeError(msg)
+
+
+def _as_plain(hook: Any) -> Any:
+    def plain(_module: Any, grad_input: Any, grad_output: Any) -> None:
+        hook(grad_input, grad_output)
+
+    return plain

@@ -1,0 +1,80 @@
+"""Typed hooks: they say what they may do and are held to it.
+
+A plain callable follows PyTorch's contract and may do anything that contract allows. A typed hook
+is an instance of one of these classes around a function, made by calling the class or using it as
+a decorator, and is registered by the same methods. The names are ferrotorch's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from ferrohook._core import TypedHook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class ForwardPreHook(TypedHook, Generic[In]):
+    """Transforms a module's input: `fn(input) -> input`.
+
+    `input` is the single positional argument where there is exactly one, else the tuple of them.
+    Returning anything but a tensor for the one, or a tuple of as many as the call has, is a
+    `HookTypeError` in that call.
+
+    Args:
+        fn: called with the input before the module runs.
+
+    Raises:
+        HookTypeError: `fn` is not callable.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, fn: Callable[[In], In]) -> ForwardPreHook[In]:  # noqa: D102, PYI034 (mypy loses In behind Self)
+        return super().__new__(cls, "forward_pre", fn)
+
+
+class ForwardHook(TypedHook, Generic[In, Out]):
+    """Observes a module's input and output: `fn(input, output) -> None`.
+
+    It cannot change what the caller gets: returning a value is a `HookTypeError` in that call.
+    `input` is the single positional argument where there is exactly one, else the tuple of them.
+
+    Args:
+        fn: called with the input and the output after the module ran.
+
+    Raises:
+        HookTypeError: `fn` is not callable.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, fn: Callable[[In, Out], None]) -> ForwardHook[In, Out]:  # noqa: D102, PYI034
+        return super().__new__(cls, "forward", fn)
+
+
+class BackwardHook(TypedHook):
+    """Observes gradients: `fn(grad_input, grad_output) -> None`.
+
+    Both are tuples as PyTorch's full backward hooks get them, with None for what is no tensor or
+    needs no gradient. Returning a value is a `HookTypeError` in that backward pass.
+
+    Args:
+        fn: called with both tuples when the gradients of the module's input are known.
+
+    Raises:
+        HookTypeError: `fn` is not callable.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, fn: Callable[[Grads, Grads], None]) -> BackwardHook:  # noqa: D102, PYI034
+        return super().__new__(cls, "backward", fn)

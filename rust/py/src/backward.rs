@@ -1,0 +1,72 @@
+//! The walk of a backward phase, on whichever thread autograd runs it.
+
+use ferrohook_core::{Phase, Registry};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::hook::{Hook, Site};
+use crate::torch;
+
+/// Walks `phase`, whose hooks may replace `grads` (the gradient of the output for `backward_pre`,
+/// of the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
+pub fn run<'py>(
+    hooks: &Registry<Hook>,
+    phase: Phase,
+    module: &Bound<'py, PyAny>,
+    grads: &Bound<'py, PyAny>,
+    grad_output: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let mut current = grads.clone();
+    let mut replaced = false;
+    for entry in hooks.snapshot(phase).iter() {
+        let Some(inside) = entry.enter() else {
+            continue;
+        };
+        let site = Site { entry, module };
+        let result = invoke(&site, phase, &current, grad_output);
+        drop(inside);
+        if let Some(new) = site.settle(result)? {
+            current = new;
+            replaced = true;
+        }
+    }
+    Ok(replaced.then_some(current))
+}
+
+fn invoke<'py>(
+    site: &Site<'_, 'py>,
+    phase: Phase,
+    grads: &Bound<'py, PyAny>,
+    grad_output: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let (callback, typed) = site.entry.hook().callback(site.module.py());
+    let result = match grad_output {
+        Some(grad_output) if typed => callback.call1((grads, grad_output)),
+        Some(grad_output) => callback.call1((site.module, grads, grad_output)),
+        None => callback.call1((site.module, grads)),
+    }?;
+    if result.is_none() {
+        return Ok(None);
+    }
+    if typed {
+        return Err(site.type_error("observes and returns None", &result));
+    }
+    // PyTorch's signature allows a lone tensor; its length would be that of its first dimension.
+    let result = if torch::is_tensor(&result)? {
+        PyTuple::new(result.py(), [result])?.into_any()
+    } else {
+        result
+    };
+    let (given, expected) = (result.len()?, grads.len()?);
+    if given == expected {
+        return Ok(Some(result));
+    }
+    let (hook, what) = match phase {
+        Phase::BackwardPre => ("Backward pre hook", "grad_output"),
+        _ => ("Backward hook", "grad_input"),
+    };
+    Err(PyRuntimeError::new_err(format!(
+        "{hook} returned an invalid number of {what}, got {given}, but expected {expected}"
+    )))
+}

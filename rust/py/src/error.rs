@@ -1,0 +1,41 @@
+//! The one edge where errors become Python exceptions.
+
+use ferrohook_core::WaitError;
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+/// An exception of one of the classes in `ferrohook.errors`.
+fn of_class(py: Python<'_>, class: &str, message: String) -> PyErr {
+    let class = py
+        .import("ferrohook.errors")
+        .and_then(|errors| errors.getattr(class))
+        .and_then(|class| Ok(class.cast_into::<PyType>()?));
+    class.map_or_else(|error| error, |class| PyErr::from_type(class, message))
+}
+
+pub fn hook_error(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "HookError", message)
+}
+
+pub fn hook_type_error(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "HookTypeError", message)
+}
+
+pub fn wait_error(py: Python<'_>, error: WaitError) -> PyErr {
+    match error {
+        WaitError::Inside => hook_error(
+            py,
+            format!("{error}; remove it without wait=True, or wait from another thread"),
+        ),
+        WaitError::TimedOut => PyTimeoutError::new_err(error.to_string()),
+    }
+}
+
+/// The name of an object's type, for messages.
+pub fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object
+        .get_type()
+        .name()
+        .map_or_else(|_| "?".to_owned(), |name| name.to_string())
+}

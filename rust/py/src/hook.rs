@@ -1,0 +1,286 @@
+//! A registered Python hook: how it is called and what happens when it fails.
+
+use ferrohook_core::{Entry, Phase, Placement};
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyInt, PyString};
+
+use crate::error::{hook_type_error, type_name};
+use crate::typed::TypedHook;
+
+/// A phase, from its name.
+pub struct PhaseName(pub Phase);
+
+impl<'py> FromPyObject<'_, 'py> for PhaseName {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let name = object.cast::<PyString>().map_err(|_| {
+            hook_type_error(
+                object.py(),
+                format!("phase is a str, got {}", type_name(&object)),
+            )
+        })?;
+        Phase::from_name(&name.to_cow()?).map(Self).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "unknown phase {:?}: expected one of {}",
+                name.to_string(),
+                Phase::ALL.map(Phase::name).join(", ")
+            ))
+        })
+    }
+}
+
+/// What a call does about a hook's exception.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum OnError {
+    Raise,
+    Disable,
+    Ignore,
+}
+
+impl<'py> FromPyObject<'_, 'py> for OnError {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let name = object.cast::<PyString>().map_err(|_| {
+            hook_type_error(
+                object.py(),
+                format!("on_error is a str, got {}", type_name(&object)),
+            )
+        })?;
+        match &*name.to_cow()? {
+            "raise" => Ok(Self::Raise),
+            "disable" => Ok(Self::Disable),
+            "ignore" => Ok(Self::Ignore),
+            other => Err(PyValueError::new_err(format!(
+                "unknown on_error {other:?}: expected one of raise, disable, ignore"
+            ))),
+        }
+    }
+}
+
+/// A priority: an int, and no bool.
+pub struct Priority(pub i64);
+
+impl<'py> FromPyObject<'_, 'py> for Priority {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
+            return object.extract().map(Self).map_err(|_| {
+                PyValueError::new_err(format!(
+                    "priority lies between -2**63 and 2**63 - 1, got {}",
+                    *object
+                ))
+            });
+        }
+        Err(hook_type_error(
+            object.py(),
+            format!("priority is an int, got {}", type_name(&object)),
+        ))
+    }
+}
+
+impl Priority {
+    pub fn place(self, prepend: bool) -> Placement {
+        Placement {
+            priority: self.0,
+            prepend,
+        }
+    }
+}
+
+/// What a hook was registered with.
+#[derive(Clone, Copy)]
+pub struct Options {
+    pub with_kwargs: bool,
+    pub always_call: bool,
+    pub on_error: OnError,
+}
+
+impl From<OnError> for Options {
+    fn from(on_error: OnError) -> Self {
+        Self {
+            with_kwargs: false,
+            always_call: false,
+            on_error,
+        }
+    }
+}
+
+/// The callback of a registry's entry.
+pub struct Hook {
+    /// As the user gave it: a callable or a [`TypedHook`].
+    given: Py<PyAny>,
+    pub options: Options,
+}
+
+impl Hook {
+    /// Refuses what can't be called for `phase` as `options` say.
+    pub fn new(given: &Bound<'_, PyAny>, phase: Phase, options: Options) -> PyResult<Self> {
+        let py = given.py();
+        if let Ok(typed) = given.cast::<TypedHook>() {
+            let of = typed.get().phase;
+            if of != phase {
+                return Err(hook_type_error(
+                    py,
+                    format!(
+                        "{} is a hook for the phase {of}, it cannot be registered for {phase}",
+                        type_name(given)
+                    ),
+                ));
+            }
+            if options.with_kwargs {
+                return Err(hook_type_error(
+                    py,
+                    format!(
+                        "{} fixes the arguments of its callback: with_kwargs is for plain callables",
+                        type_name(given)
+                    ),
+                ));
+            }
+        } else if !given.is_callable() {
+            return Err(hook_type_error(
+                py,
+                format!("a {phase} hook is a callable, got {}", type_name(given)),
+            ));
+        }
+        Ok(Self {
+            given: given.clone().unbind(),
+            options,
+        })
+    }
+
+    /// The object that the registry owns, for listing, copying and garbage collection.
+    pub fn given(&self) -> &Py<PyAny> {
+        &self.given
+    }
+
+    /// The same hook with another callable.
+    pub fn with_given(&self, given: Bound<'_, PyAny>) -> Self {
+        Self {
+            given: given.unbind(),
+            options: self.options,
+        }
+    }
+
+    /// What to call, and whether it is the callback of a typed hook.
+    pub fn callback<'a, 'py>(&'a self, py: Python<'py>) -> (&'a Bound<'py, PyAny>, bool) {
+        let given = self.given.bind(py);
+        match given.cast::<TypedHook>() {
+            Ok(typed) => (typed.get().callback.bind(py), true),
+            Err(_) => (given, false),
+        }
+    }
+}
+
+/// What a hook's failing needs to be told with.
+pub struct Site<'a, 'py> {
+    pub entry: &'a Entry<Hook>,
+    pub module: &'a Bound<'py, PyAny>,
+}
+
+impl Site<'_, '_> {
+    fn py(&self) -> Python<'_> {
+        self.module.py()
+    }
+
+    /// Names hook, phase and module.
+    fn describe(&self) -> String {
+        let (callback, _) = self.entry.hook().callback(self.py());
+        let name = callback
+            .getattr("__qualname__")
+            .and_then(|name| name.extract::<String>())
+            .unwrap_or_else(|_| format!("an instance of {}", type_name(callback)));
+        let module = self
+            .module
+            .call_method0("_get_name")
+            .and_then(|name| name.extract::<String>())
+            .unwrap_or_else(|_| type_name(self.module));
+        format!(
+            "the {} hook {name} (id {}) of {module}",
+            self.entry.phase(),
+            self.entry.id()
+        )
+    }
+
+    /// A typed hook did what its type forbids.
+    pub fn type_error(&self, expected: &str, got: &Bound<'_, PyAny>) -> PyErr {
+        hook_type_error(
+            self.py(),
+            format!(
+                "{} {expected}, it returned {}",
+                self.describe(),
+                type_name(got)
+            ),
+        )
+    }
+
+    /// Puts the note on an exception that left the hook.
+    pub fn annotate(&self, error: &PyErr) {
+        let note = format!("ferrohook: raised by {}", self.describe());
+        // An exception class may forbid notes; the exception itself matters more.
+        let _ = error.value(self.py()).call_method1("add_note", (note,));
+    }
+
+    /// Applies the hook's `on_error` to what came out of it; `None` where the call goes on without
+    /// the hook.
+    pub fn settle<T>(&self, result: PyResult<Option<T>>) -> PyResult<Option<T>> {
+        let error = match result {
+            Ok(value) => return Ok(value),
+            Err(error) => error,
+        };
+        let py = self.py();
+        self.annotate(&error);
+        let policy = self.entry.hook().options.on_error;
+        // What is no Exception (KeyboardInterrupt, SystemExit) is not the hook's fault.
+        if policy == OnError::Raise || !error.is_instance_of::<PyException>(py) {
+            return Err(error);
+        }
+        // Several threads may fail at once: one of them disables, and that one logs.
+        if policy == OnError::Disable && self.entry.disable() {
+            let message = format!("disabled {}: it raised", self.describe());
+            if let Err(unlogged) = log_error(py, &message, &error) {
+                unlogged.write_unraisable(py, None);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Says that a hook failed while another exception was on its way, which stays the one that
+    /// the caller gets.
+    pub fn warn_silenced(&self, error: &PyErr) {
+        let py = self.py();
+        let text = format!(
+            "{} raised {}, silenced as another exception was raised before",
+            self.describe(),
+            error
+                .value(py)
+                .repr()
+                .map_or_else(|_| "?".to_owned(), |repr| repr.to_string())
+        );
+        let warned = py
+            .import("warnings")
+            .and_then(|warnings| warnings.call_method1("warn", (text,)));
+        if let Err(error) = warned {
+            error.write_unraisable(py, None);
+        }
+    }
+}
+
+fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
+    static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let logger = LOGGER.get_or_try_init(py, || {
+        py.import("logging")?
+            .call_method1("getLogger", ("ferrohook",))
+            .map(Bound::unbind)
+    })?;
+    let kwargs = pyo3::types::PyDict::new(py);
+    kwargs.set_item("exc_info", error.value(py))?;
+    logger
+        .bind(py)
+        .call_method("error", ("%s", message), Some(&kwargs))?;
+    Ok(())
+}
