@@ -54,6 +54,10 @@ impl<H> Handle<H> {
 
     /// Removes the hook: no phase that has not reached it yet will invoke it. Returns whether it
     /// was this call that did so. Takes amortised constant time.
+    #[allow(
+        clippy::must_use_candidate,
+        reason = "called for its effect; who was first rarely matters"
+    )]
     pub fn remove(&self) -> bool {
         if !self.state.mark_removed() {
             return false;

@@ -100,7 +100,7 @@ impl<H> Registry<H> {
     /// # Errors
     ///
     /// The first that `copy` returns; nothing was copied then.
-    pub fn fork<E>(&self, mut copy: impl FnMut(&H) -> Result<H, E>) -> Result<Self, E> {
+    pub fn fork<E>(&self, mut copy: impl FnMut(Phase, &H) -> Result<H, E>) -> Result<Self, E> {
         let fork = Self::new();
         for phase in Phase::ALL {
             let snapshot = self.snapshot(phase);
@@ -114,7 +114,7 @@ impl<H> Registry<H> {
                     priority: entry.priority(),
                     prepend: entry.state.prepended(),
                 };
-                let handle = fork.register(phase, copy(&entry.hook)?, placement);
+                let handle = fork.register(phase, copy(phase, &entry.hook)?, placement);
                 handle.set_enabled(entry.enabled());
             }
         }
@@ -130,13 +130,17 @@ impl<H> Registry<H> {
     /// when a thread is still inside one after `timeout`.
     pub fn quiesce(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
         let deadline = deadline(timeout);
-        for phase in Phase::ALL {
-            let active = self.shared.hooks(phase).list.lock().active();
-            for state in active {
-                state.wait_idle(deadline)?;
-            }
+        let active: Vec<_> = Phase::ALL
+            .into_iter()
+            .flat_map(|phase| self.shared.hooks(phase).list.lock().active())
+            .collect();
+        // Before waiting for any: what this thread is inside of may be what the others wait for.
+        if active.iter().any(|state| state.inside()) {
+            return Err(WaitError::Inside);
         }
-        Ok(())
+        active
+            .iter()
+            .try_for_each(|state| state.wait_idle(deadline))
     }
 
     /// Visits each callback that the registry owns, once: for a garbage collector's traversal. The
@@ -221,7 +225,7 @@ impl<H> Shared<H> {
     fn push(&self, entry: Arc<Entry<H>>) {
         let phase = entry.state.phase;
         let hooks = self.hooks(phase);
-        let stale;
+        let outdated;
         {
             let mut list = hooks.list.lock();
             list.sorted &= list
@@ -230,9 +234,9 @@ impl<H> Shared<H> {
                 .is_none_or(|last| last.state.order_key() < entry.state.order_key());
             list.entries.push(entry);
             self.set_occupied(phase, true);
-            stale = hooks.published.swap(None);
+            outdated = hooks.published.swap(None);
         }
-        drop(stale);
+        drop(outdated);
     }
 
     pub(crate) fn note_removal(&self, phase: Phase) {
@@ -256,14 +260,14 @@ impl<H> Shared<H> {
 
     pub(crate) fn set_priority(&self, state: &HookState, priority: i64) {
         let hooks = self.hooks(state.phase);
-        let stale;
+        let outdated;
         {
             let mut list = hooks.list.lock();
             state.set_priority(priority);
             list.sorted = false;
-            stale = hooks.published.swap(None);
+            outdated = hooks.published.swap(None);
         }
-        drop(stale);
+        drop(outdated);
     }
 
     fn clear(&self, phase: Phase) -> Garbage<H> {

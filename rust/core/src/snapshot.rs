@@ -55,6 +55,7 @@ impl<H> Entry<H> {
     /// Enters the hook, unless it was removed or disabled: to be asked right before each
     /// invocation, with the answer kept until the callback has returned.
     #[must_use]
+    #[inline]
     pub fn enter(&self) -> Option<Invocation<'_>> {
         self.state.enter()
     }
@@ -76,6 +77,7 @@ pub struct Snapshot<H> {
 
 impl<H> Snapshot<H> {
     /// The hooks in firing order.
+    #[must_use]
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Entry<H>> {
         self.entries.iter().map(|entry| &**entry)
     }

@@ -49,8 +49,9 @@ const ACTIVE_MASK: u64 = ((1 << 18) - 1) * ACTIVE;
 const CALL: u64 = 1 << 21;
 
 thread_local! {
-    /// The hooks that this thread is inside of, outermost first.
-    static INSIDE: RefCell<Vec<HookId>> = RefCell::new(Vec::new());
+    /// The hooks that this thread is inside of, mostly outermost first. Only for refusing to wait
+    /// for oneself: where it is gone already, in a thread that ends, hooks go on without it.
+    static INSIDE: RefCell<Vec<HookId>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What a registry and a handle share about one hook; the callback is not part of it, so that a
@@ -135,6 +136,7 @@ impl HookState {
         (before & DISABLED == 0) != enabled
     }
 
+    #[inline]
     pub(crate) fn enter(&self) -> Option<Invocation<'_>> {
         if self.word() & (REMOVED | DISABLED) != 0 {
             return None;
@@ -144,13 +146,14 @@ impl HookState {
             self.leave(0);
             return None;
         }
-        INSIDE.with(|inside| inside.borrow_mut().push(self.id));
+        let _ = INSIDE.try_with(|inside| inside.borrow_mut().push(self.id));
         Some(Invocation {
             state: self,
             not_send: PhantomData,
         })
     }
 
+    #[inline]
     fn leave(&self, counted: u64) {
         // Release pairs with the acquire in `wait_idle`: what the hook did happens before the
         // waiter frees its resources.
@@ -158,22 +161,25 @@ impl HookState {
             .word
             .fetch_add(counted.wrapping_sub(ACTIVE), Ordering::Release);
         if before & AWAITED != 0 && before & ACTIVE_MASK == ACTIVE {
-            let idle = before.wrapping_add(counted).wrapping_sub(ACTIVE);
-            // Says that there was a moment without a thread inside. If somebody entered since,
-            // they will say it when they leave.
-            let _ = self.word.compare_exchange(
-                idle,
-                idle & !AWAITED,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            );
-            parker().wake();
+            self.wake_waiters(before.wrapping_add(counted).wrapping_sub(ACTIVE));
         }
+    }
+
+    #[cold]
+    fn wake_waiters(&self, idle: u64) {
+        // Says that there was a moment without a thread inside. If somebody entered since,
+        // they will say it when they leave.
+        let _ =
+            self.word
+                .compare_exchange(idle, idle & !AWAITED, Ordering::AcqRel, Ordering::Relaxed);
+        parker().wake();
     }
 
     /// Whether the calling thread is inside the hook.
     pub(crate) fn inside(&self) -> bool {
-        INSIDE.with(|inside| inside.borrow().contains(&self.id))
+        INSIDE
+            .try_with(|inside| inside.borrow().contains(&self.id))
+            .unwrap_or(false)
     }
 
     /// Returns when there was a moment, after this was called, without a thread inside the hook.
@@ -210,8 +216,15 @@ pub struct Invocation<'a> {
 }
 
 impl Drop for Invocation<'_> {
+    #[inline]
     fn drop(&mut self) {
-        INSIDE.with(|inside| inside.borrow_mut().pop());
+        let _ = INSIDE.try_with(|inside| {
+            let mut inside = inside.borrow_mut();
+            // The last one, but for coroutines that switch stacks between two hooks.
+            if let Some(at) = inside.iter().rposition(|id| *id == self.state.id) {
+                inside.remove(at);
+            }
+        });
         self.state.leave(CALL);
     }
 }

@@ -76,10 +76,17 @@ mod imp {
 #[cfg(loom)]
 mod imp {
     pub(crate) use loom::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering};
-    pub(crate) use loom::thread_local;
 
     use std::sync::Arc;
     use std::time::Instant;
+
+    /// loom's own takes no const block.
+    macro_rules! modelled_thread_local {
+        ($(#[$attribute:meta])* static $name:ident: $type:ty = const $value:block;) => {
+            loom::thread_local! { $(#[$attribute])* static $name: $type = $value; }
+        };
+    }
+    pub(crate) use modelled_thread_local as thread_local;
 
     /// `parking_lot`'s interface on loom's mutex.
     pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);

@@ -235,23 +235,23 @@ fn quiesce_beside_the_remover() {
     explore(|| {
         let registry = registry();
         let handle = register(&registry);
-        let removed = Arc::new(AtomicBool::new(false));
+        let done = Arc::new(AtomicBool::new(false));
         let resource = Resource::make();
         let caller = spawn({
             let (registry, resource) = (registry.clone(), resource.clone());
             move || call(&registry, |_| resource.use_it())
         });
         let remover = spawn({
-            let removed = removed.clone();
+            let done = done.clone();
             move || {
                 handle.remove();
-                removed.store(true, Ordering::Release);
+                done.store(true, Ordering::Release);
                 handle
             }
         });
-        let removed = removed.load(Ordering::Acquire);
+        let may_free = done.load(Ordering::Acquire);
         registry.quiesce(None).unwrap();
-        if removed {
+        if may_free {
             resource.freed.store(true, Ordering::Relaxed);
         }
         caller.join().unwrap();
@@ -398,8 +398,8 @@ fn the_registry_goes_while_a_handle_removes() {
             let registry = registry.clone();
             move || {
                 call(&registry, |entry| {
-                    assert!(Arc::strong_count(entry.hook()) > 1)
-                })
+                    assert!(Arc::strong_count(entry.hook()) > 1);
+                });
             }
         });
         drop(registry);

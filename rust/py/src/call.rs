@@ -1,40 +1,30 @@
 //! One call of a hooked module, from its arguments to its output.
 
-use std::sync::Arc;
-
-use ferrohook_core::{Entry, Phase, Snapshot};
+use ferrohook_core::{Entry, Phase};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::hook::{Hook, Site};
 use crate::registry::Registry;
-use crate::torch;
+use crate::torch::{self, Callee};
 
 /// Calls `inner` with the hooks of `registry` around it; hooks are told that `module` is called.
 pub fn call<'py>(
     module: &Bound<'py, PyAny>,
     inner: &Bound<'py, PyAny>,
+    callee: &Callee,
     registry: &Bound<'py, Registry>,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let mut call = Call {
+    let call = Call {
         module,
         registry,
         args: args.clone(),
         kwargs: kwargs.cloned(),
-        output: None,
-        forward: None,
-        reached: 0,
     };
-    match call.run(inner) {
-        Err(error) if registry.get().hooks.occupied(Phase::Forward) => {
-            call.run_always_called();
-            Err(error)
-        }
-        result => result,
-    }
+    call.run(inner, callee)
 }
 
 struct Call<'a, 'py> {
@@ -42,26 +32,20 @@ struct Call<'a, 'py> {
     registry: &'a Bound<'py, Registry>,
     args: Bound<'py, PyTuple>,
     kwargs: Option<Bound<'py, PyDict>>,
-    /// What the next forward hook sees; None until the module has returned.
-    output: Option<Bound<'py, PyAny>>,
-    /// The hooks of the forward phase, once it has begun.
-    forward: Option<Arc<Snapshot<Hook>>>,
-    /// How many of them were reached.
-    reached: usize,
 }
 
 impl<'py> Call<'_, 'py> {
-    fn run(&mut self, inner: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    fn run(mut self, inner: &Bound<'py, PyAny>, callee: &Callee) -> PyResult<Bound<'py, PyAny>> {
         let hooks = &self.registry.get().hooks;
-        if hooks.occupied(Phase::ForwardPre) {
-            self.forward_pre()?;
-        }
-        let backward = if hooks.occupied(Phase::BackwardPre) || hooks.occupied(Phase::Backward) {
-            self.tap_inputs()?
-        } else {
-            None
+        let (output, backward) = match self.run_module(inner, callee) {
+            Ok(output) => output,
+            Err(error) => {
+                if hooks.occupied(Phase::Forward) {
+                    self.run_always_called(hooks.snapshot(Phase::Forward).iter(), None);
+                }
+                return Err(error);
+            }
         };
-        let output = torch::call_module(inner, &self.args, self.kwargs.as_ref())?;
         let output = if hooks.occupied(Phase::Forward) {
             self.forward(output)?
         } else {
@@ -71,6 +55,25 @@ impl<'py> Call<'_, 'py> {
             None => Ok(output),
             Some(backward) => backward.call_method1("tap_outputs", (output,)),
         }
+    }
+
+    /// Up to the module's output, with what taps the gradients where a backward hook wants them.
+    fn run_module(
+        &mut self,
+        inner: &Bound<'py, PyAny>,
+        callee: &Callee,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
+        let hooks = &self.registry.get().hooks;
+        if hooks.occupied(Phase::ForwardPre) {
+            self.forward_pre()?;
+        }
+        let backward = if hooks.occupied(Phase::BackwardPre) || hooks.occupied(Phase::Backward) {
+            self.tap_inputs()?
+        } else {
+            None
+        };
+        let output = callee.call(inner, &self.args, self.kwargs.as_ref())?;
+        Ok((output, backward))
     }
 
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
@@ -152,36 +155,41 @@ impl<'py> Call<'_, 'py> {
         Err(self.site(entry).type_error(&expected, &result))
     }
 
-    fn forward(&mut self, output: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    fn forward(&mut self, mut output: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let snapshot = self.registry.get().hooks.snapshot(Phase::Forward);
-        self.output = Some(output);
-        self.forward = Some(Arc::clone(&snapshot));
-        for (index, entry) in snapshot.iter().enumerate() {
+        let mut entries = snapshot.iter();
+        while let Some(entry) = entries.next() {
             let Some(inside) = entry.enter() else {
                 continue;
             };
-            self.reached = index + 1;
-            let result = self.invoke_forward(entry);
+            let result = self.invoke_forward(entry, Some(&output));
             drop(inside);
             let settled = match result {
                 Ok(replaced) => replaced,
-                error => self.site(entry).settle(error)?,
+                error => match self.site(entry).settle(error) {
+                    Ok(settled) => settled,
+                    Err(error) => {
+                        self.run_always_called(entries, Some(output));
+                        return Err(error);
+                    }
+                },
             };
-            if settled.is_some() {
-                self.output = settled;
+            if let Some(replaced) = settled {
+                output = replaced;
             }
         }
-        Ok(self.output.take().expect("set above, replaced by hooks"))
+        Ok(output)
     }
 
-    fn invoke_forward(&mut self, entry: &Entry<Hook>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// Calls one forward hook; `output` is None where the module did not return.
+    fn invoke_forward(
+        &mut self,
+        entry: &Entry<Hook>,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.module.py();
         let hook = entry.hook();
         let (callback, typed) = hook.callback(py);
-        let output = match &self.output {
-            Some(output) => output.clone(),
-            None => py.None().into_bound(py),
-        };
         if typed {
             let result = callback.call1((input_of(&self.args), output))?;
             return if result.is_none() {
@@ -201,25 +209,22 @@ impl<'py> Call<'_, 'py> {
         Ok((!result.is_none()).then_some(result))
     }
 
-    /// After an exception, whichever: the `always_call` hooks that the call has not reached. What
+    /// After an exception, whichever: those of the hooks not reached that are `always_call`. What
     /// they raise is told in a warning and never replaces the exception.
-    fn run_always_called(&mut self) {
-        let snapshot = self
-            .forward
-            .take()
-            .unwrap_or_else(|| self.registry.get().hooks.snapshot(Phase::Forward));
-        for entry in snapshot.iter().skip(self.reached) {
-            if !entry.hook().options.always_call {
-                continue;
-            }
+    fn run_always_called<'e>(
+        &mut self,
+        entries: impl Iterator<Item = &'e Entry<Hook>>,
+        mut output: Option<Bound<'py, PyAny>>,
+    ) {
+        for entry in entries.filter(|entry| entry.hook().options.always_call) {
             let Some(inside) = entry.enter() else {
                 continue;
             };
-            let result = self.invoke_forward(entry);
+            let result = self.invoke_forward(entry, output.as_ref());
             drop(inside);
             match self.site(entry).settle(result) {
                 Ok(None) => {}
-                Ok(replaced) => self.output = replaced,
+                Ok(replaced) => output = replaced,
                 Err(error) => self.site(entry).warn_silenced(&error),
             }
         }

@@ -114,6 +114,7 @@ impl From<OnError> for Options {
 pub struct Hook {
     /// As the user gave it: a callable or a [`TypedHook`].
     given: Py<PyAny>,
+    typed: bool,
     pub options: Options,
 }
 
@@ -121,7 +122,8 @@ impl Hook {
     /// Refuses what can't be called for `phase` as `options` say.
     pub fn new(given: &Bound<'_, PyAny>, phase: Phase, options: Options) -> PyResult<Self> {
         let py = given.py();
-        if let Ok(typed) = given.cast::<TypedHook>() {
+        let typed = given.cast::<TypedHook>();
+        if let Ok(typed) = &typed {
             let of = typed.get().phase;
             if of != phase {
                 return Err(hook_type_error(
@@ -149,6 +151,7 @@ impl Hook {
         }
         Ok(Self {
             given: given.clone().unbind(),
+            typed: typed.is_ok(),
             options,
         })
     }
@@ -158,21 +161,16 @@ impl Hook {
         &self.given
     }
 
-    /// The same hook with another callable.
-    pub fn with_given(&self, given: Bound<'_, PyAny>) -> Self {
-        Self {
-            given: given.unbind(),
-            options: self.options,
-        }
-    }
-
     /// What to call, and whether it is the callback of a typed hook.
     pub fn callback<'a, 'py>(&'a self, py: Python<'py>) -> (&'a Bound<'py, PyAny>, bool) {
         let given = self.given.bind(py);
-        match given.cast::<TypedHook>() {
-            Ok(typed) => (typed.get().callback.bind(py), true),
-            Err(_) => (given, false),
+        // The flag spares plain hooks the check of their type.
+        if self.typed
+            && let Ok(typed) = given.cast::<TypedHook>()
+        {
+            return (typed.get().callback.bind(py), true);
         }
+        (given, false)
     }
 }
 

@@ -13,6 +13,7 @@ use crate::error::hook_error;
 use crate::handle::HookHandle;
 use crate::hook::{OnError, Options, Priority};
 use crate::registry::Registry;
+use crate::torch::Callee;
 
 /// The call of a `HookedModule`, its registry and the module inside.
 ///
@@ -21,6 +22,7 @@ use crate::registry::Registry;
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
 pub struct HookedBase {
     inner: OnceLock<Py<PyAny>>,
+    callee: Callee,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
 }
@@ -75,6 +77,7 @@ impl HookedBase {
     fn new(_args: &Bound<'_, PyTuple>, _kwargs: Option<&Bound<'_, PyDict>>) -> Self {
         Self {
             inner: OnceLock::new(),
+            callee: Callee::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
         }
@@ -119,7 +122,7 @@ impl HookedBase {
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;
-        call::call(slf.as_any(), inner, registry, args, kwargs)
+        call::call(slf.as_any(), inner, &this.callee, registry, args, kwargs)
     }
 
     /// Registers a hook that runs before the module and may replace its input.
@@ -288,6 +291,7 @@ impl HookedBase {
     // No `__clear__`: a cycle through the module or the registry can be cut there.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(self.inner.get())?;
+        self.callee.traverse(&visit)?;
         visit.call(self.registry.get())
     }
 }

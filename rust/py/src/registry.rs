@@ -88,7 +88,7 @@ impl Registry {
     fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self
             .hooks
-            .fork(|hook| Ok::<_, PyErr>(hook.with_given(copy.call1((hook.given(),))?)))?;
+            .fork(|phase, hook| Hook::new(&copy.call1((hook.given(),))?, phase, hook.options))?;
         Ok(Self { hooks })
     }
 

@@ -1,20 +1,26 @@
 //! What this crate knows of torch. Imported at first use: the extension itself needs no torch.
 //!
-//! Nothing that can change is remembered between calls. What another library did to the module's
-//! hook dicts, to torch's global ones, to `forward` on the instance or to `nn.Module.__call__`
-//! is seen by the next call.
+//! Nothing that can change is relied on from one call to the next. What another library did to the
+//! module's hook dicts, to torch's global ones, to `forward` on the instance or the class, or to
+//! `nn.Module.__call__` is seen by the next call.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyTuple};
-use pyo3::{ffi, types::PyModule};
+use pyo3::types::{PyDict, PyFunction, PyString, PyTuple};
+use pyo3::{ffi, types::PyType};
 
 struct Torch {
     /// `nn.Module.__call__` as torch defines it.
     module_call: Py<PyAny>,
-    /// The variables of `torch.nn.modules.module`, where the global hooks are.
-    module_globals: Py<PyDict>,
+    /// `object.__getattribute__`.
+    plain_getattribute: Py<PyAny>,
+    /// The dicts of hooks for all modules, which torch changes in place.
+    global_hooks: [Py<PyDict>; 4],
     /// The variables of `torch.jit._trace`.
     trace_globals: Py<PyDict>,
     tensor: Py<PyAny>,
@@ -28,13 +34,21 @@ impl Torch {
         TORCH.get_or_try_init(py, || {
             let module = py.import("torch.nn.modules.module")?;
             let torch = py.import("torch")?;
+            let global = |name| -> PyResult<_> { Ok(module.getattr(name)?.cast_into()?.unbind()) };
             Ok(Self {
                 module_call: module.getattr("Module")?.getattr("__call__")?.unbind(),
-                module_globals: module.dict().unbind(),
+                plain_getattribute: py.get_type::<PyAny>().getattr("__getattribute__")?.unbind(),
+                global_hooks: [
+                    global("_global_forward_hooks")?,
+                    global("_global_forward_pre_hooks")?,
+                    global("_global_backward_hooks")?,
+                    global("_global_backward_pre_hooks")?,
+                ],
                 trace_globals: py.import("torch.jit._trace")?.dict().unbind(),
                 tensor: torch.getattr("Tensor")?.unbind(),
                 is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
-                backward_pass: PyModule::import(py, "ferrohook.backward")?
+                backward_pass: py
+                    .import("ferrohook.backward")?
                     .getattr("BackwardPass")?
                     .unbind(),
             })
@@ -42,51 +56,124 @@ impl Torch {
     }
 }
 
-/// Calls `module` as `module(*args, **kwargs)` does.
+/// How the instances of one class are called, for as long as the class stays as it is.
 ///
-/// Where that would come down to `module.forward`, goes there without the detour: nothing
-/// overrides `__call__`, no hook of torch's is registered on the module or globally, the module is
-/// not compiled in place and nothing is being traced.
-pub fn call_module<'py>(
-    module: &Bound<'py, PyAny>,
-    args: &Bound<'py, PyTuple>,
-    kwargs: Option<&Bound<'py, PyDict>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = module.py();
-    if comes_down_to_forward(Torch::get(py)?, module)? {
-        module.getattr(intern!(py, "forward"))?.call(args, kwargs)
-    } else {
-        module.call(args, kwargs)
+/// CPython gives a class (its bases included) a new version number when it changes, and never the
+/// same number twice: an equal number means that looking up again would find the same.
+#[derive(Default)]
+pub struct Callee(OnceLock<PlainClass>);
+
+/// A class whose `__call__` is `nn.Module`'s and whose `forward` is a plain function.
+struct PlainClass {
+    version: u32,
+    forward: Py<PyFunction>,
+}
+
+impl Callee {
+    /// Calls `module` as `module(*args, **kwargs)` does.
+    ///
+    /// Where that would come down to `module.forward`, goes there without the detour: nothing
+    /// overrides `__call__`, no hook of torch's is registered on the module or globally, the
+    /// module is not compiled in place and nothing is being traced.
+    pub fn call<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = module.py();
+        let torch = Torch::get(py)?;
+        let Some(forward) = self.forward(torch, module)? else {
+            return module.call(args, kwargs);
+        };
+        let state = instance_dict(module)?;
+        if !nothing_but_forward(torch, &state)? {
+            return module.call(args, kwargs);
+        }
+        if lacks(&state, intern!(py, "forward"))? {
+            call_with_self(forward.bind(py), module, args, kwargs)
+        } else {
+            module.getattr(intern!(py, "forward"))?.call(args, kwargs)
+        }
+    }
+
+    /// The `forward` of the module's class, where calling an instance may come down to it.
+    fn forward(
+        &self,
+        torch: &Torch,
+        module: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<&Py<PyFunction>>> {
+        let class = module.get_type();
+        if let Some(plain) = self.0.get() {
+            return Ok((plain.version == version(&class)).then_some(&plain.forward));
+        }
+        let Some(plain) = PlainClass::examine(torch, &class)? else {
+            return Ok(None);
+        };
+        Ok(Some(&self.0.get_or_init(|| plain).forward))
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.0
+            .get()
+            .map_or(Ok(()), |plain| visit.call(&plain.forward))
     }
 }
 
-fn comes_down_to_forward(torch: &Torch, module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = module.py();
-    if !module
-        .get_type()
-        .getattr(intern!(py, "__call__"))?
-        .is(&torch.module_call)
-    {
-        return Ok(false);
+impl PlainClass {
+    fn examine(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
+        let py = class.py();
+        let getattribute = class.getattr(intern!(py, "__getattribute__"))?;
+        let version_before = version(class);
+        if !getattribute.is(&torch.plain_getattribute)
+            || !class
+                .getattr(intern!(py, "__call__"))?
+                .is(&torch.module_call)
+        {
+            return Ok(None);
+        }
+        let forward = class.getattr(intern!(py, "forward"))?;
+        Ok(match forward.cast_into::<PyFunction>() {
+            // 0 is the number of a class that has none.
+            Ok(forward) if version_before != 0 && version_before == version(class) => Some(Self {
+                version: version_before,
+                forward: forward.unbind(),
+            }),
+            _ => None,
+        })
     }
-    let state = instance_dict(module)?;
-    let globals = torch.module_globals.bind(py);
-    Ok(lacks(&state, intern!(py, "_forward_hooks"))?
-        && lacks(&state, intern!(py, "_forward_pre_hooks"))?
-        && lacks(&state, intern!(py, "_backward_hooks"))?
-        && lacks(&state, intern!(py, "_backward_pre_hooks"))?
-        && lacks(globals, intern!(py, "_global_forward_hooks"))?
-        && lacks(globals, intern!(py, "_global_forward_pre_hooks"))?
-        && lacks(globals, intern!(py, "_global_backward_hooks"))?
-        && lacks(globals, intern!(py, "_global_backward_pre_hooks"))?
-        && lacks(&state, intern!(py, "_compiled_call_impl"))?
+}
+
+/// CPython's version number of a class; 0 where it has none.
+fn version(class: &Bound<'_, PyType>) -> u32 {
+    // SAFETY: a `PyTypeObject` is alive behind `class`, and other threads only ever access the
+    // aligned field as one word.
+    let version = unsafe { AtomicU32::from_ptr(&raw mut (*class.as_type_ptr()).tp_version_tag) };
+    // Relaxed: a class changed on another thread without synchronisation may be seen as it was.
+    version.load(Ordering::Relaxed)
+}
+
+/// Whether `nn.Module.__call__` would do nothing but call `forward`, for a module whose instance
+/// dict is `state`.
+fn nothing_but_forward(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = state.py();
+    Ok(torch
+        .global_hooks
+        .iter()
+        .all(|hooks| hooks.bind(py).is_empty())
+        && lacks(state, intern!(py, "_forward_hooks"))?
+        && lacks(state, intern!(py, "_forward_pre_hooks"))?
+        && lacks(state, intern!(py, "_backward_hooks"))?
+        && lacks(state, intern!(py, "_backward_pre_hooks"))?
+        && lacks(state, intern!(py, "_compiled_call_impl"))?
         && lacks(
             torch.trace_globals.bind(py),
             intern!(py, "_trace_module_map"),
         )?)
 }
 
-/// Whether `name` is missing from `dict`, or None, or an empty dict.
+/// Whether `name` is missing from `dict`, None, or an empty dict.
+#[cfg(Py_GIL_DISABLED)]
 fn lacks(dict: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyResult<bool> {
     Ok(match dict.get_item(name)? {
         None => true,
@@ -95,6 +182,67 @@ fn lacks(dict: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyResult<bool>
             Err(_) => value.is_none(),
         },
     })
+}
+
+/// Whether `name` is missing from `dict`, or None, or an empty dict.
+// The same with borrowed references: it is asked six times a call, and with the GIL held nothing
+// can take the value out of the dict meanwhile.
+#[cfg(not(Py_GIL_DISABLED))]
+fn lacks(dict: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyResult<bool> {
+    // SAFETY: both arguments are live objects of the types asked for. The borrowed result is used
+    // before any code can run that might change `dict`: a size and a pointer are read.
+    unsafe {
+        let value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name.as_ptr());
+        if value.is_null() {
+            return if ffi::PyErr_Occurred().is_null() {
+                Ok(true)
+            } else {
+                Err(PyErr::fetch(dict.py()))
+            };
+        }
+        Ok(if ffi::PyDict_Check(value) == 0 {
+            value == ffi::Py_None()
+        } else {
+            (*value.cast::<ffi::PyDictObject>()).ma_used == 0
+        })
+    }
+}
+
+/// `function(module, *args, **kwargs)`.
+fn call_with_self<'py>(
+    function: &Bound<'py, PyFunction>,
+    module: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    const ON_STACK: usize = 8;
+    let count = args.len() + 1;
+    let mut few = [std::ptr::null_mut(); ON_STACK];
+    let mut many;
+    let all: &mut [*mut ffi::PyObject] = if count <= ON_STACK {
+        &mut few[..count]
+    } else {
+        many = vec![std::ptr::null_mut(); count];
+        &mut many
+    };
+    all[0] = module.as_ptr();
+    for (slot, arg) in all[1..].iter_mut().zip(args.iter_borrowed()) {
+        *slot = arg.as_ptr();
+    }
+    // SAFETY: `all` holds `count` live objects, kept alive by `module` and `args` throughout the
+    // call; `kwargs` is a dict or null. The result is a new reference, or null with an exception
+    // set.
+    unsafe {
+        Bound::from_owned_ptr_or_err(
+            function.py(),
+            ffi::PyObject_VectorcallDict(
+                function.as_ptr(),
+                all.as_ptr(),
+                count,
+                kwargs.map_or(std::ptr::null_mut(), Bound::as_ptr),
+            ),
+        )
+    }
 }
 
 /// `object.__dict__`, past any `__getattribute__`.

@@ -1,0 +1,462 @@
+//! Random histories of a registry against a list that is kept in firing order by hand.
+#![cfg(not(loom))]
+
+use std::convert::Infallible;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+
+use ferrohook_core::{Handle, HookId, Phase, Placement, Registry, Snapshot};
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+/// Deep enough to find recursion at fault, shallow enough to end.
+const MAX_DEPTH: usize = 3;
+const MAX_SITES: usize = 4;
+/// Hooks that call and register multiply: a history ends though.
+const MAX_REACTIONS: usize = 200;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// The hook performs `reaction` each time it fires.
+    Register {
+        phase: Phase,
+        placement: Placement,
+        reaction: Option<Box<Op>>,
+    },
+    RegisterMany(Phase, usize),
+    RemoveMany(Index, usize),
+    /// Of one hook; without an index, of the one that is firing.
+    Remove(Option<Index>),
+    SetEnabled(Option<Index>, bool),
+    SetPriority(Option<Index>, i64),
+    Clear(Option<Phase>),
+    Call(Phase),
+    Keep(Phase),
+    CallKept(Index),
+    Fork,
+}
+
+struct Hook {
+    /// Its place in `Site::hooks`.
+    tag: usize,
+    token: Rc<()>,
+    reaction: Option<Box<Op>>,
+}
+
+/// What the oracle knows of one hook.
+struct Known {
+    /// When it was registered, among all hooks of the history.
+    nth: usize,
+    id: HookId,
+    phase: Phase,
+    placement: Placement,
+    removed: bool,
+    enabled: bool,
+    calls: u64,
+    token: Weak<()>,
+    /// Hooks of a fork have none.
+    handle: Option<Handle<Hook>>,
+}
+
+/// A registry and the oracle beside it.
+struct Site {
+    registry: Registry<Hook>,
+    hooks: Vec<Known>,
+    /// Tags of the hooks that are left, in firing order, by phase.
+    order: [Vec<usize>; 4],
+}
+
+impl Site {
+    fn new(registry: Registry<Hook>) -> Self {
+        Self {
+            registry,
+            hooks: Vec::new(),
+            order: Default::default(),
+        }
+    }
+
+    fn fires_before(&self, a: usize, b: usize) -> bool {
+        let (a, b) = (&self.hooks[a], &self.hooks[b]);
+        if a.placement.priority != b.placement.priority {
+            return a.placement.priority > b.placement.priority;
+        }
+        match (a.placement.prepend, b.placement.prepend) {
+            (true, true) => a.nth > b.nth,
+            (false, false) => a.nth < b.nth,
+            (prepended, _) => prepended,
+        }
+    }
+
+    fn place(&mut self, tag: usize) {
+        let phase = self.hooks[tag].phase as usize;
+        self.order[phase].retain(|&other| other != tag);
+        let at = self.order[phase]
+            .iter()
+            .position(|&other| self.fires_before(tag, other))
+            .unwrap_or(self.order[phase].len());
+        self.order[phase].insert(at, tag);
+    }
+
+    fn forget(&mut self, tag: usize) {
+        let known = &mut self.hooks[tag];
+        known.removed = true;
+        self.order[known.phase as usize].retain(|&other| other != tag);
+    }
+}
+
+#[derive(Default)]
+struct World {
+    sites: Vec<Site>,
+    kept: Vec<(usize, Arc<Snapshot<Hook>>)>,
+    registered: usize,
+    reactions: usize,
+    last_id: Option<HookId>,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            sites: vec![Site::new(Registry::new())],
+            ..Self::default()
+        }
+    }
+
+    fn perform(&mut self, at: usize, firing: Option<usize>, depth: usize, op: &Op) {
+        match op {
+            Op::Register {
+                phase,
+                placement,
+                reaction,
+            } => self.register(at, *phase, *placement, reaction.clone()),
+            Op::RegisterMany(phase, count) => {
+                for _ in 0..*count {
+                    self.register(at, *phase, Placement::default(), None);
+                }
+            }
+            Op::RemoveMany(index, count) => {
+                let tags = self.sites[at].hooks.len();
+                for offset in 0..(*count).min(tags) {
+                    self.remove(at, (index.index(tags) + offset) % tags);
+                }
+            }
+            Op::Remove(index) => {
+                if let Some(tag) = self.tag(at, firing, *index) {
+                    self.remove(at, tag);
+                }
+            }
+            Op::SetEnabled(index, enabled) => {
+                if let Some(tag) = self.tag(at, firing, *index) {
+                    let known = &mut self.sites[at].hooks[tag];
+                    if let Some(handle) = &known.handle {
+                        handle.set_enabled(*enabled);
+                        known.enabled = *enabled;
+                    }
+                }
+            }
+            Op::SetPriority(index, priority) => {
+                if let Some(tag) = self.tag(at, firing, *index) {
+                    let known = &mut self.sites[at].hooks[tag];
+                    let Some(handle) = &known.handle else { return };
+                    handle.set_priority(*priority);
+                    known.placement.priority = *priority;
+                    if !known.removed {
+                        self.sites[at].place(tag);
+                    }
+                }
+            }
+            Op::Clear(phase) => {
+                let site = &mut self.sites[at];
+                site.registry.clear(*phase);
+                for tag in 0..site.hooks.len() {
+                    if phase.is_none_or(|phase| phase == site.hooks[tag].phase) {
+                        site.forget(tag);
+                    }
+                }
+            }
+            Op::Call(phase) => {
+                if depth < MAX_DEPTH {
+                    let snapshot = self.snapshot(at, *phase);
+                    self.walk(at, depth, &snapshot);
+                }
+            }
+            Op::Keep(phase) => {
+                let snapshot = self.snapshot(at, *phase);
+                self.kept.push((at, snapshot));
+            }
+            Op::CallKept(index) => {
+                if depth < MAX_DEPTH && !self.kept.is_empty() {
+                    let (at, snapshot) = self.kept[index.index(self.kept.len())].clone();
+                    self.walk(at, depth, &snapshot);
+                }
+            }
+            Op::Fork => self.fork(at),
+        }
+        self.check_handles();
+    }
+
+    fn tag(&self, at: usize, firing: Option<usize>, index: Option<Index>) -> Option<usize> {
+        let tags = self.sites[at].hooks.len();
+        match index {
+            None => firing,
+            Some(index) => (tags > 0).then(|| index.index(tags)),
+        }
+    }
+
+    fn new_id(&mut self, id: HookId) {
+        assert!(self.last_id < Some(id), "ids increase");
+        self.last_id = Some(id);
+    }
+
+    fn register(
+        &mut self,
+        at: usize,
+        phase: Phase,
+        placement: Placement,
+        reaction: Option<Box<Op>>,
+    ) {
+        let site = &mut self.sites[at];
+        let tag = site.hooks.len();
+        let token = Rc::new(());
+        let weak = Rc::downgrade(&token);
+        let hook = Hook {
+            tag,
+            token,
+            reaction,
+        };
+        let handle = site.registry.register(phase, hook, placement);
+        assert!(site.registry.occupied(phase));
+        let id = handle.id();
+        site.hooks.push(Known {
+            nth: self.registered,
+            id,
+            phase,
+            placement,
+            removed: false,
+            enabled: true,
+            calls: 0,
+            token: weak,
+            handle: Some(handle),
+        });
+        site.place(tag);
+        self.registered += 1;
+        self.new_id(id);
+    }
+
+    fn remove(&mut self, at: usize, tag: usize) {
+        let site = &mut self.sites[at];
+        if let Some(handle) = &site.hooks[tag].handle {
+            assert_eq!(handle.remove(), !site.hooks[tag].removed);
+            site.forget(tag);
+        }
+    }
+
+    /// A snapshot that was compared with the oracle's list.
+    fn snapshot(&self, at: usize, phase: Phase) -> Arc<Snapshot<Hook>> {
+        let site = &self.sites[at];
+        let snapshot = site.registry.snapshot(phase);
+        let mut tags = Vec::new();
+        for entry in snapshot.iter() {
+            let known = &site.hooks[entry.hook().tag];
+            assert_eq!(entry.removed(), known.removed);
+            assert_eq!(entry.id(), known.id);
+            assert_eq!(entry.phase(), known.phase);
+            assert_eq!(entry.enabled(), known.enabled);
+            assert_eq!(entry.calls(), known.calls);
+            assert_eq!(entry.priority(), known.placement.priority);
+            if !entry.removed() {
+                tags.push(entry.hook().tag);
+            }
+        }
+        assert_eq!(tags, site.order[phase as usize]);
+        snapshot
+    }
+
+    fn walk(&mut self, at: usize, depth: usize, snapshot: &Snapshot<Hook>) {
+        for entry in snapshot.iter() {
+            let hook = entry.hook();
+            let known = &self.sites[at].hooks[hook.tag];
+            let fires = known.enabled && !known.removed;
+            let inside = entry.enter();
+            assert_eq!(inside.is_some(), fires);
+            if inside.is_some() {
+                if let Some(reaction) = &hook.reaction
+                    && self.reactions < MAX_REACTIONS
+                {
+                    self.reactions += 1;
+                    self.perform(at, Some(hook.tag), depth + 1, reaction);
+                }
+                drop(inside);
+                self.sites[at].hooks[hook.tag].calls += 1;
+            }
+        }
+    }
+
+    fn fork(&mut self, at: usize) {
+        if self.sites.len() == MAX_SITES {
+            return;
+        }
+        let origin = &self.sites[at];
+        let mut origins = Vec::new();
+        let copy = |phase: Phase, hook: &Hook| {
+            assert_eq!(phase, origin.hooks[hook.tag].phase);
+            origins.push(hook.tag);
+            Ok::<_, Infallible>(Hook {
+                tag: origins.len() - 1,
+                token: Rc::new(()),
+                reaction: hook.reaction.clone(),
+            })
+        };
+        let Ok(registry) = origin.registry.fork(copy);
+        let mut site = Site::new(registry);
+        let snapshots = Phase::ALL.map(|phase| site.registry.snapshot(phase));
+        for (tag, origin_tag) in origins.into_iter().enumerate() {
+            let known = &origin.hooks[origin_tag];
+            let entry = snapshots[known.phase as usize]
+                .iter()
+                .find(|entry| entry.hook().tag == tag)
+                .expect("every copy is registered for the phase of its original");
+            site.hooks.push(Known {
+                id: entry.id(),
+                calls: 0,
+                token: Rc::downgrade(&entry.hook().token),
+                handle: None,
+                ..*known
+            });
+            site.place(tag);
+        }
+        let left = |site: &Site| site.order.each_ref().map(Vec::len);
+        assert_eq!(left(&site), left(origin));
+        let ids: Vec<_> = site.hooks.iter().map(|known| known.id).collect();
+        self.sites.push(site);
+        for id in ids {
+            self.new_id(id);
+        }
+    }
+
+    fn check_handles(&self) {
+        for site in &self.sites {
+            for known in &site.hooks {
+                if let Some(handle) = &known.handle {
+                    assert_eq!(handle.id(), known.id);
+                    assert_eq!(handle.phase(), known.phase);
+                    assert_eq!(handle.removed(), known.removed);
+                    assert_eq!(handle.enabled(), known.enabled);
+                    assert_eq!(handle.calls(), known.calls);
+                    assert_eq!(handle.priority(), known.placement.priority);
+                }
+                assert!(known.removed || known.token.strong_count() == 1);
+            }
+            let occupied = Phase::ALL.map(|phase| site.registry.occupied(phase));
+            assert_eq!(
+                occupied,
+                site.order.each_ref().map(|order| !order.is_empty())
+            );
+            assert_eq!(site.registry.any_occupied(), occupied.contains(&true));
+        }
+    }
+
+    /// How much of what was removed may wait for the next purge, if no call or snapshot holds it.
+    fn check_garbage(&self) {
+        for site in self.sites.iter().filter(|_| self.kept.is_empty()) {
+            for phase in Phase::ALL {
+                let left = site.order[phase as usize].len();
+                let garbage = (site.hooks.iter())
+                    .filter(|known| known.phase == phase && known.removed)
+                    .filter(|known| known.token.strong_count() > 0)
+                    .count();
+                assert!(garbage == 0 || (garbage < left && garbage + left > 64));
+            }
+        }
+    }
+
+    fn finish(mut self) {
+        let mut visited = 0;
+        for (at, site) in self.sites.iter().enumerate() {
+            for phase in Phase::ALL {
+                drop(self.snapshot(at, phase));
+            }
+            assert_eq!(site.registry.quiesce(None), Ok(()));
+            let Ok(()) = site.registry.visit(|_| {
+                visited += 1;
+                Ok::<_, Infallible>(())
+            });
+        }
+        let left: usize = (self.sites.iter().flat_map(|site| &site.order))
+            .map(Vec::len)
+            .sum();
+        assert!(visited >= left);
+        // Handles outlive the registries and keep no callback.
+        self.kept.clear();
+        for site in self.sites {
+            drop(site.registry);
+            for known in &site.hooks {
+                assert_eq!(known.token.strong_count(), 0);
+            }
+            for known in &site.hooks {
+                if let Some(handle) = &known.handle {
+                    assert_eq!(handle.remove(), !known.removed);
+                    assert!(handle.removed());
+                }
+            }
+        }
+    }
+}
+
+fn phase() -> impl Strategy<Value = Phase> {
+    prop_oneof![4 => Just(Phase::Forward), 1 => prop::sample::select(&Phase::ALL[..])]
+}
+
+fn placement() -> impl Strategy<Value = Placement> {
+    (-2..=2i64, any::<bool>()).prop_map(|(priority, prepend)| Placement { priority, prepend })
+}
+
+fn index() -> impl Strategy<Value = Option<Index>> {
+    prop::option::weighted(0.7, any::<Index>())
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let simple = prop_oneof![
+        3 => (phase(), placement()).prop_map(|(phase, placement)| Op::Register {
+            phase,
+            placement,
+            reaction: None,
+        }),
+        1 => (phase(), 0..80usize).prop_map(|(phase, count)| Op::RegisterMany(phase, count)),
+        1 => (any::<Index>(), 0..80usize).prop_map(|(index, count)| Op::RemoveMany(index, count)),
+        4 => index().prop_map(Op::Remove),
+        2 => (index(), any::<bool>()).prop_map(|(index, enabled)| Op::SetEnabled(index, enabled)),
+        2 => (index(), -2..=2i64).prop_map(|(index, priority)| Op::SetPriority(index, priority)),
+        1 => prop::option::of(phase()).prop_map(Op::Clear),
+        4 => phase().prop_map(Op::Call),
+        1 => phase().prop_map(Op::Keep),
+        2 => any::<Index>().prop_map(Op::CallKept),
+        1 => Just(Op::Fork),
+    ];
+    simple.prop_recursive(2, 4, 1, |inner| {
+        (phase(), placement(), inner).prop_map(|(phase, placement, reaction)| Op::Register {
+            phase,
+            placement,
+            reaction: Some(Box::new(reaction)),
+        })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 512,
+        // A history that failed is printed whole, to become a test of its own.
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn agrees_with_a_list(ops in prop::collection::vec((any::<Index>(), op()), 1..60)) {
+        let mut world = World::new();
+        for (site, op) in &ops {
+            let at = site.index(world.sites.len());
+            world.perform(at, None, 0, op);
+            world.check_garbage();
+        }
+        world.finish();
+    }
+}
