@@ -21,8 +21,15 @@ struct Torch {
     plain_getattribute: Py<PyAny>,
     /// The dicts of hooks for all modules, which torch changes in place.
     global_hooks: [Py<PyDict>; 4],
-    /// The variables of `torch.jit._trace`.
+    /// The hooks of one module, in its instance dict.
+    module_hooks: [Variable; 4],
+    /// What `nn.Module.compile` sets in the instance dict.
+    compiled_call: Variable,
+    /// A `forward` that somebody put into the instance dict.
+    own_forward: Variable,
+    /// The variables of `torch.jit._trace`, and the one that is set while it traces.
     trace_globals: Py<PyDict>,
+    trace_map: Variable,
     tensor: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
     backward_pass: Py<PyAny>,
@@ -35,6 +42,8 @@ impl Torch {
             let module = py.import("torch.nn.modules.module")?;
             let torch = py.import("torch")?;
             let global = |name| -> PyResult<_> { Ok(module.getattr(name)?.cast_into()?.unbind()) };
+            let example = instance_dict(&module.getattr("Module")?.call0()?)?;
+            let trace_globals = py.import("torch.jit._trace")?.dict();
             Ok(Self {
                 module_call: module.getattr("Module")?.getattr("__call__")?.unbind(),
                 plain_getattribute: py.get_type::<PyAny>().getattr("__getattribute__")?.unbind(),
@@ -44,7 +53,17 @@ impl Torch {
                     global("_global_backward_hooks")?,
                     global("_global_backward_pre_hooks")?,
                 ],
-                trace_globals: py.import("torch.jit._trace")?.dict().unbind(),
+                module_hooks: [
+                    "_forward_hooks",
+                    "_forward_pre_hooks",
+                    "_backward_hooks",
+                    "_backward_pre_hooks",
+                ]
+                .map(|name| Variable::like_in(&example, name)),
+                compiled_call: Variable::like_in(&example, "_compiled_call_impl"),
+                own_forward: Variable::like_in(&example, "forward"),
+                trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
+                trace_globals: trace_globals.unbind(),
                 tensor: torch.getattr("Tensor")?.unbind(),
                 is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
                 backward_pass: py
@@ -90,7 +109,7 @@ impl Callee {
         if !nothing_but_forward(torch, &state)? {
             return module.call(args, kwargs);
         }
-        if lacks(&state, intern!(py, "forward"))? {
+        if torch.own_forward.missing_or_empty(&state)? {
             call_with_self(forward.bind(py), module, args, kwargs)
         } else {
             module.getattr(intern!(py, "forward"))?.call(args, kwargs)
@@ -157,54 +176,88 @@ fn version(class: &Bound<'_, PyType>) -> u32 {
 /// dict is `state`.
 fn nothing_but_forward(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<bool> {
     let py = state.py();
-    Ok(torch
-        .global_hooks
-        .iter()
-        .all(|hooks| hooks.bind(py).is_empty())
-        && lacks(state, intern!(py, "_forward_hooks"))?
-        && lacks(state, intern!(py, "_forward_pre_hooks"))?
-        && lacks(state, intern!(py, "_backward_hooks"))?
-        && lacks(state, intern!(py, "_backward_pre_hooks"))?
-        && lacks(state, intern!(py, "_compiled_call_impl"))?
-        && lacks(
-            torch.trace_globals.bind(py),
-            intern!(py, "_trace_module_map"),
-        )?)
-}
-
-/// Whether `name` is missing from `dict`, None, or an empty dict.
-#[cfg(Py_GIL_DISABLED)]
-fn lacks(dict: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyResult<bool> {
-    Ok(match dict.get_item(name)? {
-        None => true,
-        Some(value) => match value.cast::<PyDict>() {
-            Ok(hooks) => hooks.is_empty(),
-            Err(_) => value.is_none(),
-        },
-    })
-}
-
-/// Whether `name` is missing from `dict`, or None, or an empty dict.
-// The same with borrowed references: it is asked six times a call, and with the GIL held nothing
-// can take the value out of the dict meanwhile.
-#[cfg(not(Py_GIL_DISABLED))]
-fn lacks(dict: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyResult<bool> {
-    // SAFETY: both arguments are live objects of the types asked for. The borrowed result is used
-    // before any code can run that might change `dict`: a size and a pointer are read.
-    unsafe {
-        let value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name.as_ptr());
-        if value.is_null() {
-            return if ffi::PyErr_Occurred().is_null() {
-                Ok(true)
-            } else {
-                Err(PyErr::fetch(dict.py()))
-            };
+    for hooks in &torch.global_hooks {
+        if !hooks.bind(py).is_empty() {
+            return Ok(false);
         }
-        Ok(if ffi::PyDict_Check(value) == 0 {
-            value == ffi::Py_None()
-        } else {
-            (*value.cast::<ffi::PyDictObject>()).ma_used == 0
+    }
+    for hooks in &torch.module_hooks {
+        if !hooks.missing_or_empty(state)? {
+            return Ok(false);
+        }
+    }
+    Ok(torch.compiled_call.missing_or_empty(state)?
+        && torch
+            .trace_map
+            .missing_or_empty(torch.trace_globals.bind(py))?)
+}
+
+/// A variable of a module or an object: its name, and where in the dict it is likely to stand.
+struct Variable {
+    name: Py<PyString>,
+    #[cfg_attr(Py_GIL_DISABLED, expect(dead_code, reason = "read with the GIL only"))]
+    position: ffi::Py_ssize_t,
+}
+
+impl Variable {
+    /// The position is where it stands in `example`.
+    fn like_in(example: &Bound<'_, PyDict>, name: &str) -> Self {
+        let name = PyString::intern(example.py(), name);
+        let position = example.keys().index(&name);
+        Self {
+            name: name.unbind(),
+            position: position.map_or(ffi::Py_ssize_t::MAX, usize::cast_signed),
+        }
+    }
+
+    /// Whether `dict` has no such variable, or it is None or an empty dict.
+    #[cfg(Py_GIL_DISABLED)]
+    fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
+        Ok(match dict.get_item(&self.name)? {
+            None => true,
+            Some(value) => match value.cast::<PyDict>() {
+                Ok(hooks) => hooks.is_empty(),
+                Err(_) => value.is_none(),
+            },
         })
+    }
+
+    /// Whether `dict` has no such variable, or it is None or an empty dict.
+    // Asked seven times a call. With the GIL held nothing takes a value out of the dict while it is
+    // looked at, so references are borrowed; and a look at the likely place costs a third of a
+    // look-up, which finds out if it was the wrong place.
+    #[cfg(not(Py_GIL_DISABLED))]
+    fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
+        let name = self.name.as_ptr();
+        let (mut position, mut key) = (self.position, std::ptr::null_mut());
+        let mut value = std::ptr::null_mut();
+        // SAFETY: `dict` and `name` are live objects of the types asked for; a position past the
+        // end finds nothing. Borrowed results are used before any code can run that might change
+        // `dict`: what is read of `value` is its type, its size and its address.
+        unsafe {
+            if ffi::PyDict_Next(
+                dict.as_ptr(),
+                &raw mut position,
+                &raw mut key,
+                &raw mut value,
+            ) == 0
+                || key != name
+            {
+                value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name);
+            }
+            if value.is_null() {
+                return if ffi::PyErr_Occurred().is_null() {
+                    Ok(true)
+                } else {
+                    Err(PyErr::fetch(dict.py()))
+                };
+            }
+            Ok(if ffi::PyDict_Check(value) == 0 {
+                value == ffi::Py_None()
+            } else {
+                (*value.cast::<ffi::PyDictObject>()).ma_used == 0
+            })
+        }
     }
 }
 
