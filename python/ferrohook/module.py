@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from torch import nn
 
 from ferrohook._core import HookedBase, Registry
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,17 +146,27 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):
         # The name of the module inside, for the notes on exceptions.
         return f"HookedModule({self.inner._get_name()})"
 
+    @property
+    def __class__(self) -> Any:
+        """The class of the module inside.
+
+        `isinstance(hooked, nn.Linear)` holds beside `isinstance(hooked, HookedModule)`, and what
+        changes a module's class (parametrize, FSDP2) changes that of the module inside.
+        """
+        try:
+            return self.inner.__class__
+        except HookError:
+            return HookedModule
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        msg = "torch.jit.script cannot compile hooks: script the module inside, hooked.inner"
+        raise HookError(msg)
+
     def __getattr__(self, name: str) -> Any:
         # Reached when neither the shared __dict__ nor nn.Module knows the name.
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            msg = (
-                "a HookedModule does not change its class, which parametrize and others do; "
-                "hand them the module inside: hooked.inner"
-            )
-            raise HookError(msg)
         setattr(self.inner, name, value)
 
     def __delattr__(self, name: str) -> None:

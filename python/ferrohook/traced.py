@@ -8,6 +8,9 @@ raises while it is traced breaks the graph (with `fullgraph=True`: raises).
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +20,13 @@ from ferrohook._core import HookedBase
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from ferrohook.module import HookedModule
 
 
-@torch.compiler.substitute_in_graph(HookedBase.__call__, skip_signature_check=True)
 def traced_call(self: HookedModule[Any], /, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
     forward_pre, forward, backward_pre, backward = self._registry.traced
@@ -80,3 +86,44 @@ def _as_plain(hook: Any) -> Any:
         hook(grad_input, grad_output)
 
     return plain
+
+
+_DYNAMO = "torch._dynamo"
+
+
+def _substitute() -> None:
+    torch.compiler.substitute_in_graph(HookedBase.__call__, skip_signature_check=True)(traced_call)
+
+
+class _AfterDynamo(MetaPathFinder, Loader):
+    """Substitutes as soon as somebody imports Dynamo.
+
+    Substituting imports Dynamo, which takes seconds that users who compile nothing should not pay.
+    """
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._loader = spec.loader
+            spec.loader = self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _substitute()
+
+
+if _DYNAMO in sys.modules:
+    _substitute()
+else:
+    sys.meta_path.insert(0, _AfterDynamo())

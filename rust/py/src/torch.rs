@@ -102,31 +102,33 @@ impl Callee {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = module.py();
         let torch = Torch::get(py)?;
-        let Some(forward) = self.forward(torch, module)? else {
+        let class = module.get_type();
+        let forward = self.forward(torch, &class)?;
+        if forward.is_none() && !calls_forward(torch, &class)? {
             return module.call(args, kwargs);
-        };
+        }
         let state = instance_dict(module)?;
         if !nothing_but_forward(torch, &state)? {
             return module.call(args, kwargs);
         }
-        if torch.own_forward.missing_or_empty(&state)? {
-            call_with_self(forward.bind(py), module, args, kwargs)
-        } else {
-            module.getattr(intern!(py, "forward"))?.call(args, kwargs)
+        match forward {
+            Some(forward) if torch.own_forward.missing_or_empty(&state)? => {
+                call_with_self(forward.bind(py), module, args, kwargs)
+            }
+            _ => module.getattr(intern!(py, "forward"))?.call(args, kwargs),
         }
     }
 
-    /// The `forward` of the module's class, where calling an instance may come down to it.
+    /// The `forward` of `class`, where it is known what calling an instance comes down to.
     fn forward(
         &self,
         torch: &Torch,
-        module: &Bound<'_, PyAny>,
+        class: &Bound<'_, PyType>,
     ) -> PyResult<Option<&Py<PyFunction>>> {
-        let class = module.get_type();
         if let Some(plain) = self.0.get() {
-            return Ok((plain.version == version(&class)).then_some(&plain.forward));
+            return Ok((plain.version == version(class)).then_some(&plain.forward));
         }
-        let Some(plain) = PlainClass::examine(torch, &class)? else {
+        let Some(plain) = PlainClass::examine(torch, class)? else {
             return Ok(None);
         };
         Ok(Some(&self.0.get_or_init(|| plain).forward))
@@ -144,11 +146,7 @@ impl PlainClass {
         let py = class.py();
         let getattribute = class.getattr(intern!(py, "__getattribute__"))?;
         let version_before = version(class);
-        if !getattribute.is(&torch.plain_getattribute)
-            || !class
-                .getattr(intern!(py, "__call__"))?
-                .is(&torch.module_call)
-        {
+        if !getattribute.is(&torch.plain_getattribute) || !calls_forward(torch, class)? {
             return Ok(None);
         }
         let forward = class.getattr(intern!(py, "forward"))?;
@@ -161,6 +159,12 @@ impl PlainClass {
             _ => None,
         })
     }
+}
+
+/// Whether `__call__` of the class is `nn.Module`'s.
+fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
+    let call = class.getattr(intern!(class.py(), "__call__"))?;
+    Ok(call.is(&torch.module_call))
 }
 
 /// CPython's version number of a class; 0 where it has none.
