@@ -34,7 +34,7 @@ class HookInfo(NamedTuple):
     """How often it was called and has returned or raised."""
 
 
-class HookedModule(HookedBase, nn.Module, Generic[M]):
+class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # our handles, not torch's
     """Wraps a module and gives it hooks on the Rust registry.
 
     The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
@@ -144,10 +144,11 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):
 
     def _get_name(self) -> str:
         # The name of the module inside, for the notes on exceptions.
-        return f"HookedModule({self.inner._get_name()})"
+        name: str = self._inner._get_name()
+        return f"HookedModule({name})"
 
-    @property
-    def __class__(self) -> Any:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (set by __setattr__)
         """The class of the module inside.
 
         `isinstance(hooked, nn.Linear)` holds beside `isinstance(hooked, HookedModule)`, and what
@@ -222,11 +223,10 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 # Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): all but
 # those that yield the module itself run on the module inside. Parents find the wrapper in the tree.
-_OWN = {"modules", "named_modules", "__init__", "__call__", "_call_impl", "_wrapped_call_impl"}
-for _name, _value in vars(nn.Module).items():
-    if callable(_value) and _name not in _OWN and _name not in vars(HookedModule):
-        if not _name.startswith("__") and not hasattr(HookedBase, _name):
-            setattr(HookedModule, _name, _delegate(_name))
+_OWN = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
+for _name in [name for name, value in vars(nn.Module).items() if callable(value)]:
+    if not _name.startswith("__") and _name not in _OWN | {*vars(HookedModule), *dir(HookedBase)}:
+        setattr(HookedModule, _name, _delegate(_name))
 
 
 def _describe(value: object) -> str:

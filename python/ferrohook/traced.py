@@ -24,25 +24,15 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from ferrohook.module import HookedModule
 
-
-def traced_call(self: HookedModule[Any], /, *args: Any, **kwargs: Any) -> Any:
+def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
     forward_pre, forward, backward_pre, backward = self._registry.traced
     for hook, typed, with_kwargs in forward_pre:
         if typed:
             args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
         elif with_kwargs:
-            result = hook(self, args, kwargs)
-            if result is not None:
-                if not (isinstance(result, tuple) and len(result) == 2):
-                    msg = (
-                        "forward pre-hook must return None or a tuple "
-                        f"of (new_args, new_kwargs), but got {result}."
-                    )
-                    raise RuntimeError(msg)
-                args, kwargs = result
+            args, kwargs = _args_and_kwargs(hook(self, args, kwargs), args, kwargs)
         else:
             result = hook(self, args)
             if result is not None:
@@ -56,17 +46,38 @@ def traced_call(self: HookedModule[Any], /, *args: Any, **kwargs: Any) -> Any:
             [hook for hook, _, _ in backward_pre],
         )
         args = tap.setup_input_hook(args)
-    output = self._inner(*args, **kwargs)
-    for hook, typed, with_kwargs in forward:
+    output = _forward(self, forward, args, kwargs, self._inner(*args, **kwargs))
+    return output if tap is None else tap.setup_output_hook(output)
+
+
+def _forward(
+    module: HookedBase,
+    hooks: tuple[tuple[Any, bool, bool], ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    for hook, typed, with_kwargs in hooks:
         if typed:
             if hook(args[0] if len(args) == 1 else args, output) is not None:
                 msg = "a ForwardHook observes and returns None, it returned a value"
                 raise HookTypeError(msg)
             continue
-        result = hook(self, args, kwargs, output) if with_kwargs else hook(self, args, output)
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         if result is not None:
             output = result
-    return output if tap is None else tap.setup_output_hook(output)
+    return output
+
+
+def _args_and_kwargs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    if result is None:
+        return args, kwargs
+    if isinstance(result, tuple) and len(result) == len(("args", "kwargs")):
+        return result
+    msg = (
+        f"forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got {result}."
+    )
+    raise RuntimeError(msg)
 
 
 def _typed_input(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ a decorator, and is registered by the same methods. The names are ferrotorch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeAlias, TypeVar
 
 from ferrohook._core import TypedHook
 
@@ -38,8 +38,13 @@ class ForwardPreHook(TypedHook, Generic[In]):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[In], In]) -> ForwardPreHook[In]:  # noqa: D102, PYI034 (mypy loses In behind Self)
+    def __new__(cls, fn: Callable[[In], In]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "forward_pre", fn)
+
+    def __call__(self, input: In, /) -> In:  # noqa: A002 (the contract's word)
+        """Calls the function: a decorated one stays usable."""
+        result: In = self.fn(input)
+        return result
 
 
 class ForwardHook(TypedHook, Generic[In, Out]):
@@ -57,8 +62,12 @@ class ForwardHook(TypedHook, Generic[In, Out]):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[In, Out], None]) -> ForwardHook[In, Out]:  # noqa: D102, PYI034
+    def __new__(cls, fn: Callable[[In, Out], None]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "forward", fn)
+
+    def __call__(self, input: In, output: Out, /) -> None:  # noqa: A002 (the contract's word)
+        """Calls the function: a decorated one stays usable."""
+        self.fn(input, output)
 
 
 class BackwardHook(TypedHook):
@@ -76,5 +85,9 @@ class BackwardHook(TypedHook):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[Grads, Grads], None]) -> BackwardHook:  # noqa: D102, PYI034
+    def __new__(cls, fn: Callable[[Grads, Grads], None]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "backward", fn)
+
+    def __call__(self, grad_input: Grads, grad_output: Grads, /) -> None:
+        """Calls the function: a decorated one stays usable."""
+        self.fn(grad_input, grad_output)

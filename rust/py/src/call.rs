@@ -20,24 +20,26 @@ pub fn call<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let call = Call {
         module,
+        inner,
         registry,
         args: args.clone(),
         kwargs: kwargs.cloned(),
     };
-    call.run(inner, callee)
+    call.run(callee)
 }
 
 struct Call<'a, 'py> {
     module: &'a Bound<'py, PyAny>,
+    inner: &'a Bound<'py, PyAny>,
     registry: &'a Bound<'py, Registry>,
     args: Bound<'py, PyTuple>,
     kwargs: Option<Bound<'py, PyDict>>,
 }
 
 impl<'py> Call<'_, 'py> {
-    fn run(mut self, inner: &Bound<'py, PyAny>, callee: &Callee) -> PyResult<Bound<'py, PyAny>> {
+    fn run(mut self, callee: &Callee) -> PyResult<Bound<'py, PyAny>> {
         let hooks = &self.registry.get().hooks;
-        let (output, backward) = match self.run_module(inner, callee) {
+        let (output, backward) = match self.run_module(callee) {
             Ok(output) => output,
             Err(error) => {
                 if hooks.occupied(Phase::Forward) {
@@ -60,7 +62,6 @@ impl<'py> Call<'_, 'py> {
     /// Up to the module's output, with what taps the gradients where a backward hook wants them.
     fn run_module(
         &mut self,
-        inner: &Bound<'py, PyAny>,
         callee: &Callee,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
         let hooks = &self.registry.get().hooks;
@@ -72,7 +73,7 @@ impl<'py> Call<'_, 'py> {
         } else {
             None
         };
-        let output = callee.call(inner, &self.args, self.kwargs.as_ref())?;
+        let output = callee.call(self.inner, &self.args, self.kwargs.as_ref())?;
         Ok((output, backward))
     }
 
@@ -123,7 +124,7 @@ impl<'py> Call<'_, 'py> {
         if hook.options.with_kwargs {
             let kwargs = self.kwargs();
             let result = callback.call1((self.module, &self.args, kwargs))?;
-            return args_and_kwargs(&result);
+            return args_and_kwargs(&result, self.inner);
         }
         let result = callback.call1((self.module, &self.args))?;
         Ok(if result.is_none() {
@@ -270,7 +271,10 @@ fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {
 }
 
 /// What a plain `with_kwargs` pre-hook returned, with PyTorch's errors.
-fn args_and_kwargs<'py>(result: &Bound<'py, PyAny>) -> PyResult<Option<Replaced<'py>>> {
+fn args_and_kwargs<'py>(
+    result: &Bound<'py, PyAny>,
+    inner: &Bound<'py, PyAny>,
+) -> PyResult<Option<Replaced<'py>>> {
     if result.is_none() {
         return Ok(None);
     }
@@ -292,7 +296,8 @@ fn args_and_kwargs<'py>(result: &Bound<'py, PyAny>) -> PyResult<Option<Replaced<
             let args = error.into_inner();
             let items = args.try_iter().map_err(|_| {
                 PyTypeError::new_err(format!(
-                    "forward() argument after * must be an iterable, not {}",
+                    "{} argument after * must be an iterable, not {}",
+                    forward_name(inner),
                     crate::error::type_name(&args)
                 ))
             })?;
@@ -310,7 +315,8 @@ fn args_and_kwargs<'py>(result: &Bound<'py, PyAny>) -> PyResult<Option<Replaced<
                 .and_then(|mapping| kwargs.update(mapping))
                 .map_err(|_| {
                     PyTypeError::new_err(format!(
-                        "forward() argument after ** must be a mapping, not {}",
+                        "{} argument after ** must be a mapping, not {}",
+                        forward_name(inner),
                         crate::error::type_name(&given)
                     ))
                 })?;
@@ -318,4 +324,14 @@ fn args_and_kwargs<'py>(result: &Bound<'py, PyAny>) -> PyResult<Option<Replaced<
         }
     };
     Ok(Some((args, Some(kwargs))))
+}
+
+/// `forward` of `inner`, as Python's own errors about calling it begin.
+fn forward_name(inner: &Bound<'_, PyAny>) -> String {
+    let name = || -> PyResult<String> {
+        let forward = inner.getattr("forward")?;
+        let module = forward.getattr("__module__")?;
+        Ok(format!("{module}.{}()", forward.getattr("__qualname__")?))
+    };
+    name().unwrap_or_else(|_| "forward()".to_owned())
 }

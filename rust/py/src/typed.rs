@@ -3,7 +3,7 @@
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType};
+use pyo3::types::PyType;
 
 use crate::error::{hook_type_error, type_name};
 use crate::hook::PhaseName;
@@ -47,16 +47,6 @@ impl TypedHook {
     #[getter]
     fn phase(&self) -> &'static str {
         self.phase.name()
-    }
-
-    /// Calls the callback itself, so that a decorated function stays usable.
-    #[pyo3(signature = (*args, **kwargs))]
-    fn __call__<'py>(
-        &self,
-        args: &Bound<'py, PyTuple>,
-        kwargs: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        self.callback.bind(args.py()).call(args, kwargs)
     }
 
     fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {

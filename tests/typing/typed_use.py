@@ -1,0 +1,74 @@
+"""What type checkers make of the public names; checked by mypy and pyright, never run."""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+hooked = fh.HookedModule(nn.Linear(4, 2))
+assert_type(hooked, fh.HookedModule[nn.Linear])
+assert_type(hooked.inner, nn.Linear)
+assert_type(hooked.inner.in_features, int)
+assert_type(hooked.into_inner(), nn.Linear)
+
+nested = fh.HookedModule(hooked)
+assert_type(nested.inner.inner, nn.Linear)
+
+
+@fh.ForwardPreHook
+def double(input: Tensor) -> Tensor:
+    return input * 2
+
+
+@fh.ForwardHook
+def watch(input: Tensor, output: Tensor) -> None:
+    print(input.shape, output.shape)
+
+
+@fh.BackwardHook
+def watch_grads(
+    grad_input: tuple[Tensor | None, ...], grad_output: tuple[Tensor | None, ...]
+) -> None:
+    print(len(grad_input), len(grad_output))
+
+
+assert_type(double, fh.ForwardPreHook[Tensor])
+assert_type(watch, fh.ForwardHook[Tensor, Tensor])
+assert_type(watch_grads, fh.BackwardHook)
+assert_type(double(torch.ones(1)), Tensor)
+fh.ForwardHook(lambda _input, _output: 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.ForwardPreHook(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+assert_type(hooked.register_forward_pre_hook(double), fh.HookHandle)
+assert_type(hooked.register_forward_hook(watch, priority=1, on_error="disable"), fh.HookHandle)
+assert_type(hooked.register_full_backward_hook(watch_grads, prepend=True), fh.HookHandle)
+assert_type(hooked.register_backward_hook(watch_grads), fh.HookHandle)
+hooked.register_forward_hook(watch, on_error="explode")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+hooked.register_forward_hook(double)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+hooked.register_full_backward_pre_hook(double)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+hooked.register_forward_hook(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def plain(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + args[0].sum() + sum(1 for _ in module.parameters())
+
+
+def keywords(
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+) -> None:
+    print(module, args, kwargs, output)
+
+
+with hooked.register_forward_hook(plain) as handle:
+    assert_type(handle, fh.HookHandle)
+    assert_type(handle.id, int)
+    assert_type(handle.calls, int)
+    handle.priority = 3
+    handle.remove(wait=True, timeout=1.0)
+hooked.register_forward_hook(keywords, with_kwargs=True)
+
+for hook in hooked.hooks("forward"):
+    assert_type(hook.priority, int)
+    assert_type(hook.enabled, bool)
