@@ -174,7 +174,7 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
         delattr(self.inner, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self.inner)})
+        return sorted({*dir(type(self)), *dir(self.inner)})
 
     def __bool__(self) -> bool:
         return bool(self.inner)

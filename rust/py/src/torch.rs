@@ -149,13 +149,15 @@ impl PlainClass {
         if !getattribute.is(&torch.plain_getattribute) || !calls_forward(torch, class)? {
             return Ok(None);
         }
-        let forward = class.getattr(intern!(py, "forward"))?;
-        Ok(match forward.cast_into::<PyFunction>() {
+        let forward = class.getattr_opt(intern!(py, "forward"))?;
+        Ok(match forward.map(Bound::cast_into::<PyFunction>) {
             // 0 is the number of a class that has none.
-            Ok(forward) if version_before != 0 && version_before == version(class) => Some(Self {
-                version: version_before,
-                forward: forward.unbind(),
-            }),
+            Some(Ok(forward)) if version_before != 0 && version_before == version(class) => {
+                Some(Self {
+                    version: version_before,
+                    forward: forward.unbind(),
+                })
+            }
             _ => None,
         })
     }

@@ -1,0 +1,573 @@
+"""Contract 20 to 22: a wrapped module behaves as the module inside, in both directions."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Tied(nn.Module):
+    """Encoder and decoder share one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4, bias=False)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x).relu())
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
+        max_position_embeddings=16,
+    )
+    return transformers.BertModel(config).eval()
+
+
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), lambda: (x(),)),
+    "Sequential": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lambda: (x(),)),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda: (x(), x(), x()),
+    ),
+    "LSTM": (lambda: nn.LSTM(4, 4, batch_first=True), lambda: (x(),)),
+    "BatchNorm": (lambda: nn.BatchNorm1d(3), lambda: (x(),)),
+    "tied": (Tied, lambda: (x(),)),
+    "lazy": (lambda: nn.LazyLinear(4), lambda: (x(),)),
+    "transformers": (bert, lambda: (torch.arange(6).reshape(2, 3),)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, tuple[Any, ...]]:
+    make, arguments = CASES[request.param]
+    return make(), arguments()
+
+
+def leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if hasattr(output, "values") else output
+    return [leaf for value in values if value is not None for leaf in leaves(value)]
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+Case = tuple[nn.Module, tuple[Any, ...]]
+
+
+def test_outputs_are_bit_for_bit_the_same(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)  # in its first call the lazy module draws its parameters
+    plain = copy.deepcopy(module)
+    hooked = fh.HookedModule(module)
+    hooked.register_forward_pre_hook(lambda _module, _args: None)
+    hooked.register_forward_hook(lambda _module, _args, _output: None)
+    assert same(hooked(*arguments), plain(*arguments))
+    assert same(hooked.forward(*arguments), plain.forward(*arguments))
+
+
+def test_a_lazy_module_becomes_what_it_is_under_the_wrapper() -> None:
+    hooked = fh.HookedModule(nn.LazyLinear(4))
+    fired = hooked.register_forward_hook(lambda *_: None)
+    first = hooked(x())
+    assert type(hooked.inner) is nn.Linear
+    assert torch.equal(hooked(x()), first)
+    assert fired.calls == 2
+
+
+def test_names_and_state_are_those_of_the_module_inside(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    assert list(hooked.state_dict()) == list(module.state_dict())
+    assert hooked.state_dict()._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+    for listing in ("named_parameters", "named_buffers", "named_children", "named_modules"):
+        ours, theirs = (dict(getattr(m, listing)()) for m in (hooked, module))
+        assert list(ours) == list(theirs)
+        assert all(ours[name] is theirs[name] for name in theirs if name)
+    parent = nn.ModuleDict({"part": hooked})
+    assert list(parent.state_dict()) == [f"part.{name}" for name in module.state_dict()]
+    assert dict(parent.named_modules())["part"] is hooked
+    assert parent.get_submodule("part") is hooked
+    torch.optim.SGD(hooked.parameters(), lr=0.1)
+
+
+def test_load_state_dict_goes_both_ways(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    zeros = {name: torch.zeros_like(value) for name, value in hooked.state_dict().items()}
+    assert not hooked.load_state_dict(zeros).missing_keys
+    assert all(not value.any() for value in module.state_dict().values())
+    nn.ModuleDict({"part": hooked}).load_state_dict(
+        {f"part.{name}": torch.ones_like(value) for name, value in zeros.items()}
+    )
+    assert all(value.all() for value in module.state_dict().values())
+
+
+def test_conversions_modes_and_gradients_reach_the_module_and_return_the_wrapper(
+    case: Case,
+) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    assert hooked.double() is hooked
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+    assert hooked.half() is hooked
+    assert hooked.to(torch.float32) is hooked
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    assert same(hooked(*arguments), module(*arguments))
+    assert hooked.eval() is hooked
+    assert not module.training
+    assert not any(child.training for child in module.modules())
+    assert hooked.train() is hooked
+    assert module.training
+    module.train(False)
+    assert not hooked.training
+    assert hooked.requires_grad_(False) is hooked
+    assert not any(p.requires_grad for p in module.parameters())
+    hooked.requires_grad_(True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    hooked.zero_grad()
+    assert all(p.grad is None for p in module.parameters())
+    visited: list[nn.Module] = []
+    assert hooked.apply(visited.append) is hooked
+    assert list(map(id, visited)) == [id(m) for m in reversed_modules(module)]
+    nn.ModuleList([hooked]).apply(lambda m: visited.append(m))
+    assert any(m is module for m in visited[len(visited) // 2 :])
+
+
+def reversed_modules(module: nn.Module) -> list[nn.Module]:
+    seen: list[nn.Module] = []
+    module.apply(seen.append)
+    return seen
+
+
+def test_attributes_are_read_and_written_through_either() -> None:
+    linear = nn.Linear(4, 2)
+    hooked = fh.HookedModule(linear)
+    assert hooked.weight is linear.weight
+    hooked.bias = nn.Parameter(torch.ones(2))
+    assert torch.equal(linear.bias, torch.ones(2))
+    assert dict(hooked.named_parameters())["bias"] is linear.bias
+    hooked.note = "read by the module"
+    assert linear.note == "read by the module"
+    linear.other = 3
+    assert hooked.other == 3
+    hooked.extra = nn.Linear(1, 1)
+    assert dict(linear.named_children())["extra"] is hooked.extra
+    hooked.register_buffer("steps", torch.zeros(1))
+    assert "steps" in linear.state_dict()
+    del hooked.extra, hooked.note
+    assert not hasattr(linear, "extra")
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'missing'"):
+        _ = hooked.missing
+    assert {"in_features", "weight", "inner", "quiesce"} <= set(dir(hooked))
+    assert isinstance(hooked, nn.Linear)
+    assert isinstance(hooked, fh.HookedModule)
+
+
+def test_properties_methods_and_overrides_are_those_of_the_module_s_class() -> None:
+    class Odd(nn.Linear):
+        _gain = 1.0
+
+        @property
+        def gain(self) -> float:
+            return self._gain
+
+        @gain.setter
+        def gain(self, value: float) -> None:
+            self._gain = value
+
+        def train(self, mode: bool = True) -> Odd:
+            self.trained = mode
+            return super().train(mode)
+
+        def halve(self) -> Odd:
+            self._gain /= 2
+            return self
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * self.gain
+
+    odd = Odd(4, 2)
+    hooked = fh.HookedModule(odd)
+    hooked.gain = 4.0
+    assert odd.gain == 4.0
+    assert hooked.halve() is odd
+    assert hooked.gain == 2.0
+    hooked.eval()
+    assert odd.trained is False
+    assert torch.equal(hooked(x()), nn.functional.linear(x(), odd.weight, odd.bias) * 2)
+
+
+def test_containers_are_indexed_and_iterated() -> None:
+    sequential = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    hooked = fh.HookedModule(sequential)
+    assert len(hooked) == 2
+    assert hooked[0] is sequential[0]
+    assert list(hooked) == list(sequential)
+    assert sequential[1] in hooked
+    by_name = fh.HookedModule(nn.ModuleDict({"a": nn.ReLU()}))
+    assert "a" in by_name
+    assert list(by_name.items()) == list(by_name.inner.items())
+    assert fh.HookedModule(nn.ReLU())
+    assert not fh.HookedModule(nn.Sequential())
+    with pytest.raises(TypeError, match="'ReLU' has no len"):
+        len(fh.HookedModule(nn.ReLU()))
+
+
+def test_torch_s_own_hooks_on_the_module_fire_inside_ours() -> None:
+    linear = nn.Linear(4, 2)
+    hooked = fh.HookedModule(linear)
+    order: list[str] = []
+    hooked.register_forward_pre_hook(lambda *_: order.append("our pre"))
+    hooked.register_forward_hook(lambda *_: order.append("our post"))
+    handles = [
+        linear.register_forward_pre_hook(lambda *_: order.append("torch pre")),
+        linear.register_forward_hook(lambda *_: order.append("torch post")),
+        nn.Module.register_forward_hook(hooked, lambda *_: order.append("behind our back")),
+    ]
+    hooked(x())
+    assert order == ["our pre", "torch pre", "torch post", "behind our back", "our post"]
+    order.clear()
+    linear(x())
+    assert order == ["torch pre", "torch post", "behind our back"]
+    for handle in handles:
+        handle.remove()
+    order.clear()
+    hooked(x())
+    assert order == ["our pre", "our post"]
+    grads: list[int] = []
+    linear.register_full_backward_hook(lambda *_: grads.append(1))
+    hooked(x().requires_grad_()).sum().backward()
+    assert grads == [1]
+
+
+def test_torch_s_global_hooks_fire() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 2))
+    hooked(x())
+    fired: list[str] = []
+    module = nn.modules.module
+    handles = [
+        module.register_module_forward_pre_hook(lambda m, *_: fired.append(f"pre {m is hooked}")),
+        module.register_module_forward_hook(lambda m, *_: fired.append(f"post {m is hooked}")),
+        module.register_module_full_backward_hook(lambda m, *_: fired.append("backward")),
+    ]
+    try:
+        hooked(x().requires_grad_()).sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert fired == ["pre False", "post False", "backward"]
+    hooked(x())
+    assert len(fired) == 3
+
+
+def test_a_replaced_forward_is_honoured_at_the_next_call() -> None:
+    linear = nn.Linear(4, 2)
+    hooked = fh.HookedModule(linear)
+    before = hooked(x())
+    linear.forward = lambda input: input + 1  # type: ignore[method-assign]
+    assert torch.equal(hooked(x()), x() + 1)
+    assert torch.equal(hooked.forward(x()), x() + 1)
+    hooked.forward = lambda input: input + 2  # type: ignore[method-assign]
+    assert torch.equal(linear(x()), x() + 2)
+    del linear.forward
+    assert torch.equal(hooked(x()), before)
+
+
+def test_a_changed_class_is_honoured_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    mine = Mine(4, 2)
+    hooked = fh.HookedModule(mine)
+    before = hooked(x())
+    monkeypatch.setattr(Mine, "forward", lambda self, input: input * 2)
+    assert torch.equal(hooked(x()), x() * 2)
+    monkeypatch.setattr(Mine, "__call__", lambda self, input: input * 3)
+    assert torch.equal(hooked(x()), x() * 3)
+    monkeypatch.undo()
+    assert torch.equal(hooked(x()), before)
+    calls: list[nn.Module] = []
+    original = nn.Module.__call__
+
+    def spy(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", spy)
+    assert torch.equal(hooked(x()), before)
+    assert calls == [mine]
+
+
+def test_a_module_with_its_own_call_keeps_it() -> None:
+    class Custom(nn.Module):
+        def __call__(self, value: int) -> int:
+            return value + 1
+
+    hooked = fh.HookedModule(Custom())
+    hooked.register_forward_hook(lambda _module, _args, output: output * 10)
+    assert hooked(1) == 20
+
+
+def test_nested_wrappers_fire_from_the_outside_in(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    expected = copy.deepcopy(module)(*arguments)
+    inside = fh.HookedModule(module)
+    outside = fh.HookedModule(inside)
+    order: list[str] = []
+    for name, hooked in (("in", inside), ("out", outside)):
+        hooked.register_forward_pre_hook(lambda *_, name=name: order.append(f"pre {name}"))
+        hooked.register_forward_hook(lambda *_, name=name: order.append(f"post {name}"))
+    assert same(outside(*arguments), expected)
+    assert order == ["pre out", "pre in", "post in", "post out"]
+    assert list(outside.state_dict()) == list(module.state_dict())
+    assert outside.inner.inner is module
+    assert "HookedModule" in repr(outside)
+
+
+def test_into_inner_gives_the_very_module_back(case: Case) -> None:
+    module, arguments = case
+    hooked = fh.HookedModule(module)
+    handle = hooked.register_forward_hook(lambda *_: pytest.fail("fired"))
+    assert hooked.into_inner() is module
+    assert handle.removed
+    module(*arguments)
+    for use in (
+        lambda: hooked(*arguments),
+        lambda: hooked.inner,
+        lambda: hooked.into_inner(),
+        lambda: hooked.register_forward_hook(print),
+        lambda: hooked.state_dict(),
+    ):
+        with pytest.raises(fh.HookError, match="into_inner"):
+            use()
+    assert repr(hooked) == "HookedModule(<given back>)"
+    fh.HookedModule(module)(*arguments)
+
+
+def test_deepcopy_copies_module_and_hooks_and_handles_act_on_the_original(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    fired: list[Any] = []
+    first = hooked.register_forward_hook(lambda m, *_: fired.append(m))
+    hooked.register_forward_hook(lambda m, *_: fired.append("low"), priority=-1)
+    hooked.register_forward_hook(lambda m, *_: fired.append("off")).disable()
+    duplicate = copy.deepcopy(hooked)
+    assert [(h.phase, h.hook, h.priority, h.enabled) for h in duplicate.hooks()] == [
+        (h.phase, h.hook, h.priority, h.enabled) for h in hooked.hooks()
+    ]
+    assert not {h.id for h in duplicate.hooks()} & {h.id for h in hooked.hooks()}
+    assert same(duplicate(*arguments), hooked(*arguments))
+    assert fired == [duplicate, "low", hooked, "low"]
+    first.remove()
+    duplicate(*arguments)
+    assert fired[4:] == [duplicate, "low"]
+    for one, other in zip(duplicate.parameters(), hooked.parameters(), strict=True):
+        assert one is not other
+        assert torch.equal(one, other)
+
+
+def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+        def hook(self, *_: Any) -> None:
+            self.count += 1
+
+    counting = Counting()
+    hooked = fh.HookedModule(counting)
+    hooked.register_forward_hook(counting.hook)
+    duplicate = copy.deepcopy(hooked)
+    duplicate(x())
+    assert (counting.count, duplicate.count) == (0, 1)
+
+
+@pytest.mark.parametrize("through", ["pickle", "torch.save"])
+def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    # Neither pickles: a hook is run-time state.
+    hooked.register_forward_hook(lambda *_: None)
+    module.handle = hooked.register_full_backward_hook(fh.BackwardHook(lambda *_: None))
+    if through == "pickle":
+        restored = pickle.loads(pickle.dumps(hooked))
+    else:
+        file = io.BytesIO()
+        torch.save(hooked, file)
+        file.seek(0)
+        restored = torch.load(file, weights_only=False)
+    assert isinstance(restored, fh.HookedModule)
+    assert restored.hooks() == []
+    assert restored.handle.removed
+    assert same(restored(*arguments), hooked(*arguments))
+
+
+def test_functional_call() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 2))
+    hooked.register_forward_hook(lambda _module, _args, output: output + 1)
+    state = {"weight": torch.zeros(2, 4), "bias": torch.ones(2)}
+    for module, prefix in ((hooked, ""), (nn.Sequential(hooked), "0.")):
+        named = {prefix + name: value for name, value in state.items()}
+        output = torch.func.functional_call(module, named, (x(),))
+        assert torch.equal(output, torch.full((2, 3, 2), 2.0))
+    assert hooked.weight.any()
+
+
+class Zero(nn.Module):
+    """A parametrization."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 0
+
+
+@pytest.mark.parametrize("on", ["wrapper", "inner", "inner before"])
+def test_parametrize(on: str) -> None:
+    linear = nn.Linear(4, 2)
+    if on == "inner before":
+        parametrize.register_parametrization(linear, "weight", Zero())
+    hooked = fh.HookedModule(linear)
+    target: nn.Module = hooked if on == "wrapper" else linear
+    if on != "inner before":
+        hooked(x())
+        parametrize.register_parametrization(target, "weight", Zero())
+    assert torch.equal(hooked(x()), linear.bias.expand(2, 3, 2))
+    assert not hooked.weight.any()
+    assert parametrize.is_parametrized(hooked)
+    parametrize.remove_parametrizations(target, "weight", leave_parametrized=False)
+    assert type(linear) is nn.Linear
+    assert hooked(x()).any()
+    parametrizations.weight_norm(hooked)
+    hooked(x()).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
+def test_jit_trace_records_the_hooks_and_script_says_why_it_cannot() -> None:
+    hooked = fh.HookedModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    hooked.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+    for module in (hooked, nn.Sequential(nn.Linear(4, 4), hooked)):
+        assert torch.equal(torch.jit.trace(module, x())(x()), module(x()))
+    for module in (hooked, nn.Sequential(hooked)):
+        with pytest.raises(fh.HookError, match=r"script the module inside, hooked\.inner"):
+            torch.jit.script(module)
+    scripted = fh.HookedModule(torch.jit.script(nn.Linear(4, 4)))
+    scripted.register_forward_hook(lambda _module, _args, output: output * 2)
+    assert torch.equal(scripted(x()), scripted.inner(x()) * 2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_export_has_the_hooks_in_the_graph(strict: bool) -> None:
+    hooked = fh.HookedModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    for module in (hooked, nn.Sequential(hooked)):
+        exported = torch.export.export(module, (x(),), strict=strict)
+        assert torch.equal(exported.module()(x()), module(x()))
+
+
+def test_data_parallel_replicas_share_the_hooks() -> None:
+    hooked = fh.HookedModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    handle = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    # What torch.nn.parallel.replicate does, which itself needs a GPU.
+    replica = hooked._replicate_for_data_parallel()
+    child = hooked[0]._replicate_for_data_parallel()
+    for name, parameter in hooked[0].named_parameters():
+        setattr(child, name, parameter.detach().clone())
+    setattr(replica, "0", child)
+    assert replica.inner is not hooked.inner
+    assert replica[0] is child
+    assert hooked[0] is not child
+    assert torch.equal(replica(x()), hooked(x()))
+    assert handle.calls == 2
+    handle.remove()
+    assert torch.equal(replica(x()), hooked.inner(x()))
+
+
+@pytest.mark.cuda
+def test_data_parallel() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4)).cuda()
+    hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    parallel = nn.DataParallel(hooked, device_ids=[0])
+    assert torch.equal(parallel(x().cuda()), hooked(x().cuda()))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def train_distributed(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    forward = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    backward = hooked.register_full_backward_hook(lambda *_: None)
+    parallel = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), hooked))
+    for step in range(3):
+        parallel.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        parallel(torch.randn(2, 4)).sum().backward()
+    assert (forward.calls, backward.calls) == (3, 3)
+    grads = [torch.zeros(4, 4) for _ in range(2)]
+    assert hooked.weight.grad is not None
+    dist.all_gather(grads, hooked.weight.grad)
+    assert torch.equal(*grads)
+    # The mean of what both would have computed alone.
+    expected = torch.zeros(4, 4)
+    for other in range(2):
+        torch.manual_seed(20 + other)
+        alone = copy.deepcopy(parallel.module)
+        alone.zero_grad()
+        alone(torch.randn(2, 4)).sum().backward()
+        expected += alone[1].weight.grad / 2
+    assert torch.allclose(grads[0], expected)
+    dist.destroy_process_group()
+
+
+def test_ddp_over_gloo_with_two_processes() -> None:
+    mp.spawn(train_distributed, args=(free_port(),), nprocs=2)
