@@ -1,0 +1,70 @@
+# One list of commands for the laptop, the commit hook and CI.
+# Needs Python 3.11 or later and cargo; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench loom free-threaded wheels docs build format clean
+
+help: ## What there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, watch all, restore it bit for bit
+	$(BIN)/python examples/quickstart.py
+
+test: build $(VENV)/test $(VENV)/models $(VENV)/show ## Every test that needs no special interpreter
+	cargo test --quiet --package ferrohook-core
+	$(BIN)/python -m pytest
+
+lint: build $(VENV)/test $(VENV)/lint $(VENV)/show ## Formatting, lints and types
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo clippy --quiet --package ferrohook-core --test loom -- -D warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest ferrohook._core
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: build $(VENV)/show ## The speed table: ratios side by side in one run
+	$(BIN)/python -m benches
+
+loom: ## Every interleaving of the core's threads, as far as loom's model goes
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
+
+free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
+	script/free-threaded
+
+wheels: $(BIN)/maturin ## Release wheels for each CPython found, installed and called
+	script/wheels
+
+docs: build $(VENV)/docs ## The documentation, without warnings, into site/
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core
+	$(BIN)/mkdocs build --quiet --strict
+
+build: $(BIN)/maturin
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet
+
+format: build $(VENV)/lint
+	cargo fmt
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf target $(VENV) .venv-free-threaded dist site
+
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+
+$(BIN)/maturin: $(BIN)/uv
+	$(UV) maturin
+
+# A file for each group of dependencies that was installed.
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+	$(UV) --group $*
+	@touch $@

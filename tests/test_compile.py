@@ -1,0 +1,237 @@
+"""Contract 23: hooks under torch.compile are in the graph, and changes take effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# Dynamo and Inductor warn about themselves while they work.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    # Each change of the hooks is a recompilation, of which a test makes more than eight.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def alone(hooked: nn.Module) -> nn.Module:
+    return hooked
+
+
+def inside_a_sequential(hooked: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), hooked, nn.ReLU())
+
+
+class Compiled:
+    """A model compiled whole, compared with itself run eagerly."""
+
+    def __init__(self, model: nn.Module, backend: str) -> None:
+        self.model = model
+        self.compiled = torch.compile(model, fullgraph=True, backend=backend)
+        self.x = torch.randn(3, 4)
+
+    def check(self) -> Tensor:
+        """Both agree, and calling again with nothing changed compiles nothing."""
+        output = self.compiled(self.x)
+        assert torch.allclose(output, self.model(self.x), atol=1e-5)
+        compiled = graphs()
+        assert torch.equal(self.compiled(self.x), output)
+        assert graphs() == compiled, "compiled again although nothing changed"
+        return output
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("place", [alone, inside_a_sequential])
+def test_every_change_of_the_hooks_takes_effect_at_the_next_call(
+    backend: str, place: Callable[[nn.Module], nn.Module]
+) -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    compiled = Compiled(place(hooked), backend)
+    plain = compiled.check()
+
+    double = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    doubled = compiled.check()
+    assert not torch.allclose(doubled, plain)
+
+    pre = hooked.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+    assert not torch.allclose(compiled.check(), doubled)
+
+    pre.disable()
+    assert torch.allclose(compiled.check(), doubled)
+
+    shift = hooked.register_forward_hook(lambda _module, _args, output: output + 1)
+    last = compiled.check()
+    shift.priority = 1
+    first = compiled.check()
+    assert not torch.allclose(last, first)
+
+    double.remove()
+    shift.remove()
+    assert torch.allclose(compiled.check(), plain)
+    pre.enable()
+    assert not torch.allclose(compiled.check(), plain)
+    hooked.clear_hooks()
+    assert torch.allclose(compiled.check(), plain)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_typed_and_keyword_hooks_are_in_the_graph(backend: str) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x * scale
+
+    hooked = fh.HookedModule(Scaled())
+    shapes: list[torch.Size] = []
+
+    @fh.ForwardPreHook
+    def triple(input: Tensor) -> Tensor:
+        return input * 3
+
+    @fh.ForwardHook
+    def watch(input: Tensor, output: Tensor) -> None:
+        shapes.append(output.shape)
+
+    def shift(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        return output + kwargs["scale"]
+
+    def rescale(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {"scale": kwargs["scale"] + 1}
+
+    hooked.register_forward_pre_hook(triple)
+    hooked.register_forward_pre_hook(rescale, with_kwargs=True)
+    hooked.register_forward_hook(watch)
+    hooked.register_forward_hook(shift, with_kwargs=True)
+    compiled = torch.compile(hooked, fullgraph=True, backend=backend)
+    x = torch.randn(3)
+    assert torch.allclose(compiled(x, scale=1.0), x * 6 + 2)
+    assert torch.allclose(hooked(x, scale=1.0), x * 6 + 2)
+    assert shapes == [torch.Size([3]), torch.Size([3])]
+
+
+def test_the_module_s_own_torch_hooks_and_nested_wrappers_are_in_the_graph() -> None:
+    inner = nn.Linear(4, 4)
+    outer = fh.HookedModule(fh.HookedModule(inner))
+    inner.register_forward_hook(lambda _module, _args, output: output + 1)
+    outer.inner.register_forward_hook(lambda _module, _args, output: output * 2)
+    outer.register_forward_hook(lambda _module, _args, output: output - 3)
+    compiled = Compiled(outer, "eager")
+    assert torch.allclose(compiled.check(), (inner(compiled.x)) * 2 - 3)
+
+
+def test_gradients_are_those_of_eager_mode() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    hooked.register_forward_hook(lambda _module, _args, output: output.sin())
+    x = torch.randn(3, 4)
+    grads = []
+    for model in (hooked, torch.compile(hooked, fullgraph=True, backend="aot_eager")):
+        hooked.zero_grad()
+        model(x).pow(2).sum().backward()
+        grads.append(hooked.weight.grad)
+    assert torch.allclose(*grads)
+
+
+def test_backward_hooks_break_the_graph_and_fire_or_raise_but_are_never_dropped() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    handle = hooked.register_full_backward_hook(lambda *_: None)
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled autograd"):
+        torch.compile(hooked, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+    torch.compile(hooked, backend="eager")(x).sum().backward()
+    assert handle.calls == 1
+
+
+def test_backward_hooks_are_traced_with_compiled_autograd() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    hooked.register_full_backward_hook(lambda _module, grad_input, _go: (grad_input[0] * 3,))
+    x = torch.randn(3, 4, requires_grad=True)
+    hooked(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(hooked, fullgraph=True, backend="eager")
+
+        @torch.compile(backend="eager")
+        def step() -> None:
+            compiled(x).sum().backward()
+
+        step()
+    assert expected is not None
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected)
+
+
+@pytest.mark.parametrize("place", [alone, inside_a_sequential])
+def test_a_hook_that_raises_is_not_dropped(
+    place: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+
+    def fail(*_: Any) -> None:
+        msg = "boom"
+        raise ValueError(msg)
+
+    handle = hooked.register_forward_hook(fail)
+    model = place(hooked)
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="boom"):
+        torch.compile(model, backend="eager")(x)
+    handle.remove()
+    torch._dynamo.reset()
+    lenient = hooked.register_forward_hook(fail, on_error="disable")
+    with caplog.at_level(logging.ERROR, logger="ferrohook"):
+        output = torch.compile(model, backend="eager")(x)
+    assert torch.allclose(output, model(x))
+    assert not lenient.enabled
+    assert [record.name for record in caplog.records].count("ferrohook") == 1
+
+
+def test_typed_hooks_are_held_to_their_type() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+
+    def meddle(input: Tensor, output: Tensor) -> Any:
+        return output
+
+    hooked.register_forward_hook(fh.ForwardHook(meddle))
+    with pytest.raises(fh.HookTypeError):
+        torch.compile(hooked, backend="eager")(torch.randn(3, 4))
+
+
+def test_compiling_the_module_inside_leaves_the_hooks_around_it() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    expected = hooked(x) * 2
+    handle = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    hooked.compile(backend="eager", fullgraph=True)
+    assert torch.allclose(hooked(x), expected)
+    assert handle.calls == 1
+
+
+def test_a_second_backend_and_dynamic_shapes() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    hooked.register_forward_hook(lambda _module, _args, output: output * output.shape[0])
+    compiled = torch.compile(hooked, fullgraph=True, backend="eager", dynamic=True)
+    for size in (2, 3, 5, 7):
+        x = torch.randn(size, 4)
+        assert torch.allclose(compiled(x), hooked(x))
