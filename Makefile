@@ -44,7 +44,7 @@ wheels: $(BIN)/maturin ## Release wheels for each CPython found, installed and c
 
 docs: build $(VENV)/docs ## The documentation, without warnings, into site/
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 build: $(BIN)/maturin
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet
