@@ -198,9 +198,9 @@ def test_a_typed_hook_observes_and_is_held_to_it() -> None:
     def meddle(grad_input: Any, grad_output: Any) -> Any:
         return grad_input
 
-    with hooked.register_full_backward_hook(fh.BackwardHook(meddle)) as handle:
-        with pytest.raises(fh.HookTypeError, match=rf"backward hook .*meddle.*{handle.id}"):
-            run(hooked, torch.randn(3, 4, requires_grad=True))
+    handle = hooked.register_full_backward_hook(fh.BackwardHook(meddle))
+    with pytest.raises(fh.HookTypeError, match=rf"backward hook .*meddle.*{handle.id}"):
+        run(hooked, torch.randn(3, 4, requires_grad=True))
 
 
 def test_no_gradient_wanted_costs_nothing() -> None:
@@ -231,17 +231,17 @@ def test_removed_between_forward_and_backward_does_not_fire() -> None:
 
 
 def test_errors_leave_autograd_as_they_are_with_a_note() -> None:
-    class Boom(Exception):
+    class BoomError(Exception):
         pass
 
     def fail(*_: Any) -> None:
-        raise Boom
+        raise BoomError
 
     hooked = fh.HookedModule(nn.Linear(4, 4))
     fired: list[int] = []
     handle = hooked.register_full_backward_hook(fail)
     hooked.register_full_backward_hook(lambda *_: fired.append(1))
-    with pytest.raises(Boom) as caught:
+    with pytest.raises(BoomError) as caught:
         run(hooked, torch.randn(3, 4, requires_grad=True))
     assert f"backward hook {fail.__qualname__} (id {handle.id})" in caught.value.__notes__[0]
     assert not fired

@@ -166,7 +166,7 @@ def test_conversions_modes_and_gradients_reach_the_module_and_return_the_wrapper
     visited: list[nn.Module] = []
     assert hooked.apply(visited.append) is hooked
     assert list(map(id, visited)) == [id(m) for m in reversed_modules(module)]
-    nn.ModuleList([hooked]).apply(lambda m: visited.append(m))
+    nn.ModuleList([hooked]).apply(visited.append)
     assert any(m is module for m in visited[len(visited) // 2 :])
 
 
@@ -372,9 +372,9 @@ def test_into_inner_gives_the_very_module_back(case: Case) -> None:
     for use in (
         lambda: hooked(*arguments),
         lambda: hooked.inner,
-        lambda: hooked.into_inner(),
+        hooked.into_inner,
         lambda: hooked.register_forward_hook(print),
-        lambda: hooked.state_dict(),
+        hooked.state_dict,
     ):
         with pytest.raises(fh.HookError, match="into_inner"):
             use()
