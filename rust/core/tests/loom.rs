@@ -16,8 +16,12 @@ type Token = Arc<()>;
 
 /// Three preemptions find the known bugs of such protocols; without a bound a model takes hours.
 fn explore(model: impl Fn() + Sync + Send + 'static) {
+    explore_up_to(3, model);
+}
+
+fn explore_up_to(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
+    builder.preemption_bound = Some(preemptions);
     builder.check(model);
 }
 
@@ -97,6 +101,58 @@ fn nobody_enters_after_remove_returned() {
         removed.store(true, Ordering::Release);
         caller.join().unwrap();
         assert!(registry.snapshot(PHASE).is_empty());
+    });
+}
+
+#[test]
+fn who_sees_the_removal_sees_what_came_before() {
+    explore(|| {
+        let registry = registry();
+        let handle = register(&registry);
+        let before = Arc::new(AtomicBool::new(false));
+        let caller = spawn({
+            let (registry, before) = (registry.clone(), before.clone());
+            move || {
+                for entry in registry.snapshot(PHASE).iter() {
+                    assert!(!entry.removed() || before.load(Ordering::Relaxed));
+                }
+            }
+        });
+        before.store(true, Ordering::Relaxed);
+        handle.remove();
+        caller.join().unwrap();
+    });
+}
+
+#[test]
+fn who_left_does_not_speak_for_who_entered_since() {
+    // Four threads: a third preemption takes minutes.
+    explore_up_to(2, || {
+        let registry = registry();
+        let handle = Arc::new(register(&registry));
+        let resource = Resource::make();
+        let callers = [(), ()].map(|()| {
+            let (registry, resource) = (registry.clone(), resource.clone());
+            spawn(move || {
+                call(&registry, |_| {
+                    // Costs no preemption, of which two are left to the registry.
+                    thread::yield_now();
+                    resource.use_it();
+                });
+            })
+        });
+        // Its being awaited is what the first to leave reports, to a later waiter as well.
+        let other = spawn({
+            let handle = handle.clone();
+            move || handle.wait_idle(None).unwrap()
+        });
+        handle.remove();
+        handle.wait_idle(None).unwrap();
+        resource.free(handle.calls());
+        for caller in callers {
+            caller.join().unwrap();
+        }
+        other.join().unwrap();
     });
 }
 

@@ -11,7 +11,7 @@ use proptest::sample::Index;
 
 /// Deep enough to find recursion at fault, shallow enough to end.
 const MAX_DEPTH: usize = 3;
-const MAX_SITES: usize = 4;
+const MAX_SITES: usize = 3;
 /// Hooks that call and register multiply: a history ends though.
 const MAX_REACTIONS: usize = 200;
 
@@ -25,7 +25,7 @@ enum Op {
     },
     RegisterMany(Phase, usize),
     RemoveMany(Index, usize),
-    /// Of one hook; without an index, of the one that is firing.
+    /// Of one hook; without an index, of the one that is firing, else of the newest.
     Remove(Option<Index>),
     SetEnabled(Option<Index>, bool),
     SetPriority(Option<Index>, i64),
@@ -195,10 +195,19 @@ impl World {
     }
 
     fn tag(&self, at: usize, firing: Option<usize>, index: Option<Index>) -> Option<usize> {
-        let tags = self.sites[at].hooks.len();
-        match index {
-            None => firing,
-            Some(index) => (tags > 0).then(|| index.index(tags)),
+        let hooks = &self.sites[at].hooks;
+        let Some(index) = index else {
+            return firing.or(hooks.len().checked_sub(1));
+        };
+        let left: Vec<_> = (0..hooks.len())
+            .filter(|&tag| !hooks[tag].removed)
+            .collect();
+        // Mostly one that is left: most hooks of a history are gone soon.
+        let any = index.index(4) == 0 || left.is_empty();
+        match (any, hooks.len()) {
+            (_, 0) => None,
+            (true, hooks) => Some(index.index(4 * hooks) % hooks),
+            (false, _) => Some(left[index.index(4 * left.len()) % left.len()]),
         }
     }
 
@@ -411,34 +420,34 @@ fn placement() -> impl Strategy<Value = Placement> {
 }
 
 fn index() -> impl Strategy<Value = Option<Index>> {
-    prop::option::weighted(0.7, any::<Index>())
+    prop::option::weighted(0.8, any::<Index>())
 }
 
-fn op() -> impl Strategy<Value = Op> {
-    let simple = prop_oneof![
-        3 => (phase(), placement()).prop_map(|(phase, placement)| Op::Register {
-            phase,
-            placement,
-            reaction: None,
+/// An op whose hooks, if it registers one, react with what `reaction` makes.
+fn op_with(
+    reaction: impl Strategy<Value = Option<Box<Op>>> + 'static,
+) -> impl Strategy<Value = Op> {
+    prop_oneof![
+        8 => (phase(), placement(), reaction).prop_map(|(phase, placement, reaction)| {
+            Op::Register { phase, placement, reaction }
         }),
         1 => (phase(), 0..80usize).prop_map(|(phase, count)| Op::RegisterMany(phase, count)),
         1 => (any::<Index>(), 0..80usize).prop_map(|(index, count)| Op::RemoveMany(index, count)),
         4 => index().prop_map(Op::Remove),
-        2 => (index(), any::<bool>()).prop_map(|(index, enabled)| Op::SetEnabled(index, enabled)),
-        2 => (index(), -2..=2i64).prop_map(|(index, priority)| Op::SetPriority(index, priority)),
+        4 => (index(), any::<bool>()).prop_map(|(index, enabled)| Op::SetEnabled(index, enabled)),
+        4 => (index(), -2..=2i64).prop_map(|(index, priority)| Op::SetPriority(index, priority)),
         1 => prop::option::of(phase()).prop_map(Op::Clear),
-        4 => phase().prop_map(Op::Call),
-        1 => phase().prop_map(Op::Keep),
+        8 => phase().prop_map(Op::Call),
+        2 => phase().prop_map(Op::Keep),
         2 => any::<Index>().prop_map(Op::CallKept),
         1 => Just(Op::Fork),
-    ];
-    simple.prop_recursive(2, 4, 1, |inner| {
-        (phase(), placement(), inner).prop_map(|(phase, placement, reaction)| Op::Register {
-            phase,
-            placement,
-            reaction: Some(Box::new(reaction)),
-        })
-    })
+    ]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let inert = op_with(Just(None));
+    let reacting = op_with(prop::option::of(inert.prop_map(Box::new)));
+    op_with(prop::option::of(reacting.prop_map(Box::new)))
 }
 
 proptest! {
@@ -453,7 +462,8 @@ proptest! {
     fn agrees_with_a_list(ops in prop::collection::vec((any::<Index>(), op()), 1..60)) {
         let mut world = World::new();
         for (site, op) in &ops {
-            let at = site.index(world.sites.len());
+            // Mostly the first: it alone has a handle for each of its hooks.
+            let at = site.index(2 * world.sites.len()).saturating_sub(world.sites.len());
             world.perform(at, None, 0, op);
             world.check_garbage();
         }

@@ -482,6 +482,40 @@ fn a_timeout_ends_waiting() {
 }
 
 #[test]
+fn one_moment_without_a_thread_is_enough() {
+    within_limit(|| {
+        // Waiters that are asleep by then, which nothing but time tells, must not miss the moment
+        // between the two stays; so many that not all of them can wake up in it.
+        let seen = (1..=3).any(|attempt| {
+            let registry = Arc::new(Registry::new());
+            let handle = Arc::new(register(&registry, ()));
+            let (entered, inside) = mpsc::channel();
+            let (leave, left) = mpsc::channel::<()>();
+            let thread = thread::spawn(move || {
+                let snapshot = registry.snapshot(PHASE);
+                for stay in [Duration::from_millis(100 * attempt), LIMIT] {
+                    for entry in snapshot.iter() {
+                        let _inside = entry.enter();
+                        entered.send(()).unwrap();
+                        let _ = left.recv_timeout(stay);
+                    }
+                }
+            });
+            inside.recv().unwrap();
+            let waiters = [(); 8].map(|()| {
+                let handle = handle.clone();
+                thread::spawn(move || handle.wait_idle(Some(Duration::from_secs(1))))
+            });
+            let waited = waiters.map(|waiter| waiter.join().unwrap());
+            drop(leave);
+            thread.join().unwrap();
+            waited.iter().all(Result::is_ok)
+        });
+        assert!(seen);
+    });
+}
+
+#[test]
 fn quiesce_from_inside_does_not_wait_for_others_first() {
     within_limit(|| {
         let registry = Arc::new(Registry::new());
