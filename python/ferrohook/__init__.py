@@ -34,7 +34,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "HookedModule":
-        module = importlib.import_module("ferrohook.module")
-        return module.HookedModule
+        found = importlib.import_module("ferrohook.module").HookedModule
+        # Found without this function from now on: it takes microseconds and import locks.
+        globals()[name] = found
+        return found
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
