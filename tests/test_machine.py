@@ -138,6 +138,9 @@ class Side:
     def enable(self, key: int) -> None:
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Called where no hook runs."""
+
     def label(self, module: nn.Module) -> int:
         return next(i for i, each in enumerate(self.modules) if each is module)
 
@@ -421,6 +424,7 @@ def observe(side: Side, index: int, call: Call) -> list[Any]:
         args, kwargs = (), {"scale": 4.0, "x": x}
     with torch.set_grad_enabled(call.record):
         seen, result = outcome(lambda: module(*args, **kwargs))
+    side.settle()
     for act, pick in call.between:
         if side.specs:
             getattr(side, act)(pick % len(side.specs))

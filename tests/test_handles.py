@@ -1,0 +1,666 @@
+"""Handles: removing, disabling and describing one hook, from anywhere."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import time
+import tracemalloc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT = 30.0
+"""Seconds that a test waits at most for another thread."""
+PHASES = {
+    "forward_pre": "register_forward_pre_hook",
+    "forward": "register_forward_hook",
+    "backward_pre": "register_full_backward_pre_hook",
+    "backward": "register_full_backward_hook",
+}
+
+
+@pytest.fixture
+def hooked() -> fh.HookedModule[nn.Linear]:
+    return fh.HookedModule(nn.Linear(2, 2))
+
+
+@pytest.fixture(params=PHASES)
+def phase(request: pytest.FixtureRequest) -> str:
+    assert isinstance(request.param, str)
+    return request.param
+
+
+def register(module: fh.HookedModule[Any], phase: str, hook: Any, **options: Any) -> fh.HookHandle:
+    handle = getattr(module, PHASES[phase])(hook, **options)
+    assert isinstance(handle, fh.HookHandle)
+    return handle
+
+
+def call(module: nn.Module) -> None:
+    """Runs all phases."""
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+
+def ignore(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+# remove
+
+
+def test_after_remove_the_hook_does_not_fire(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    fired: list[str] = []
+    handle = register(hooked, phase, lambda *_: fired.append("x"))
+    call(hooked)
+    handle.remove()
+    call(hooked)
+    assert fired == ["x"]
+    assert handle.removed
+    assert hooked.hooks() == []
+
+
+def test_removing_again_does_nothing(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    fired: list[str] = []
+    handle = register(hooked, phase, ignore)
+    other = register(hooked, phase, lambda *_: fired.append("other"))
+    for _ in range(3):
+        handle.remove()
+    handle.remove(wait=True)
+    call(hooked)
+    assert fired == ["other"]
+    assert (handle.removed, other.removed) == (True, False)
+
+
+def test_a_hook_may_remove_itself(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    fired: list[str] = []
+
+    def once(*_: Any) -> None:
+        fired.append("once")
+        handle.remove()
+        handle.remove()
+        assert handle.removed
+
+    register(hooked, phase, lambda *_: fired.append("before"))
+    handle = register(hooked, phase, once)
+    register(hooked, phase, lambda *_: fired.append("after"))
+    call(hooked)
+    call(hooked)
+    assert fired == ["before", "once", "after", "before", "after"]
+    assert handle.calls == 1
+
+
+def test_a_hook_may_remove_those_before_and_behind_it(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    fired: list[str] = []
+
+    def remove_both(*_: Any) -> None:
+        fired.append("middle")
+        before.remove()
+        behind.remove()
+
+    before = register(hooked, phase, lambda *_: fired.append("before"))
+    register(hooked, phase, remove_both)
+    behind = register(hooked, phase, lambda *_: fired.append("behind"))
+    register(hooked, phase, lambda *_: fired.append("last"))
+    call(hooked)
+    assert fired == ["before", "middle", "last"]
+    fired.clear()
+    call(hooked)
+    assert fired == ["middle", "last"]
+
+
+def test_a_hook_may_remove_a_hook_of_a_later_phase(hooked: fh.HookedModule[nn.Linear]) -> None:
+    fired: list[str] = []
+    handles = [
+        register(hooked, phase, lambda *_, phase=phase: fired.append(phase)) for phase in PHASES
+    ]
+    order = list(PHASES)
+    hooked.register_forward_pre_hook(lambda *_: handles[order.index("forward")].remove())
+    hooked.register_forward_hook(lambda *_: handles[order.index("backward_pre")].remove())
+    hooked.register_full_backward_pre_hook(lambda *_: handles[order.index("backward")].remove())
+    call(hooked)
+    assert fired == ["forward_pre"]
+
+
+def test_a_backward_hook_removed_after_the_forward_does_not_fire(
+    hooked: fh.HookedModule[nn.Linear],
+) -> None:
+    handles = [
+        hooked.register_full_backward_hook(lambda *_: pytest.fail("a removed hook fired")),
+        hooked.register_full_backward_pre_hook(lambda *_: pytest.fail("a removed hook fired")),
+    ]
+    x = torch.ones(1, 2, requires_grad=True)
+    out = hooked(x)
+    for handle in handles:
+        handle.remove()
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[0], hooked.weight.sum(0))
+
+
+def test_a_hook_may_clear_all_hooks(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    fired: list[str] = []
+
+    def clear(*_: Any) -> None:
+        fired.append("clear")
+        hooked.clear_hooks()
+
+    register(hooked, phase, clear)
+    register(hooked, phase, lambda *_: fired.append("behind"))
+    call(hooked)
+    call(hooked)
+    assert fired == ["clear"]
+
+
+def test_clear_hooks_of_one_phase_leaves_the_others(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    handles = {each: register(hooked, each, ignore) for each in PHASES}
+    hooked.clear_hooks(phase)
+    assert [row.phase for row in hooked.hooks()] == [each for each in PHASES if each != phase]
+    assert [each for each in PHASES if handles[each].removed] == [phase]
+    hooked.clear_hooks()
+    assert hooked.hooks() == []
+
+
+def test_a_finaliser_may_remove(hooked: fh.HookedModule[nn.Linear]) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.handle = hooked.register_forward_hook(ignore)
+            self.cycle = self
+
+        def __del__(self) -> None:
+            self.handle.remove()
+
+    owner = Owner()
+    handle = owner.handle
+    hooked.register_forward_pre_hook(lambda *_: gc.collect() and None)
+    del owner
+    call(hooked)
+    assert handle.removed
+    assert handle.calls == 0
+
+
+def test_the_hook_is_freed_when_removed(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    class Hook:
+        def __call__(self, *_: Any) -> None:
+            pass
+
+    hook = Hook()
+    freed = weakref.ref(hook)
+    handle = register(hooked, phase, hook)
+    del hook
+    assert freed() is not None
+    handle.remove()
+    assert freed() is None
+
+
+def test_remove_is_as_fast_among_many_hooks_as_among_few() -> None:
+    def time_each(count: int) -> float:
+        module = fh.HookedModule(nn.Identity())
+        handles = [module.register_forward_hook(ignore) for _ in range(count)]
+        start = time.perf_counter()
+        for handle in handles:
+            handle.remove()
+        return (time.perf_counter() - start) / count
+
+    few = min(time_each(1_000) for _ in range(5))
+    many = min(time_each(30_000) for _ in range(3))
+    # Were it linear, many would take thirty times as long.
+    assert many < 8 * few
+
+
+def test_many_registered_and_removed_hooks_leave_no_memory_behind(
+    hooked: fh.HookedModule[nn.Linear],
+) -> None:
+    def churn(count: int) -> None:
+        for _ in range(count):
+            hooked.register_forward_hook(lambda *_: None).remove()
+
+    churn(1_000)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        churn(20_000)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20_000
+    assert hooked.hooks() == []
+
+
+# Waiting until no thread is inside
+
+
+class Blocking:
+    """A hook inside of which another thread stays until it is let go."""
+
+    def __init__(self, module: fh.HookedModule[Any]) -> None:
+        self.entered = threading.Event()
+        self.let_go = threading.Event()
+        self.left = False
+        self.handle = module.register_forward_hook(self)
+        self.thread = threading.Thread(target=module, args=(torch.ones(2),))
+        self.thread.start()
+        assert self.entered.wait(LIMIT)
+
+    def __call__(self, *_: Any) -> None:
+        self.entered.set()
+        assert self.let_go.wait(LIMIT)
+        self.left = True
+
+    def finish(self) -> None:
+        self.let_go.set()
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive()
+
+
+def test_waiting_for_a_removed_hook_ends_when_no_thread_is_inside(
+    hooked: fh.HookedModule[nn.Linear],
+) -> None:
+    blocking = Blocking(hooked)
+    threading.Timer(0.1, blocking.let_go.set).start()
+    blocking.handle.remove(wait=True, timeout=LIMIT)
+    assert blocking.left
+    blocking.finish()
+
+
+def test_remove_without_wait_returns_at_once(hooked: fh.HookedModule[nn.Linear]) -> None:
+    blocking = Blocking(hooked)
+    blocking.handle.remove()
+    assert not blocking.left
+    assert blocking.handle.removed
+    blocking.finish()
+
+
+def test_waiting_has_a_time_limit(hooked: fh.HookedModule[nn.Linear]) -> None:
+    blocking = Blocking(hooked)
+    waits: list[Callable[[], None]] = [
+        lambda: blocking.handle.remove(wait=True, timeout=0.02),
+        lambda: blocking.handle.remove(wait=True, timeout=0),
+        lambda: hooked.quiesce(0.02),
+        lambda: hooked.quiesce(timeout=0),
+    ]
+    for wait in waits:
+        with pytest.raises(TimeoutError):
+            wait()
+    assert blocking.handle.removed
+    blocking.finish()
+    blocking.handle.remove(wait=True, timeout=0)
+    hooked.quiesce(timeout=0)
+
+
+def test_waiting_for_oneself_raises_and_removes_nothing(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    caught: list[str] = []
+
+    waits: list[Callable[[], None]] = [
+        lambda: handle.remove(wait=True),
+        lambda: hooked.quiesce(timeout=1),
+    ]
+
+    def wait(*_: Any) -> None:
+        for act in waits:
+            with pytest.raises(fh.HookError) as error:
+                act()
+            caught.append(str(error.value))
+
+    handle = register(hooked, phase, wait)
+    call(hooked)
+    assert len(caught) == 2
+    assert all("inside" in text for text in caught)
+    assert not handle.removed
+
+
+def test_quiesce_without_hooks_returns() -> None:
+    fh.HookedModule(nn.Identity()).quiesce()
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), -0.001])
+def test_a_timeout_below_zero_is_refused(
+    hooked: fh.HookedModule[nn.Linear], timeout: float
+) -> None:
+    handle = hooked.register_forward_hook(ignore)
+    with pytest.raises(ValueError, match="timeout is a number of seconds from 0, got"):
+        handle.remove(wait=True, timeout=timeout)
+    with pytest.raises(ValueError, match="timeout is a number of seconds from 0, got"):
+        hooked.quiesce(timeout)
+    assert not handle.removed
+
+
+def test_a_timeout_of_the_wrong_kind_is_refused(hooked: fh.HookedModule[nn.Linear]) -> None:
+    handle = hooked.register_forward_hook(ignore)
+    with pytest.raises(fh.HookTypeError, match="timeout is a number of seconds, got str"):
+        handle.remove(wait=True, timeout="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"timeout is for remove\(wait=True\)"):
+        handle.remove(timeout=1)
+    assert not handle.removed
+
+
+# disable and enable
+
+
+def test_a_disabled_hook_keeps_its_place(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    fired: list[str] = []
+    handles = {
+        name: register(hooked, phase, lambda *_, name=name: fired.append(name)) for name in "abc"
+    }
+    handles["b"].disable()
+    handles["b"].disable()
+    call(hooked)
+    assert fired == ["a", "c"]
+    assert [row.enabled for row in hooked.hooks()] == [True, False, True]
+    register(hooked, phase, lambda *_: fired.append("d"))
+    handles["b"].enable()
+    handles["b"].enable()
+    fired.clear()
+    call(hooked)
+    assert fired == ["a", "b", "c", "d"]
+
+
+def test_a_hook_may_disable_itself_and_others(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    fired: list[str] = []
+
+    def switch(*_: Any) -> None:
+        fired.append("switch")
+        first.disable()
+        behind.disable()
+        asleep.enable()
+
+    first = register(hooked, phase, switch)
+    behind = register(hooked, phase, lambda *_: fired.append("behind"))
+    asleep = register(hooked, phase, lambda *_: fired.append("asleep"))
+    asleep.disable()
+    call(hooked)
+    assert fired == ["switch", "asleep"]
+    fired.clear()
+    call(hooked)
+    assert fired == ["asleep"]
+
+
+def test_enabling_does_not_bring_a_removed_hook_back(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    handle = register(hooked, phase, lambda *_: pytest.fail("a removed hook fired"))
+    handle.disable()
+    handle.remove()
+    handle.enable()
+    call(hooked)
+    assert handle.removed
+
+
+def test_a_module_with_disabled_hooks_alone_gives_the_modules_result() -> None:
+    hooked = fh.HookedModule(nn.Identity())
+    handles = [register(hooked, phase, lambda *_: (None,) * 9) for phase in PHASES]
+    for handle in handles:
+        handle.disable()
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(hooked(x), x)
+    hooked(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1]
+
+
+# with handle
+
+
+def test_with_removes_at_exit(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    fired: list[str] = []
+    with register(hooked, phase, lambda *_: fired.append("x")) as handle:
+        call(hooked)
+        assert not handle.removed
+    call(hooked)
+    assert fired == ["x"]
+    assert handle.removed
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_with_removes_on_an_exception_and_lets_it_through(
+    hooked: fh.HookedModule[nn.Linear], error: type[BaseException]
+) -> None:
+    handle = hooked.register_forward_hook(ignore)
+    with pytest.raises(error), handle:
+        raise error
+    assert handle.removed
+    assert hooked.hooks() == []
+
+
+def test_with_may_remove_inside(hooked: fh.HookedModule[nn.Linear]) -> None:
+    with hooked.register_forward_hook(ignore) as handle:
+        handle.remove()
+    assert handle.removed
+
+
+# What a handle tells
+
+
+def test_a_handle_describes_its_hook(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    handle = register(hooked, phase, ignore, priority=3)
+    (row,) = hooked.hooks()
+    assert tuple(row) == (handle.id, phase, ignore, 3, True, 0)
+    assert row._fields == ("id", "phase", "hook", "priority", "enabled", "calls")
+    assert (handle.phase, handle.removed, handle.enabled) == (phase, False, True)
+    assert (handle.calls, handle.priority) == (0, 3)
+    handle.disable()
+    assert (handle.enabled, hooked.hooks()[0].enabled) == (False, False)
+    handle.enable()
+    assert handle.enabled
+    handle.remove()
+    assert (handle.phase, handle.removed, handle.priority) == (phase, True, 3)
+
+
+def test_calls_counts_returns_and_raises_but_no_skipped_turns(
+    hooked: fh.HookedModule[nn.Linear], phase: str
+) -> None:
+    def fail_at_last(*_: Any) -> None:
+        inside.append(handle.calls)
+        if len(inside) == 3:
+            msg = "enough"
+            raise ValueError(msg)
+
+    inside: list[int] = []
+    handle = register(hooked, phase, fail_at_last)
+    call(hooked)
+    call(hooked)
+    with pytest.raises(ValueError, match="enough"):
+        call(hooked)
+    handle.disable()
+    call(hooked)
+    handle.remove()
+    call(hooked)
+    # A call counts when it is over.
+    assert inside == [0, 1, 2]
+    assert handle.calls == 3
+
+
+def test_repr_tells_the_state(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+    handle = register(hooked, phase, ignore)
+    start = f"<HookHandle id={handle.id} phase={phase}"
+    assert repr(handle) == f"{start} enabled, calls=0>"
+    call(hooked)
+    handle.disable()
+    assert repr(handle) == f"{start} disabled, calls=1>"
+    handle.remove()
+    assert repr(handle) == f"{start} removed, calls=1>"
+
+
+@pytest.mark.parametrize("name", ["id", "phase", "removed", "enabled", "calls"])
+def test_what_describes_cannot_be_set(hooked: fh.HookedModule[nn.Linear], name: str) -> None:
+    handle = hooked.register_forward_hook(ignore)
+    with pytest.raises(AttributeError):
+        setattr(handle, name, 1)
+
+
+def test_a_handle_cannot_be_made_by_hand() -> None:
+    with pytest.raises(TypeError):
+        fh.HookHandle()
+
+
+def test_a_handle_is_its_own_key_and_can_be_referred_to_weakly(
+    hooked: fh.HookedModule[nn.Linear],
+) -> None:
+    one, two = (hooked.register_forward_hook(ignore) for _ in range(2))
+    assert one != two
+    assert len({one, two, one}) == 2
+    assert weakref.ref(one)() is one
+
+
+# The life of handle, hook and module
+
+
+def test_dropping_the_handle_leaves_the_hook(hooked: fh.HookedModule[nn.Linear]) -> None:
+    fired: list[str] = []
+    hooked.register_forward_hook(lambda *_: fired.append("x"))
+    gc.collect()
+    call(hooked)
+    assert fired == ["x"]
+
+
+def test_dropping_the_module_frees_a_hook_that_closes_over_it() -> None:
+    module = fh.HookedModule(nn.Linear(2, 2))
+    handles = [
+        register(module, phase, lambda *_, module=module: module and None) for phase in PHASES
+    ]
+    call(module)
+    freed = weakref.ref(module)
+    del module
+    gc.collect()
+    assert freed() is None
+    # The handles outlive the module and are of no consequence.
+    for handle in handles:
+        handle.disable()
+        handle.priority = 3
+        handle.remove()
+        assert (handle.removed, handle.priority, handle.calls) == (True, 3, 1)
+
+
+def test_a_handle_keeps_neither_the_hook_nor_the_module_alive() -> None:
+    class Hook:
+        def __call__(self, *_: Any) -> None:
+            pass
+
+    hook = Hook()
+    module = fh.HookedModule(nn.Linear(2, 2))
+    handle = module.register_forward_hook(hook)
+    freed = weakref.ref(hook), weakref.ref(module)
+    del hook, module
+    gc.collect()
+    assert [each() for each in freed] == [None, None]
+    assert not handle.removed
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle))]
+)
+def test_a_copied_or_unpickled_handle_is_a_removed_one(
+    hooked: fh.HookedModule[nn.Linear], phase: str, duplicate: Any
+) -> None:
+    fired: list[str] = []
+    handle = register(hooked, phase, lambda *_: fired.append("x"))
+    other = duplicate(handle)
+    assert isinstance(other, fh.HookHandle)
+    assert other.removed
+    assert other.phase == phase
+    assert other.id != handle.id
+    other.remove()
+    other.enable()
+    call(hooked)
+    assert fired == ["x"]
+    assert not handle.removed
+
+
+def test_a_module_that_keeps_its_handle_can_be_copied() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = fh.HookedModule(nn.Linear(2, 2))
+            self.handle = self.linear.register_forward_hook(ignore)
+
+    original = Watched()
+    duplicate = copy.deepcopy(original)
+    duplicate.handle.remove()
+    assert duplicate.handle.removed
+    assert len(duplicate.linear.hooks()) == 1
+    original.handle.remove()
+    assert (len(original.linear.hooks()), len(duplicate.linear.hooks())) == (0, 1)
+
+
+def test_the_hooks_of_a_copy_are_the_copys() -> None:
+    original = fh.HookedModule(nn.Linear(2, 2))
+    fired: list[Any] = []
+    handle = original.register_forward_hook(lambda module, *_: fired.append(module))
+    duplicate = copy.deepcopy(original)
+    handle.remove()
+    call(original)
+    call(duplicate)
+    assert len(fired) == 1
+    assert fired[0] is duplicate
+    assert duplicate.hooks()[0].id != handle.id
+
+
+# into_inner
+
+
+def test_into_inner_gives_the_module_back_and_removes_every_hook() -> None:
+    module = nn.Linear(2, 2)
+    torch_hook = module.register_forward_hook(ignore)
+    hooked = fh.HookedModule(module)
+    handles = [
+        register(hooked, phase, lambda *_: pytest.fail("a removed hook fired")) for phase in PHASES
+    ]
+    assert hooked.into_inner() is module
+    assert all(handle.removed for handle in handles)
+    assert torch_hook.id in module._forward_hooks
+    call(module)
+
+
+def test_after_into_inner_the_wrapper_is_of_no_more_use() -> None:
+    hooked = fh.HookedModule(nn.Linear(2, 2))
+    hooked.into_inner()
+    for act in (
+        lambda: hooked(torch.ones(2)),
+        lambda: hooked.forward(torch.ones(2)),
+        lambda: hooked.register_forward_hook(ignore),
+        lambda: hooked.register_full_backward_pre_hook(ignore),
+        lambda: hooked.inner,
+        lambda: hooked.weight,
+        hooked.into_inner,
+    ):
+        with pytest.raises(fh.HookError, match="into_inner"):
+            act()
+    assert "given back" in repr(hooked)
+    assert hooked.hooks() == []
+
+
+def test_a_hook_may_give_the_module_back() -> None:
+    hooked = fh.HookedModule(nn.Identity())
+    fired: list[str] = []
+
+    def give_back(*_: Any) -> None:
+        fired.append("give back")
+        hooked.into_inner()
+
+    hooked.register_forward_pre_hook(give_back)
+    hooked.register_forward_pre_hook(lambda *_: fired.append("behind"))
+    hooked.register_forward_hook(lambda *_: fired.append("forward"))
+    assert hooked(5) == 5
+    assert fired == ["give back"]
+    with pytest.raises(fh.HookError):
+        hooked(5)
