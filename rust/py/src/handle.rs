@@ -178,7 +178,7 @@ pub fn wait_interruptibly(
         match py.detach(|| wait(Some(slice))) {
             Ok(()) => return Ok(()),
             Err(WaitError::TimedOut) if left.is_none_or(|left| left > SLICE) => {
-                py.check_signals()?
+                py.check_signals()?;
             }
             Err(error) => return Err(wait_error(py, error)),
         }
