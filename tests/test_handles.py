@@ -615,6 +615,37 @@ def test_the_hooks_of_a_copy_are_the_copys() -> None:
     assert duplicate.hooks()[0].id != handle.id
 
 
+def test_a_copy_keeps_order_and_what_is_disabled_and_counts_anew() -> None:
+    original = fh.HookedModule(nn.Linear(2, 2))
+    fired: list[str] = []
+
+    def add(name: str, **options: Any) -> fh.HookHandle:
+        return original.register_forward_hook(lambda *_: fired.append(name), **options)
+
+    add("c")
+    add("b", prepend=True)
+    add("d", priority=-1)
+    add("a", prepend=True)
+    add("never").disable()
+    add("removed").remove()
+    call(original)
+    duplicate = copy.deepcopy(original)
+    assert [(row.priority, row.enabled, row.calls) for row in duplicate.hooks()] == [
+        (0, True, 0),
+        (0, True, 0),
+        (0, True, 0),
+        (0, False, 0),
+        (-1, True, 0),
+    ]
+    fired.clear()
+    call(duplicate)
+    assert fired == ["a", "b", "c", "d"]
+    duplicate.register_forward_hook(lambda *_: fired.append("first"), prepend=True)
+    fired.clear()
+    call(duplicate)
+    assert fired == ["first", "a", "b", "c", "d"]
+
+
 # into_inner
 
 
