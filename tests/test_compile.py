@@ -130,6 +130,18 @@ def test_typed_and_keyword_hooks_are_in_the_graph(backend: str) -> None:
     assert shapes == [torch.Size([3]), torch.Size([3])]
 
 
+def test_hooks_see_the_same_classes_compiled_as_eager() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    for cls, factor in ((nn.Linear, 2), (fh.HookedModule, 3), (nn.ReLU, 5)):
+        hooked.register_forward_hook(
+            lambda module, _args, output, cls=cls, factor=factor: (
+                output * factor if isinstance(module, cls) else output
+            )
+        )
+    compiled = Compiled(hooked, "eager")
+    assert torch.allclose(compiled.check(), hooked.inner(compiled.x) * 6)
+
+
 def test_the_module_s_own_torch_hooks_and_nested_wrappers_are_in_the_graph() -> None:
     inner = nn.Linear(4, 4)
     outer = fh.HookedModule(fh.HookedModule(inner))

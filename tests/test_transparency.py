@@ -227,11 +227,47 @@ def test_properties_methods_and_overrides_are_those_of_the_module_s_class() -> N
     hooked = fh.HookedModule(odd)
     hooked.gain = 4.0
     assert odd.gain == 4.0
-    assert hooked.halve() is odd
-    assert hooked.gain == 2.0
+    assert hooked.halve() is hooked
+    assert odd.gain == 2.0
     hooked.eval()
     assert odd.trained is False
     assert torch.equal(hooked(x()), nn.functional.linear(x(), odd.weight, odd.bias) * 2)
+
+
+def test_methods_of_the_module_s_class_call_the_hooked_module() -> None:
+    class Generator(nn.Linear):
+        def generate(self, x: Tensor, steps: int) -> Tensor:
+            for _ in range(steps):
+                x = self(x)
+            return x
+
+    hooked = fh.HookedModule(Generator(4, 4))
+    handle = hooked.register_forward_hook(lambda _module, _args, output: output + 1)
+    assert not torch.equal(hooked.generate(x(), 3), hooked.inner.generate(x(), 3))
+    assert handle.calls == 3
+
+
+def test_a_class_that_cannot_be_derived_from_is_wrapped_all_the_same() -> None:
+    class Slotted(nn.Linear):
+        __slots__ = ("gain",)
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * self.gain
+
+    class Sealed(nn.Linear):
+        def __init_subclass__(cls, **_: Any) -> None:
+            msg = "sealed"
+            raise TypeError(msg)
+
+    slotted = Slotted(4, 2)
+    hooked = fh.HookedModule(slotted)
+    hooked.gain = 2.0
+    hooked.register_forward_hook(lambda _module, _args, output: output + 1)
+    assert torch.equal(hooked(x()), slotted(x()) + 1)
+    sealed = fh.HookedModule(Sealed(4, 2))
+    assert isinstance(sealed, Sealed)
+    assert sealed(x()).shape == (2, 3, 2)
+    assert copy.deepcopy(sealed).hooks() == []
 
 
 def test_containers_are_indexed_and_iterated() -> None:
@@ -246,8 +282,7 @@ def test_containers_are_indexed_and_iterated() -> None:
     assert list(by_name.items()) == list(by_name.inner.items())
     assert fh.HookedModule(nn.ReLU())
     assert not fh.HookedModule(nn.Sequential())
-    with pytest.raises(TypeError, match="'ReLU' has no len"):
-        len(fh.HookedModule(nn.ReLU()))
+    assert not hasattr(fh.HookedModule(nn.ReLU()), "__len__")
 
 
 def test_torch_s_own_hooks_on_the_module_fire_inside_ours() -> None:
@@ -423,6 +458,18 @@ def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module() -> None:
     duplicate = copy.deepcopy(hooked)
     duplicate(x())
     assert (counting.count, duplicate.count) == (0, 1)
+
+
+def test_a_subclass_of_the_wrapper_stays_itself() -> None:
+    class Named(fh.HookedModule[nn.Linear]):
+        pass
+
+    outer = Named(fh.HookedModule(nn.Linear(4, 2)))
+    assert isinstance(outer, Named)
+    assert isinstance(outer, nn.Linear)
+    assert not isinstance(fh.HookedModule(outer).inner.inner, Named)
+    assert type(copy.deepcopy(outer)) is type(outer)
+    assert outer(x()).shape == (2, 3, 2)
 
 
 @pytest.mark.parametrize("through", ["pickle", "torch.save"])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+import functools
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
-from torch import nn
+from torch import jit, nn
 
 from ferrohook._core import HookedBase, Registry
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,8 +40,10 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
 
     The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
     every other attribute are those of the module inside, under the same names, read and written
-    through either. Methods of `nn.Module` run on the module inside. Calling the wrapper runs its
-    hooks around the module, which goes on honouring its own torch hooks and torch's global ones.
+    through either. It is an instance of the module's class too, so that methods of that class
+    call the hooked module (`generate` of a language model runs the hooks). Methods of `nn.Module`
+    run on the module inside. Calling the wrapper runs its hooks around the module, which goes on
+    honouring its own torch hooks and torch's global ones.
 
     The wrapper's own names (`inner`, `into_inner`, `hooks`, `clear_hooks`, `quiesce` and the
     `register_*` methods) hide attributes of the same name; those stay reachable as `inner.<name>`.
@@ -55,6 +58,10 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
     """
 
     __slots__ = ()
+
+    def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
+        combined = _combined(cls, type(module))  # type: ignore[arg-type]  # classes can be hashed
+        return cast("Self", super().__new__(combined))
 
     def __init__(self, module: M) -> None:
         if not isinstance(module, nn.Module):
@@ -176,23 +183,8 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *dir(self.inner)})
 
-    def __bool__(self) -> bool:
-        return bool(self.inner)
-
-    def __len__(self) -> int:
-        return len(cast("Any", self.inner))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(cast("Any", self.inner))
-
-    def __getitem__(self, index: Any) -> Any:
-        return cast("Any", self.inner)[index]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in cast("Any", self.inner)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
-        duplicate = type(self).__new__(type(self))
+        duplicate = HookedBase.__new__(type(self))
         # Before anything inside is copied: it may refer to the wrapper.
         memo[id(self)] = duplicate
         inner = copy.deepcopy(self.inner, memo)
@@ -201,13 +193,30 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        return type(self), (self.inner,)
+        return getattr(type(self), "_wrapper", type(self)), (self.inner,)
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
-        replica = type(self).__new__(type(self))
+        replica = HookedBase.__new__(type(self))
         replica._adopt(cast("Any", self.inner)._replicate_for_data_parallel(), self._registry)
         return replica
+
+
+@functools.lru_cache(maxsize=256)
+def _combined(wrapper: type[HookedModule[Any]], module: type) -> type[HookedModule[Any]]:
+    """The class of a `wrapper` around an instance of `module`: a subclass of both."""
+    if issubclass(module, wrapper):
+        return module
+    # The metaclass of ScriptModules compiles whatever is derived from them.
+    if not issubclass(module, nn.Module) or issubclass(module, jit.ScriptModule):
+        return wrapper
+    names = {"__slots__": (), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+    try:
+        return type(wrapper.__name__, (wrapper, module), names | {"_wrapper": wrapper})
+    except (
+        TypeError
+    ):  # instances of another layout (__slots__): attributes are passed on all the same
+        return wrapper
 
 
 def _delegate(name: str) -> Callable[..., Any]:
