@@ -153,12 +153,12 @@ class Probe:
         call.last = time.perf_counter_ns()
 
     def plain_pre(self, module: Any, args: tuple[Any, ...]) -> Any:
-        assert type(module) is fh.HookedModule
+        assert isinstance(module, fh.HookedModule)
         (call,) = args
         self.note(call)
 
     def kwargs_pre(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert type(module) is fh.HookedModule
+        assert isinstance(module, fh.HookedModule)
         (call,) = args
         assert kwargs == call.kwargs
         self.note(call)
@@ -168,7 +168,7 @@ class Probe:
         return (call,)
 
     def plain(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        assert type(module) is fh.HookedModule
+        assert isinstance(module, fh.HookedModule)
         (call,) = args
         assert type(output) is int
         self.note(call)
@@ -176,7 +176,7 @@ class Probe:
     def kwargs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        assert type(module) is fh.HookedModule
+        assert isinstance(module, fh.HookedModule)
         (call,) = args
         assert kwargs == call.kwargs
         assert type(output) is int

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::hook::{Hook, Site};
-use crate::torch;
+use crate::{invoke, torch};
 
 /// Walks `phase`, whose hooks may replace `grads` (the gradient of the output for `backward_pre`,
 /// of the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
@@ -42,9 +42,9 @@ fn invoke<'py>(
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let (callback, typed) = site.entry.hook().callback(site.module.py());
     let result = match grad_output {
-        Some(grad_output) if typed => callback.call1((grads, grad_output)),
-        Some(grad_output) => callback.call1((site.module, grads, grad_output)),
-        None => callback.call1((site.module, grads)),
+        Some(grad_output) if typed => invoke::call(callback, [grads, grad_output]),
+        Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
+        None => invoke::call(callback, [site.module, grads]),
     }?;
     if result.is_none() {
         return Ok(None);

@@ -2,10 +2,12 @@
 
 use ferrohook_core::{Entry, Phase};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::hook::{Hook, Site};
+use crate::invoke;
 use crate::registry::Registry;
 use crate::torch::{self, Callee};
 
@@ -55,7 +57,10 @@ impl<'py> Call<'_, 'py> {
         };
         match backward {
             None => Ok(output),
-            Some(backward) => backward.call_method1("tap_outputs", (output,)),
+            Some(backward) => {
+                let tap = backward.getattr(intern!(output.py(), "tap_outputs"))?;
+                invoke::call(&tap, [&output])
+            }
         }
     }
 
@@ -118,15 +123,15 @@ impl<'py> Call<'_, 'py> {
         let (callback, typed) = hook.callback(self.module.py());
         if typed {
             let input = input_of(&self.args);
-            let result = callback.call1((input,))?;
+            let result = invoke::call(callback, [&input])?;
             return self.typed_input(entry, result).map(Some);
         }
         if hook.options.with_kwargs {
             let kwargs = self.kwargs();
-            let result = callback.call1((self.module, &self.args, kwargs))?;
+            let result = invoke::call(callback, [self.module, &self.args, &kwargs])?;
             return args_and_kwargs(&result, self.inner);
         }
-        let result = callback.call1((self.module, &self.args))?;
+        let result = invoke::call(callback, [self.module, &self.args])?;
         Ok(if result.is_none() {
             None
         } else {
@@ -189,10 +194,17 @@ impl<'py> Call<'_, 'py> {
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.module.py();
+        let none;
+        let output = if let Some(output) = output {
+            output
+        } else {
+            none = py.None().into_bound(py);
+            &none
+        };
         let hook = entry.hook();
         let (callback, typed) = hook.callback(py);
         if typed {
-            let result = callback.call1((input_of(&self.args), output))?;
+            let result = invoke::call(callback, [&input_of(&self.args), output])?;
             return if result.is_none() {
                 Ok(None)
             } else {
@@ -203,9 +215,9 @@ impl<'py> Call<'_, 'py> {
         }
         let result = if hook.options.with_kwargs {
             let kwargs = self.kwargs();
-            callback.call1((self.module, &self.args, kwargs, output))?
+            invoke::call(callback, [self.module, &self.args, &kwargs, output])?
         } else {
-            callback.call1((self.module, &self.args, output))?
+            invoke::call(callback, [self.module, &self.args, output])?
         };
         Ok((!result.is_none()).then_some(result))
     }
@@ -239,9 +251,8 @@ impl<'py> Call<'_, 'py> {
         }
         let backward = torch::backward_pass(self.module, self.registry.as_any())?;
         let kwargs = self.kwargs();
-        let (args, kwargs) = backward
-            .call_method1("tap_inputs", (&self.args, kwargs))?
-            .extract()?;
+        let tap = backward.getattr(intern!(kwargs.py(), "tap_inputs"))?;
+        let (args, kwargs) = invoke::call(&tap, [&self.args, &kwargs])?.extract()?;
         self.args = args;
         self.kwargs = Some(kwargs);
         Ok(Some(backward))

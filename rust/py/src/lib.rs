@@ -4,9 +4,12 @@
 
 mod backward;
 mod call;
+#[cfg(all(Py_3_12, not(Py_3_14)))]
+mod depth;
 mod error;
 mod handle;
 mod hook;
+mod invoke;
 mod module;
 mod registry;
 mod torch;

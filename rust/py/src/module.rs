@@ -119,6 +119,8 @@ impl HookedBase {
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        #[cfg(all(Py_3_12, not(Py_3_14)))]
+        let _depth = crate::depth::Depth::enter(slf.py())?;
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;

@@ -14,6 +14,8 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyFunction, PyString, PyTuple};
 use pyo3::{ffi, types::PyType};
 
+use crate::invoke;
+
 struct Torch {
     /// `nn.Module.__call__` as torch defines it.
     module_call: Py<PyAny>,
@@ -105,17 +107,20 @@ impl Callee {
         let class = module.get_type();
         let forward = self.forward(torch, &class)?;
         if forward.is_none() && !calls_forward(torch, &class)? {
-            return module.call(args, kwargs);
+            return invoke::call_with(module, args, kwargs);
         }
         let state = instance_dict(module)?;
         if !nothing_but_forward(torch, &state)? {
-            return module.call(args, kwargs);
+            return invoke::call_with(module, args, kwargs);
         }
         match forward {
             Some(forward) if torch.own_forward.missing_or_empty(&state)? => {
-                call_with_self(forward.bind(py), module, args, kwargs)
+                invoke::call_with_first(forward.bind(py), module, args, kwargs)
             }
-            _ => module.getattr(intern!(py, "forward"))?.call(args, kwargs),
+            _ => {
+                let forward = module.getattr(intern!(py, "forward"))?;
+                invoke::call_with(&forward, args, kwargs)
+            }
         }
     }
 
@@ -267,43 +272,6 @@ impl Variable {
     }
 }
 
-/// `function(module, *args, **kwargs)`.
-fn call_with_self<'py>(
-    function: &Bound<'py, PyFunction>,
-    module: &Bound<'py, PyAny>,
-    args: &Bound<'py, PyTuple>,
-    kwargs: Option<&Bound<'py, PyDict>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    const ON_STACK: usize = 8;
-    let count = args.len() + 1;
-    let mut few = [std::ptr::null_mut(); ON_STACK];
-    let mut many;
-    let all: &mut [*mut ffi::PyObject] = if count <= ON_STACK {
-        &mut few[..count]
-    } else {
-        many = vec![std::ptr::null_mut(); count];
-        &mut many
-    };
-    all[0] = module.as_ptr();
-    for (slot, arg) in all[1..].iter_mut().zip(args.iter_borrowed()) {
-        *slot = arg.as_ptr();
-    }
-    // SAFETY: `all` holds `count` live objects, kept alive by `module` and `args` throughout the
-    // call; `kwargs` is a dict or null. The result is a new reference, or null with an exception
-    // set.
-    unsafe {
-        Bound::from_owned_ptr_or_err(
-            function.py(),
-            ffi::PyObject_VectorcallDict(
-                function.as_ptr(),
-                all.as_ptr(),
-                count,
-                kwargs.map_or(std::ptr::null_mut(), Bound::as_ptr),
-            ),
-        )
-    }
-}
-
 /// `object.__dict__`, past any `__getattribute__`.
 fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
     // SAFETY: `object` is a live object and the null context is what the function takes from C; it
@@ -337,8 +305,5 @@ pub fn backward_pass<'py>(
     registry: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
-    Torch::get(py)?
-        .backward_pass
-        .bind(py)
-        .call1((module, registry))
+    invoke::call(Torch::get(py)?.backward_pass.bind(py), [module, registry])
 }

@@ -1,0 +1,144 @@
+//! Calls into Python code that may run for long: hooks, modules, what taps gradients.
+//!
+//! Before CPython 3.14 a daemon thread that wants the GIL back while the interpreter ends is ended
+//! by `pthread_exit`, which unwinds its stack, and unwinding into a frame of Rust's aborts the
+//! process. Such a thread sleeps for ever here instead, as 3.14 makes it do.
+
+use std::hint::black_box;
+use std::{mem, ptr};
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+// As pyo3 declares them, but for the promise not to unwind. To be called through `black_box`: the
+// optimiser may have seen pyo3's promise about the same function.
+unsafe extern "C-unwind" {
+    fn PyObject_VectorcallDict(
+        callable: *mut ffi::PyObject,
+        args: *const *mut ffi::PyObject,
+        nargsf: usize,
+        kwargs: *mut ffi::PyObject,
+    ) -> *mut ffi::PyObject;
+
+    fn PyObject_Call(
+        callable: *mut ffi::PyObject,
+        args: *mut ffi::PyObject,
+        kwargs: *mut ffi::PyObject,
+    ) -> *mut ffi::PyObject;
+}
+
+type VectorcallDict = unsafe extern "C-unwind" fn(
+    *mut ffi::PyObject,
+    *const *mut ffi::PyObject,
+    usize,
+    *mut ffi::PyObject,
+) -> *mut ffi::PyObject;
+
+type Call = unsafe extern "C-unwind" fn(
+    *mut ffi::PyObject,
+    *mut ffi::PyObject,
+    *mut ffi::PyObject,
+) -> *mut ffi::PyObject;
+
+/// Sleeps for ever when the stack is unwound past it.
+struct Unwound;
+
+impl Drop for Unwound {
+    #[cold]
+    fn drop(&mut self) {
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+/// `callable(*args)`, for up to four arguments.
+pub fn call<'py, const N: usize>(
+    callable: &Bound<'py, PyAny>,
+    args: [&Bound<'py, PyAny>; N],
+) -> PyResult<Bound<'py, PyAny>> {
+    const { assert!(N <= 4) }
+    // The slot before the arguments is the callee's, a bound method's for its self.
+    let mut all = [ptr::null_mut(); 5];
+    for (slot, arg) in all[1..].iter_mut().zip(args) {
+        *slot = arg.as_ptr();
+    }
+    let nargsf = N | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
+    // SAFETY: `N` live objects stand behind a slot that may be written.
+    unsafe { vectorcall(callable, all.as_mut_ptr().add(1), nargsf, None) }
+}
+
+/// `function(first, *args, **kwargs)`.
+pub fn call_with_first<'py>(
+    function: &Bound<'py, PyAny>,
+    first: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    const ON_STACK: usize = 8;
+    let count = args.len() + 1;
+    let mut few = [ptr::null_mut(); ON_STACK];
+    let mut many;
+    let all: &mut [*mut ffi::PyObject] = if count <= ON_STACK {
+        &mut few[..count]
+    } else {
+        many = vec![ptr::null_mut(); count];
+        &mut many
+    };
+    all[0] = first.as_ptr();
+    for (slot, arg) in all[1..].iter_mut().zip(args.iter_borrowed()) {
+        *slot = arg.as_ptr();
+    }
+    // SAFETY: `all` holds `count` live objects, kept alive by `first` and `args` throughout.
+    unsafe { vectorcall(function, all.as_mut_ptr(), count, kwargs) }
+}
+
+/// `callable(*args, **kwargs)`.
+pub fn call_with<'py>(
+    callable: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let call = black_box(PyObject_Call as Call);
+    let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
+    let unwound = Unwound;
+    // SAFETY: live objects of the types that the function takes.
+    let result = unsafe { call(callable.as_ptr(), args.as_ptr(), kwargs) };
+    mem::forget(unwound);
+    // SAFETY: a new reference, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
+}
+
+/// # Safety
+///
+/// `args` and `nargsf` are as the vectorcall protocol wants them.
+#[inline]
+unsafe fn vectorcall<'py>(
+    callable: &Bound<'py, PyAny>,
+    args: *mut *mut ffi::PyObject,
+    nargsf: usize,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let of_type = match kwargs {
+        // SAFETY: a live object.
+        None => unsafe { ffi::PyVectorcall_Function(callable.as_ptr()) },
+        // The function takes the keywords in another form.
+        Some(_) => None,
+    };
+    let call = match of_type {
+        // SAFETY: the same signature, without the promise not to unwind.
+        Some(function) => unsafe {
+            mem::transmute::<ffi::vectorcallfunc, VectorcallDict>(function)
+        },
+        None => black_box(PyObject_VectorcallDict as VectorcallDict),
+    };
+    let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
+    let unwound = Unwound;
+    // SAFETY: the caller's promise; the other two are live objects, the second a dict or null, and
+    // where it is null the two kinds of function take the same.
+    let result = unsafe { call(callable.as_ptr(), args, nargsf, kwargs) };
+    mem::forget(unwound);
+    // SAFETY: a new reference, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
+}
