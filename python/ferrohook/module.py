@@ -61,7 +61,7 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
 
     def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
         combined = _combined(cls, type(module))  # type: ignore[arg-type]  # classes can be hashed
-        return cast("Self", super().__new__(combined))
+        return super().__new__(cast("type[Self]", combined))
 
     def __init__(self, module: M) -> None:
         if not isinstance(module, nn.Module):
