@@ -9,6 +9,7 @@ use pyo3::types::PyString;
 
 use crate::error::{hook_type_error, type_name, wait_error};
 use crate::hook::{Hook, OnError, PhaseName, Priority};
+use crate::invoke::detached;
 
 /// What registering a hook returns; the only thing that can remove, disable or describe it.
 ///
@@ -175,7 +176,7 @@ pub fn wait_interruptibly(
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let slice = left.map_or(SLICE, |left| left.min(SLICE));
-        match py.detach(|| wait(Some(slice))) {
+        match detached(py, || wait(Some(slice))) {
             Ok(()) => return Ok(()),
             Err(WaitError::TimedOut) if left.is_none_or(|left| left > SLICE) => {
                 py.check_signals()?;

@@ -1,4 +1,5 @@
-//! Calls into Python code that may run for long: hooks, modules, what taps gradients.
+//! Calls into Python code that may run for long (hooks, modules, what taps gradients), and waiting
+//! without the GIL.
 //!
 //! Before CPython 3.14 a daemon thread that wants the GIL back while the interpreter ends is ended
 //! by `pthread_exit`, which unwinds its stack, and unwinding into a frame of Rust's aborts the
@@ -14,6 +15,8 @@ use pyo3::types::{PyDict, PyTuple};
 // As pyo3 declares them, but for the promise not to unwind. To be called through `black_box`: the
 // optimiser may have seen pyo3's promise about the same function.
 unsafe extern "C-unwind" {
+    fn PyEval_RestoreThread(thread: *mut ffi::PyThreadState);
+
     fn PyObject_VectorcallDict(
         callable: *mut ffi::PyObject,
         args: *const *mut ffi::PyObject,
@@ -51,6 +54,28 @@ impl Drop for Unwound {
             std::thread::park();
         }
     }
+}
+
+/// `wait()` with the interpreter released. Like `Python::detach`, but for what the end of the
+/// interpreter does to the thread; so `wait` must not touch Python objects, drop them included.
+pub fn detached<T>(_: Python<'_>, wait: impl FnOnce() -> T + Send) -> T {
+    struct Detached(*mut ffi::PyThreadState);
+
+    impl Drop for Detached {
+        fn drop(&mut self) {
+            let restore = black_box(
+                PyEval_RestoreThread as unsafe extern "C-unwind" fn(*mut ffi::PyThreadState),
+            );
+            let unwound = Unwound;
+            // SAFETY: the state that this thread saved.
+            unsafe { restore(self.0) };
+            mem::forget(unwound);
+        }
+    }
+
+    // SAFETY: the interpreter is attached, and attached again before anybody can use it.
+    let _detached = Detached(unsafe { ffi::PyEval_SaveThread() });
+    wait()
 }
 
 /// `callable(*args)`, for up to four arguments.

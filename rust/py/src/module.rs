@@ -1,9 +1,11 @@
 //! `HookedBase`: the native part of a `HookedModule`.
 
+use std::mem::{self, ManuallyDrop};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use ferrohook_core::{Phase, Placement};
+use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -25,6 +27,8 @@ pub struct HookedBase {
     callee: Callee,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
+    /// The object that this is the native part of.
+    object: AtomicPtr<ffi::PyObject>,
 }
 
 impl HookedBase {
@@ -63,6 +67,24 @@ impl HookedBase {
     }
 }
 
+impl HookedBase {
+    /// Visits the object's class, to which every object owns a reference. Python leaves that to the
+    /// native base and pyo3 does not do it, so a cycle through a class that was made for the module
+    /// would never be collected.
+    fn visit_class(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let object = self.object.load(Ordering::Relaxed);
+        if object.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the object is alive while it is traversed, and so is its class. `Py` is
+        // transparent over a pointer that is not null; this one owns nothing and is never dropped.
+        let class = unsafe {
+            mem::transmute::<*mut ffi::PyTypeObject, ManuallyDrop<Py<PyAny>>>(ffi::Py_TYPE(object))
+        };
+        visit.call(&*class)
+    }
+}
+
 fn not_initialised(py: Python<'_>) -> PyErr {
     hook_error(
         py,
@@ -80,13 +102,21 @@ impl HookedBase {
             callee: Callee::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
+            object: AtomicPtr::default(),
         }
     }
 
     /// Puts the module inside, once.
-    fn _wrap(&self, inner: &Bound<'_, PyAny>, registry: &Bound<'_, Registry>) -> PyResult<()> {
-        let first = self.inner.set(inner.clone().unbind()).is_ok();
-        let first = self.registry.set(registry.clone().unbind()).is_ok() && first;
+    fn _wrap(
+        slf: &Bound<'_, Self>,
+        inner: &Bound<'_, PyAny>,
+        registry: &Bound<'_, Registry>,
+    ) -> PyResult<()> {
+        let this = slf.get();
+        let first = this.inner.set(inner.clone().unbind()).is_ok();
+        let first = this.registry.set(registry.clone().unbind()).is_ok() && first;
+        // Relaxed: it is the same for every thread that has the object.
+        this.object.store(slf.as_ptr(), Ordering::Relaxed);
         if first {
             return Ok(());
         }
@@ -294,6 +324,7 @@ impl HookedBase {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(self.inner.get())?;
         self.callee.traverse(&visit)?;
-        visit.call(self.registry.get())
+        visit.call(self.registry.get())?;
+        self.visit_class(&visit)
     }
 }
