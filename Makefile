@@ -20,7 +20,7 @@ test: build $(VENV)/test $(VENV)/models $(VENV)/show ## Every test that needs no
 	cargo test --quiet --package ferrohook-core
 	$(BIN)/python -m pytest
 
-lint: build $(VENV)/test $(VENV)/lint $(VENV)/show ## Formatting, lints and types
+lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show ## Formatting, lints and types
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo clippy --quiet --package ferrohook-core --test loom -- -D warnings

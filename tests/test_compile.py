@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # Dynamo and Inductor warn about themselves while they work.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),
+        reason="torch.compile does not support free-threaded CPython 3.13",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -217,6 +226,44 @@ def test_a_hook_that_raises_is_not_dropped(
     assert torch.allclose(output, model(x))
     assert not lenient.enabled
     assert [record.name for record in caplog.records].count("ferrohook") == 1
+
+
+@pytest.mark.parametrize("option", [{"always_call": True}, {"on_error": "ignore"}])
+def test_options_that_speak_of_failures_break_the_graph(option: dict[str, Any]) -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return x[index]
+
+    hooked = fh.HookedModule(Picky())
+    handle = hooked.register_forward_hook(lambda *_: None, **option)
+    x = torch.randn(3)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(hooked, fullgraph=True, backend="eager")(x, torch.tensor(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(hooked, backend="eager")
+    assert compiled(x, torch.tensor(1)) == x[1]
+    with pytest.raises(IndexError):
+        compiled(x, torch.tensor(7))
+    assert handle.calls == (2 if "always_call" in option else 1)
+
+
+@pytest.mark.parametrize("call", ["keywords alone", "a list"])
+def test_backward_hooks_that_torch_s_would_not_see_break_the_graph(call: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return [x * 2] if call == "a list" else x * 2
+
+    hooked = fh.HookedModule(Model())
+    seen: list[Any] = []
+    hooked.register_full_backward_hook(lambda _module, gi, go: seen.append((gi[0], go[0])))
+    x = torch.ones(3, requires_grad=True)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(hooked, backend="eager")
+        output = compiled(x=x) if call == "keywords alone" else compiled(x)
+        (output[0] if call == "a list" else output).sum().backward()
+    ((grad_input, grad_output),) = seen
+    assert torch.equal(grad_input, torch.full((3,), 2.0))
+    assert torch.equal(grad_output, torch.ones(3))
 
 
 def test_typed_hooks_are_held_to_their_type() -> None:

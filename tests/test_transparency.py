@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import io
 import pickle
 import socket
-from typing import TYPE_CHECKING, Any
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import ferrohook as fh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+T = TypeVar("T")
 
 
 class Tied(nn.Module):
@@ -618,3 +625,148 @@ def train_distributed(rank: int, port: int) -> None:
 
 def test_ddp_over_gloo_with_two_processes() -> None:
     mp.spawn(train_distributed, args=(free_port(),), nprocs=2)
+
+
+def test_what_stands_in_for_forward_is_called_as_the_class_says() -> None:
+    class Static(nn.Module):
+        @staticmethod
+        def forward(value: Tensor) -> Tensor:
+            return value + 1
+
+    class Bound:
+        def __get__(self, instance: Any, owner: type) -> Any:
+            return (lambda value: value * 2) if instance is not None else Static.forward
+
+    class Described(nn.Module):
+        forward = Bound()  # type: ignore[assignment]
+
+    assert torch.equal(fh.HookedModule(Static())(x()), x() + 1)
+    assert torch.equal(fh.HookedModule(Described())(x()), x() * 2)
+
+
+@pytest.mark.parametrize("where", ["subclass", "nn.Module", "instance"])
+def test_a_replaced_call_impl_is_honoured(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Identity):
+        pass
+
+    def call_impl(*args: Any) -> Tensor:
+        return args[-1] * 100
+
+    mine = Mine()
+    hooked = fh.HookedModule(mine)
+    assert torch.equal(hooked(x()), x())
+    target = {"subclass": Mine, "nn.Module": nn.Module, "instance": mine}[where]
+    monkeypatch.setattr(target, "_call_impl", call_impl, raising=False)
+    assert torch.equal(hooked(x()), x() * 100)
+    monkeypatch.undo()
+    assert torch.equal(hooked(x()), x())
+
+
+def test_a_module_with_the_wrapper_s_names_keeps_its_methods() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+            self.hooks = [1]
+
+        def encode(self, value: Tensor) -> Tensor:
+            return self.inner(value)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.encode(value).sum()
+
+    model = Model()
+    hooked = fh.HookedModule(model)
+    handle = hooked.register_forward_hook(lambda *_: None)
+    assert torch.equal(hooked.encode(x()), model.encode(x()))
+    assert torch.equal(hooked(x()), model(x()))
+    assert handle.calls == 1
+    assert hooked.inner is model
+    assert "forward=1" in repr(hooked)
+    assert hooked.into_inner() is model
+
+
+def test_a_registry_of_subclasses_hears_nothing_of_wrappers() -> None:
+    known: list[str] = []
+
+    class Registered(nn.Module):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            if cls.__name__ in known:
+                msg = f"duplicate {cls.__name__}"
+                raise ValueError(msg)
+            known.append(cls.__name__)
+
+    class First(Registered):
+        pass
+
+    class Second(Registered):
+        pass
+
+    assert isinstance(fh.HookedModule(First()), First)
+    assert isinstance(fh.HookedModule(Second()), Second)
+    assert known == ["First", "Second"]
+
+
+def test_a_generic_module_is_wrapped_as_an_instance_of_its_class() -> None:
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+        def run(self, value: Tensor) -> Tensor:
+            return self(value)
+
+    hooked = fh.HookedModule(Typed[int]())
+    handle = hooked.register_forward_hook(lambda *_: None)
+    hooked.run(x())
+    assert handle.calls == 1
+    linear = nn.Linear(4, 2)
+    fh.HookedModule[nn.Linear](linear).into_inner()
+    assert "__orig_class__" not in vars(linear)
+
+
+def test_classes_made_for_wrappers_are_collected() -> None:
+    def make() -> weakref.ref[type]:
+        class Local(nn.Module):
+            def forward(self, value: Tensor) -> Tensor:
+                return value
+
+        fh.HookedModule(Local())(x())
+        return weakref.ref(Local)
+
+    classes = [make() for _ in range(20)]
+    gc.collect()
+    assert not any(cls() for cls in classes)
+
+
+def test_prune_and_the_old_norms_work_on_a_wrapper() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    prune.l1_unstructured(hooked, "weight", 2)
+    prune.l1_unstructured(hooked, "weight", 2)
+    hooked(x())
+    assert (hooked.weight == 0).sum() == 4
+    prune.remove(hooked, "weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates what it still ships
+        nn.utils.spectral_norm(hooked)
+        hooked(x())
+        nn.utils.remove_spectral_norm(hooked)
+        nn.utils.weight_norm(hooked)
+        hooked(x())
+        nn.utils.remove_weight_norm(hooked)
+    assert list(hooked.state_dict()) == ["bias", "weight"]
+
+
+def test_forward_has_the_signature_of_the_module_inside() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    assert inspect.signature(hooked.forward) == inspect.signature(hooked.inner.forward)
+
+
+def test_a_shallow_copy_is_one_of_the_module_too() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    handle = hooked.register_forward_hook(lambda *_: None)
+    duplicate = copy.copy(hooked)
+    duplicate.training = False
+    assert hooked.training
+    assert duplicate.weight is hooked.weight
+    duplicate(x())
+    assert handle.calls == 1

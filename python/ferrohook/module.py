@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
+import weakref
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 from torch import jit, nn
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 M = TypeVar("M", bound=nn.Module)
+
+if TYPE_CHECKING:
+
+    class _OfModule(Generic[M]):
+        pass
+else:
+
+    class _OfModule:
+        # Without `Generic`, whose place among the bases of a module's class may be another.
+        __slots__ = ()
+        __class_getitem__ = classmethod(types.GenericAlias)
 
 
 class HookInfo(NamedTuple):
@@ -35,7 +48,7 @@ class HookInfo(NamedTuple):
     """How often it was called and has returned or raised."""
 
 
-class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # our handles, not torch's
+class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
     """Wraps a module and gives it hooks on the Rust registry.
 
     The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
@@ -45,8 +58,9 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
     run on the module inside. Calling the wrapper runs its hooks around the module, which goes on
     honouring its own torch hooks and torch's global ones.
 
-    The wrapper's own names (`inner`, `into_inner`, `hooks`, `clear_hooks`, `quiesce` and the
-    `register_*` methods) hide attributes of the same name; those stay reachable as `inner.<name>`.
+    A module that has one of the wrapper's names itself (`inner`, `into_inner`, `hooks`,
+    `clear_hooks`, `quiesce`) is wrapped without becoming an instance of its class; its attribute
+    of that name is `hooked.inner.<name>`.
 
     Follows ferrotorch's `HookedModule`, which however holds a lock while hooks run.
 
@@ -60,8 +74,12 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
     __slots__ = ()
 
     def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
-        combined = _combined(cls, type(module))  # type: ignore[arg-type]  # classes can be hashed
-        return super().__new__(cast("type[Self]", combined))
+        return super().__new__(cast("type[Self]", _combined(cls, module)))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # The class of a wrapper is none of the subclasses that a module's class counts or checks.
+        if "_wrapper" not in vars(cls):
+            super().__init_subclass__(**kwargs)
 
     def __init__(self, module: M) -> None:
         if not isinstance(module, nn.Module):
@@ -91,7 +109,7 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
             The module, without the wrapper's hooks; its own torch hooks are untouched.
         """
         module = self.inner
-        self._release()
+        HookedBase._release(self)
         self._registry.clear()
         object.__setattr__(self, "__dict__", {})
         return module
@@ -130,14 +148,24 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
         """
         self._registry.quiesce(timeout)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's `forward`, without any hooks, as PyTorch's users expect."""
-        return self.inner.forward(*args, **kwargs)
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride] (the module's, signature included)
+        """The module's own `forward`: runs no hooks, as PyTorch's users expect."""
+        return self.inner.forward
+
+    if not TYPE_CHECKING:  # for checkers the signature is the extension's
+
+        @functools.wraps(HookedBase.register_forward_pre_hook)
+        def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
+            # prune, weight_norm and spectral_norm look for their state in the module's torch hooks.
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                return self.inner.register_forward_pre_hook(hook, **options)
+            return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:
         """How many hooks of each phase there are."""
         counts: dict[str, int] = {}
-        for hook in self.hooks():
+        for hook in HookedModule.hooks(self):  # a module may have its own `hooks`
             counts[hook.phase] = counts.get(hook.phase, 0) + 1
         return ", ".join(f"{phase}={count}" for phase, count in counts.items())
 
@@ -175,13 +203,24 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
+        # What `HookedModule[nn.Linear](module)` leaves is nothing that the module should keep.
+        if name != "__orig_class__":
+            setattr(self.inner, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self.inner, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *dir(self.inner)})
+
+    def __copy__(self) -> HookedModule[M]:
+        # Shallow: both share the hooks, as copies of a plain module share its hook dicts.
+        return self._around(copy.copy(self.inner))
+
+    def _around(self, module: nn.Module) -> HookedModule[M]:
+        wrapper = HookedBase.__new__(type(self))
+        wrapper._adopt(module, self._registry)
+        return wrapper
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
         duplicate = HookedBase.__new__(type(self))
@@ -197,26 +236,38 @@ class HookedModule(HookedBase, nn.Module, Generic[M]):  # type: ignore[misc]  # 
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
-        replica = HookedBase.__new__(type(self))
-        replica._adopt(cast("Any", self.inner)._replicate_for_data_parallel(), self._registry)
-        return replica
+        return self._around(cast("Any", self.inner)._replicate_for_data_parallel())
 
 
-@functools.lru_cache(maxsize=256)
-def _combined(wrapper: type[HookedModule[Any]], module: type) -> type[HookedModule[Any]]:
-    """The class of a `wrapper` around an instance of `module`: a subclass of both."""
-    if issubclass(module, wrapper):
-        return module
-    # The metaclass of ScriptModules compiles whatever is derived from them.
-    if not issubclass(module, nn.Module) or issubclass(module, jit.ScriptModule):
+# Keys are the ids of the two bases, which live as long as the class that is the value.
+_COMBINED: weakref.WeakValueDictionary[tuple[int, int], type[HookedModule[Any]]] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedModule[Any]]:
+    """The class of a `wrapper` around `module`: where possible a subclass of both classes."""
+    cls = type(module)
+    if issubclass(cls, wrapper):
+        return cls
+    # The metaclass of ScriptModules compiles whatever is derived from them. And methods of a module
+    # with names that are the wrapper's too would find the wrapper's.
+    if (
+        not isinstance(module, nn.Module)
+        or issubclass(cls, jit.ScriptModule)
+        or not (issubclass(cls, HookedModule) or _OWN_NAMES.isdisjoint(dir(module)))
+    ):
         return wrapper
-    names = {"__slots__": (), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
-    try:
-        return type(wrapper.__name__, (wrapper, module), names | {"_wrapper": wrapper})
-    except (
-        TypeError
-    ):  # instances of another layout (__slots__): attributes are passed on all the same
-        return wrapper
+    key = id(wrapper), id(cls)
+    combined = _COMBINED.get(key)
+    if combined is None:
+        names = {"__slots__": (), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+        try:
+            combined = type(wrapper.__name__, (wrapper, cls), names | {"_wrapper": wrapper})
+        except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
+            return wrapper
+        _COMBINED[key] = combined
+    return combined
 
 
 def _delegate(name: str) -> Callable[..., Any]:
@@ -236,6 +287,9 @@ _OWN = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
 for _name in [name for name, value in vars(nn.Module).items() if callable(value)]:
     if not _name.startswith("__") and _name not in _OWN | {*vars(HookedModule), *dir(HookedBase)}:
         setattr(HookedModule, _name, _delegate(_name))
+
+
+_OWN_NAMES = {name for name in dir(HookedModule) if not name.startswith("__")} - {*dir(nn.Module)}
 
 
 def _describe(value: object) -> str:

@@ -2,8 +2,9 @@
 
 Dynamo reads the hooks from `HookedModule._registry.traced` while it traces and guards on what it
 read, so a later change of the hooks makes the next call trace anew. It cannot follow the counting
-of calls or `on_error`: inside a compiled region `HookHandle.calls` stands still, and a hook that
-raises while it is traced breaks the graph (with `fullgraph=True`: raises).
+of calls: inside a compiled region `HookHandle.calls` stands still. Hooks with `always_call` or an
+`on_error` other than `raise`, and those that raise while they are traced, break the graph (with
+`fullgraph=True`: raise).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
-    forward_pre, forward, backward_pre, backward = self._registry.traced
+    phases, traceable = self._registry.traced
+    forward_pre, forward, backward_pre, backward = phases
+    if not traceable:
+        # always_call and on_error speak of what happens when the graph itself fails.
+        torch._dynamo.graph_break()
     for hook, typed, with_kwargs in forward_pre:
         if typed:
             args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
@@ -39,6 +44,8 @@ def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
                 args = result if isinstance(result, tuple) else (result,)
     tap = None
     if (backward_pre or backward) and torch.is_grad_enabled():
+        if kwargs and not args:
+            torch._dynamo.graph_break()  # torch's hook, which Dynamo knows, does not see these
         # Dynamo follows this with compiled autograd and says that it needs it otherwise.
         tap = BackwardHook(
             self,
@@ -47,7 +54,11 @@ def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
         )
         args = tap.setup_input_hook(args)
     output = _forward(self, forward, args, kwargs, self._inner(*args, **kwargs))
-    return output if tap is None else tap.setup_output_hook(output)
+    if tap is None:
+        return output
+    if not isinstance(output, torch.Tensor | tuple):
+        torch._dynamo.graph_break()  # nor lists and dicts
+    return tap.setup_output_hook(output)
 
 
 def _forward(
@@ -112,13 +123,18 @@ class _AfterDynamo(MetaPathFinder, Loader):
     Substituting imports Dynamo, which takes seconds that users who compile nothing should not pay.
     """
 
+    _looking = False
+
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _DYNAMO:
+        if name != _DYNAMO or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             self._loader = spec.loader
             spec.loader = self
@@ -131,6 +147,7 @@ class _AfterDynamo(MetaPathFinder, Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
+        sys.meta_path.remove(self)
         _substitute()
 
 

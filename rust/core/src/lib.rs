@@ -11,6 +11,6 @@ mod sync;
 pub use error::WaitError;
 pub use handle::Handle;
 pub use phase::Phase;
-pub use registry::{Placement, Registry};
+pub use registry::{Active, Placement, Registry};
 pub use snapshot::{Entry, Snapshot};
 pub use state::{HookId, Invocation};

@@ -129,18 +129,19 @@ impl<H> Registry<H> {
     /// [`WaitError::Inside`] when called from inside one of the hooks, [`WaitError::TimedOut`]
     /// when a thread is still inside one after `timeout`.
     pub fn quiesce(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
-        let deadline = deadline(timeout);
-        let active: Vec<_> = Phase::ALL
-            .into_iter()
-            .flat_map(|phase| self.shared.hooks(phase).list.lock().active())
-            .collect();
-        // Before waiting for any: what this thread is inside of may be what the others wait for.
-        if active.iter().any(|state| state.inside()) {
-            return Err(WaitError::Inside);
-        }
-        active
-            .iter()
-            .try_for_each(|state| state.wait_idle(deadline))
+        self.active().wait_idle(timeout)
+    }
+
+    /// The hooks, those removed included, that a thread is inside of now: what [`Registry::quiesce`]
+    /// waits for, without the registry and its locks.
+    #[must_use]
+    pub fn active(&self) -> Active {
+        Active(
+            Phase::ALL
+                .into_iter()
+                .flat_map(|phase| self.shared.hooks(phase).list.lock().active())
+                .collect(),
+        )
     }
 
     /// Visits each callback that the registry owns, once: for a garbage collector's traversal. The
@@ -156,6 +157,28 @@ impl<H> Registry<H> {
             }
         }
         Ok(())
+    }
+}
+
+/// Hooks that a thread was inside of.
+#[derive(Debug)]
+pub struct Active(Vec<Arc<HookState>>);
+
+impl Active {
+    /// Waits until, for each of the hooks, there was a moment without a thread inside.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Registry::quiesce`].
+    pub fn wait_idle(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
+        let deadline = deadline(timeout);
+        // Before waiting for any: what this thread is inside of may be what the others wait for.
+        if self.0.iter().any(|state| state.inside()) {
+            return Err(WaitError::Inside);
+        }
+        self.0
+            .iter()
+            .try_for_each(|state| state.wait_idle(deadline))
     }
 }
 

@@ -100,6 +100,13 @@ pub struct Options {
     pub on_error: OnError,
 }
 
+impl Options {
+    /// Whether a trace of the calls alone, without what happens when they fail, is true to these.
+    pub fn traceable(&self) -> bool {
+        !self.always_call && self.on_error == OnError::Raise
+    }
+}
+
 impl From<OnError> for Options {
     fn from(on_error: OnError) -> Self {
         Self {

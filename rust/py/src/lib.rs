@@ -8,6 +8,7 @@ mod call;
 mod depth;
 mod error;
 mod handle;
+mod heap_type;
 mod hook;
 mod invoke;
 mod module;
@@ -32,6 +33,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

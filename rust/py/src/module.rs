@@ -1,11 +1,9 @@
 //! `HookedBase`: the native part of a `HookedModule`.
 
-use std::mem::{self, ManuallyDrop};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrohook_core::{Phase, Placement};
-use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -27,8 +25,6 @@ pub struct HookedBase {
     callee: Callee,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
-    /// The object that this is the native part of.
-    object: AtomicPtr<ffi::PyObject>,
 }
 
 impl HookedBase {
@@ -67,24 +63,6 @@ impl HookedBase {
     }
 }
 
-impl HookedBase {
-    /// Visits the object's class, to which every object owns a reference. Python leaves that to the
-    /// native base and pyo3 does not do it, so a cycle through a class that was made for the module
-    /// would never be collected.
-    fn visit_class(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        let object = self.object.load(Ordering::Relaxed);
-        if object.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the object is alive while it is traversed, and so is its class. `Py` is
-        // transparent over a pointer that is not null; this one owns nothing and is never dropped.
-        let class = unsafe {
-            mem::transmute::<*mut ffi::PyTypeObject, ManuallyDrop<Py<PyAny>>>(ffi::Py_TYPE(object))
-        };
-        visit.call(&*class)
-    }
-}
-
 fn not_initialised(py: Python<'_>) -> PyErr {
     hook_error(
         py,
@@ -102,7 +80,6 @@ impl HookedBase {
             callee: Callee::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
-            object: AtomicPtr::default(),
         }
     }
 
@@ -115,8 +92,6 @@ impl HookedBase {
         let this = slf.get();
         let first = this.inner.set(inner.clone().unbind()).is_ok();
         let first = this.registry.set(registry.clone().unbind()).is_ok() && first;
-        // Relaxed: it is the same for every thread that has the object.
-        this.object.store(slf.as_ptr(), Ordering::Relaxed);
         if first {
             return Ok(());
         }
@@ -324,7 +299,6 @@ impl HookedBase {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(self.inner.get())?;
         self.callee.traverse(&visit)?;
-        visit.call(self.registry.get())?;
-        self.visit_class(&visit)
+        visit.call(self.registry.get())
     }
 }

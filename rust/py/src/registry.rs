@@ -81,7 +81,8 @@ impl Registry {
     ///     TimeoutError: a thread was still inside one after `timeout` seconds.
     #[pyo3(signature = (timeout = None))]
     fn quiesce(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
-        wait_interruptibly(py, timeout, |timeout| self.hooks.quiesce(timeout))
+        let active = self.hooks.active();
+        wait_interruptibly(py, timeout, |timeout| active.wait_idle(timeout))
     }
 
     /// Another registry with the same hooks in the same order; `copy` makes their callables.
@@ -93,9 +94,10 @@ impl Registry {
     }
 
     /// What `torch.compile` traces instead of the call: for each phase the enabled hooks in firing
-    /// order, (callback, typed, with_kwargs) each.
+    /// order, (callback, typed, with_kwargs) each; and whether tracing can do as their options say.
     #[getter]
-    fn traced<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
+        let mut traceable = true;
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
@@ -103,12 +105,13 @@ impl Registry {
                 if entry.enabled() && !entry.removed() {
                     let hook = entry.hook();
                     let (callback, typed) = hook.callback(py);
+                    traceable &= hook.options.traceable();
                     rows.push((callback, typed, hook.options.with_kwargs).into_pyobject(py)?);
                 }
             }
             phases.push(PyTuple::new(py, rows)?);
         }
-        PyTuple::new(py, phases)
+        Ok((PyTuple::new(py, phases)?, traceable))
     }
 
     /// Whether any hook of the phase may fire.

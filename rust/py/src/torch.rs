@@ -17,8 +17,9 @@ use pyo3::{ffi, types::PyType};
 use crate::invoke;
 
 struct Torch {
-    /// `nn.Module.__call__` as torch defines it.
+    /// `nn.Module.__call__` as torch defines it, and what that calls.
     module_call: Py<PyAny>,
+    module_call_impl: Py<PyAny>,
     /// `object.__getattribute__`.
     plain_getattribute: Py<PyAny>,
     /// The dicts of hooks for all modules, which torch changes in place.
@@ -27,6 +28,8 @@ struct Torch {
     module_hooks: [Variable; 4],
     /// What `nn.Module.compile` sets in the instance dict.
     compiled_call: Variable,
+    /// What somebody may have put into the instance dict in place of the class's.
+    own_call_impl: Variable,
     /// A `forward` that somebody put into the instance dict.
     own_forward: Variable,
     /// The variables of `torch.jit._trace`, and the one that is set while it traces.
@@ -48,6 +51,7 @@ impl Torch {
             let trace_globals = py.import("torch.jit._trace")?.dict();
             Ok(Self {
                 module_call: module.getattr("Module")?.getattr("__call__")?.unbind(),
+                module_call_impl: module.getattr("Module")?.getattr("_call_impl")?.unbind(),
                 plain_getattribute: py.get_type::<PyAny>().getattr("__getattribute__")?.unbind(),
                 global_hooks: [
                     global("_global_forward_hooks")?,
@@ -63,6 +67,7 @@ impl Torch {
                 ]
                 .map(|name| Variable::like_in(&example, name)),
                 compiled_call: Variable::like_in(&example, "_compiled_call_impl"),
+                own_call_impl: Variable::like_in(&example, "_call_impl"),
                 own_forward: Variable::like_in(&example, "forward"),
                 trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
                 trace_globals: trace_globals.unbind(),
@@ -154,7 +159,7 @@ impl PlainClass {
         if !getattribute.is(&torch.plain_getattribute) || !calls_forward(torch, class)? {
             return Ok(None);
         }
-        let forward = class.getattr_opt(intern!(py, "forward"))?;
+        let forward = raw_attribute(class, "forward")?;
         Ok(match forward.map(Bound::cast_into::<PyFunction>) {
             // 0 is the number of a class that has none.
             Some(Ok(forward)) if version_before != 0 && version_before == version(class) => {
@@ -168,10 +173,29 @@ impl PlainClass {
     }
 }
 
-/// Whether `__call__` of the class is `nn.Module`'s.
+/// Whether instances of the class are called by `nn.Module`'s own methods.
 fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
-    let call = class.getattr(intern!(class.py(), "__call__"))?;
-    Ok(call.is(&torch.module_call))
+    let py = class.py();
+    Ok(class
+        .getattr(intern!(py, "__call__"))?
+        .is(&torch.module_call)
+        && class
+            .getattr(intern!(py, "_call_impl"))?
+            .is(&torch.module_call_impl))
+}
+
+/// What the class or the nearest of its bases has under `name`, itself and not what it is bound to.
+fn raw_attribute<'py>(
+    class: &Bound<'py, PyType>,
+    name: &str,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    for base in class.mro() {
+        let namespace = base.getattr(intern!(class.py(), "__dict__"))?;
+        if namespace.contains(name)? {
+            return namespace.get_item(name).map(Some);
+        }
+    }
+    Ok(None)
 }
 
 /// CPython's version number of a class; 0 where it has none.
@@ -198,6 +222,7 @@ fn nothing_but_forward(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<boo
         }
     }
     Ok(torch.compiled_call.missing_or_empty(state)?
+        && torch.own_call_impl.missing_or_empty(state)?
         && torch
             .trace_map
             .missing_or_empty(torch.trace_globals.bind(py))?)
