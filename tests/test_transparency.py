@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import io
 import pickle
 import socket
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
@@ -722,20 +720,6 @@ def test_a_generic_module_is_wrapped_as_an_instance_of_its_class() -> None:
     linear = nn.Linear(4, 2)
     fh.HookedModule[nn.Linear](linear).into_inner()
     assert "__orig_class__" not in vars(linear)
-
-
-def test_classes_made_for_wrappers_are_collected() -> None:
-    def make() -> weakref.ref[type]:
-        class Local(nn.Module):
-            def forward(self, value: Tensor) -> Tensor:
-                return value
-
-        fh.HookedModule(Local())(x())
-        return weakref.ref(Local)
-
-    classes = [make() for _ in range(20)]
-    gc.collect()
-    assert not any(cls() for cls in classes)
 
 
 def test_prune_and_the_old_norms_work_on_a_wrapper() -> None:

@@ -102,7 +102,7 @@ pub struct Options {
 
 impl Options {
     /// Whether a trace of the calls alone, without what happens when they fail, is true to these.
-    pub fn traceable(&self) -> bool {
+    pub fn traceable(self) -> bool {
         !self.always_call && self.on_error == OnError::Raise
     }
 }
