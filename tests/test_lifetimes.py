@@ -170,7 +170,7 @@ def test_ten_thousand_modules_in_cycles_leave_nothing(tie: Callable[[Module], No
     before = resident()
     for _ in range(2):
         make(10_000)
-    assert resident() - before < 4 * MIB  # 200 bytes a module
+    assert resident() - before < 8 * MIB  # 400 bytes a module
 
 
 @on_linux
@@ -773,7 +773,7 @@ sys.modules["torch"] = None
 import ferrohook._core
 registry = ferrohook._core.Registry()
 registry.quiesce()
-print(registry.list(), registry.occupied("forward"))
+print(registry.list(), registry.list("forward"))
 import ferrohook
 print(ferrohook.ForwardHook(print).phase, ferrohook.HookHandle.__name__)
 try:
@@ -781,7 +781,7 @@ try:
 except ImportError as error:
     print(error.name)
 """
-    assert_ends_well(run(code), "[] False\nforward HookHandle\ntorch\n")
+    assert_ends_well(run(code), "[] []\nforward HookHandle\ntorch\n")
 
 
 def test_importing_and_calling_does_not_import_dynamo() -> None:

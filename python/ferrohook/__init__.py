@@ -1,6 +1,6 @@
 """Hooks for PyTorch modules on a Rust core.
 
-The names are imported when they are first used, so that `ferrohook._core` can be imported where
+What needs torch is imported when it is first used, so that `ferrohook._core` can be imported where
 torch is not installed.
 """
 
@@ -11,32 +11,76 @@ from typing import TYPE_CHECKING
 
 from ferrohook._core import HookHandle as HookHandle
 from ferrohook._core import __version__ as __version__
+from ferrohook.errors import CaptureBudgetError as CaptureBudgetError
 from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
+from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
+from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
+from ferrohook.errors import SelectionError as SelectionError
+from ferrohook.errors import StaleActivationError as StaleActivationError
+from ferrohook.scopes import Scope as Scope
+from ferrohook.scopes import scope as scope
 from ferrohook.typed import BackwardHook as BackwardHook
 from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook.activations import STOPPED as STOPPED
+    from ferrohook.activations import ActivationCache as ActivationCache
+    from ferrohook.activations import capture as capture
+    from ferrohook.groups import HandleGroup as HandleGroup
+    from ferrohook.groups import register as register
+    from ferrohook.groups import run as run
+    from ferrohook.instrumentation import instrument as instrument
+    from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
+    from ferrohook.selection import select as select
+    from ferrohook.summaries import summary as summary
 
 __all__ = [
+    "STOPPED",
+    "ActivationCache",
     "BackwardHook",
+    "CaptureBudgetError",
     "ForwardHook",
     "ForwardPreHook",
+    "HandleGroup",
     "HookError",
     "HookHandle",
     "HookTypeError",
     "HookedModule",
+    "NeverFiredWarning",
+    "NotInstrumentedWarning",
+    "Scope",
+    "SelectionError",
+    "StaleActivationError",
     "__version__",
+    "capture",
+    "instrument",
+    "register",
+    "restore",
+    "run",
+    "scope",
+    "select",
+    "summary",
 ]
+
+_NEEDS_TORCH = {
+    "activations": ("STOPPED", "ActivationCache", "capture"),
+    "groups": ("HandleGroup", "register", "run"),
+    "instrumentation": ("instrument", "restore"),
+    "module": ("HookedModule",),
+    "selection": ("select",),
+    "summaries": ("summary",),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "HookedModule":
-        found = importlib.import_module("ferrohook.module").HookedModule
-        # Found without this function from now on: it takes microseconds and import locks.
-        globals()[name] = found
-        return found
+    for module, names in _NEEDS_TORCH.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"ferrohook.{module}"), name)
+            # Found without this function from now on: it takes microseconds and import locks.
+            globals()[name] = found
+            return found
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

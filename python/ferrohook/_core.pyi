@@ -1,13 +1,29 @@
 # What the Rust extension offers; held against it by stubtest.
 
 from collections.abc import Callable
-from typing import Any, Literal, Self, TypeAlias, final
+from contextvars import ContextVar
+from typing import Any, Final, Literal, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
-__all__ = ["HookHandle", "HookedBase", "Registry", "TypedHook", "__version__"]
+__all__ = [
+    "Collector",
+    "Dispatcher",
+    "HookHandle",
+    "HookedBase",
+    "Recorder",
+    "Registry",
+    "ScopeBase",
+    "Stop",
+    "TypedHook",
+    "__version__",
+    "active_scopes",
+    "record",
+]
+
+active_scopes: ContextVar[tuple[ScopeBase, ...]]
 
 __version__: str
 
@@ -59,17 +75,84 @@ class HookHandle:
 @final
 class Registry:
     def __new__(cls) -> Self: ...
-    def list(self, phase: str | None = None) -> list[tuple[int, _Phase, Any, int, bool, int]]: ...
+    @property
+    def module(self) -> int: ...
+    def register(
+        self,
+        phase: str,
+        hook: TypedHook | Recorder | Callable[..., Any],
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+        priority: int = 0,
+        on_error: str = "raise",
+        timed: bool = False,
+        scope: ScopeBase | None = None,
+    ) -> HookHandle: ...
+    def list(
+        self, phase: str | None = None
+    ) -> list[tuple[int, _Phase, Any, int, bool, int, float | None]]: ...
     def clear(self, phase: str | None = None) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
     def fork(self, copy: Callable[[Any], Any]) -> Registry: ...
     @property
-    def traced(
-        self,
-    ) -> tuple[tuple[tuple[tuple[Callable[..., Any], bool, bool], ...], ...], bool]: ...
-    def occupied(self, phase: _Phase) -> bool: ...
-    def run_backward_pre(self, module: Any, grad_output: Any) -> Any: ...
-    def run_backward(self, module: Any, grad_input: Any, grad_output: Any) -> Any: ...
+    def traced(self) -> tuple[tuple[tuple[tuple[Any, str, bool], ...], ...], bool]: ...
+    def occupied_backward(self, scopes: tuple[ScopeBase, ...]) -> tuple[bool, bool]: ...
+    def run_backward_pre(
+        self, scopes: tuple[ScopeBase, ...], module: Any, grad_output: Any
+    ) -> Any: ...
+    def run_backward(
+        self, scopes: tuple[ScopeBase, ...], module: Any, grad_input: Any, grad_output: Any
+    ) -> Any: ...
+
+@final
+class Dispatcher:
+    KEY: Final = "_ferrohook_dispatcher"
+    def __new__(cls, registry: Registry) -> Self: ...
+    @property
+    def registry(self) -> Registry: ...
+    @staticmethod
+    def methods(module: type) -> list[Any]: ...
+    def hold(self) -> None: ...
+    def release(self) -> int: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher: ...
+
+@disjoint_base
+class ScopeBase:
+    def __new__(cls) -> Self: ...
+    @property
+    def closed(self) -> bool: ...
+    def _close(self) -> bool: ...
+
+class Stop(BaseException): ...
+
+def record(module: int, phase: str, position: int, value: Any) -> None: ...
+
+@final
+class Collector:
+    def __new__(
+        cls,
+        names: list[str],
+        *,
+        detach: bool,
+        copy: str,
+        keep: int | None,
+        convert: Callable[[Any], Any] | None,
+        grads: bool,
+        max_bytes: int | None,
+        stop: int | None,
+    ) -> Self: ...
+    def ran(self) -> list[int]: ...
+    def values(self, index: int, *, stale: bool = False) -> list[Any]: ...
+    def gradients(self, index: int) -> list[list[Any]]: ...
+    def clear(self) -> None: ...
+
+@final
+class Recorder:
+    def __new__(cls, collector: Collector, index: int, inputs: bool, part: Any) -> Self: ...
+    @property
+    def phase(self) -> _Phase: ...
 
 @disjoint_base
 class HookedBase:
@@ -89,6 +172,7 @@ class HookedBase:
         with_kwargs: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
+        scope: ScopeBase | None = None,
     ) -> HookHandle: ...
     def register_forward_hook(
         self,
@@ -99,6 +183,7 @@ class HookedBase:
         always_call: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
+        scope: ScopeBase | None = None,
     ) -> HookHandle: ...
     def register_full_backward_pre_hook(
         self,
@@ -107,6 +192,7 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
+        scope: ScopeBase | None = None,
     ) -> HookHandle: ...
     def register_full_backward_hook(
         self,
@@ -115,6 +201,7 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
+        scope: ScopeBase | None = None,
     ) -> HookHandle: ...
     def register_backward_hook(
         self,
@@ -123,4 +210,5 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
+        scope: ScopeBase | None = None,
     ) -> HookHandle: ...

@@ -8,8 +8,10 @@ and tuples; here lists, dicts and keyword inputs are brought into that form and 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.hooks import BackwardHook
@@ -17,7 +19,9 @@ from torch.utils.hooks import BackwardHook
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook._core import Registry
+    from ferrohook._core import Registry, ScopeBase
+
+Hook: TypeAlias = Callable[..., Any]
 
 
 class BackwardPass:
@@ -27,12 +31,28 @@ class BackwardPass:
     hooks registered after it do, if the call was made with a hook of that phase.
     """
 
-    def __init__(self, module: nn.Module, registry: Registry) -> None:
-        """Ties the call of `module` to the backward hooks in `registry`."""
+    def __init__(
+        self,
+        module: nn.Module,
+        registry: Registry,
+        scopes: tuple[ScopeBase, ...],
+        torch_pre: list[Hook],
+        torch_full: list[Hook],
+    ) -> None:
+        """Ties the call of `module` to the backward hooks in `registry`.
+
+        Args:
+            module: what the hooks are told.
+            registry: the module's hooks.
+            scopes: those of the call, whichever thread autograd runs the hooks on.
+            torch_pre: the module's own hooks in torch's dicts; they go first.
+            torch_full: likewise, for `backward`.
+        """
+        pre, full = registry.occupied_backward(scopes)
         self._tap = BackwardHook(
             module,
-            [registry.run_backward] if registry.occupied("backward") else [],
-            [registry.run_backward_pre] if registry.occupied("backward_pre") else [],
+            torch_full + [functools.partial(registry.run_backward, scopes)] * full,
+            torch_pre + [functools.partial(registry.run_backward_pre, scopes)] * pre,
         )
 
     def tap_inputs(

@@ -10,3 +10,26 @@ class HookTypeError(HookError, TypeError):
 
     Raised where it enters, and also in a call when a typed hook returns what its type forbids.
     """
+
+
+class SelectionError(HookError, KeyError):
+    """What was to be selected, or a part of it, matches no module of the model."""
+
+    # That of KeyError shows the message in quotes.
+    __str__ = Exception.__str__
+
+
+class StaleActivationError(HookError):
+    """A captured activation was changed in place after it was captured."""
+
+
+class CaptureBudgetError(HookError):
+    """Keeping an activation would have exceeded `max_bytes`; what was captured stays readable."""
+
+
+class NeverFiredWarning(UserWarning):
+    """Modules that were selected never ran."""
+
+
+class NotInstrumentedWarning(UserWarning):
+    """Modules that cannot be instrumented were left as they are."""

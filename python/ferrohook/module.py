@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import types
-import weakref
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 from torch import jit, nn
 
 from ferrohook._core import HookedBase, Registry
+from ferrohook.classes import common_subclass, plain_class
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 
@@ -77,8 +77,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         return super().__new__(cast("type[Self]", _combined(cls, module)))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # The class of a wrapper is none of the subclasses that a module's class counts or checks.
-        if "_wrapper" not in vars(cls):
+        if "_made_from" not in vars(cls):
             super().__init_subclass__(**kwargs)
 
     def __init__(self, module: M) -> None:
@@ -123,7 +122,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         Raises:
             ValueError: an unknown phase.
         """
-        return [HookInfo(*row) for row in self._registry.list(phase)]
+        return [HookInfo(*row) for *row, _seconds in self._registry.list(phase)]
 
     def clear_hooks(self, phase: str | None = None) -> None:
         """Removes the hooks of one phase, or of all; the module's own torch hooks stay.
@@ -157,8 +156,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
 
         @functools.wraps(HookedBase.register_forward_pre_hook)
         def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
-            # prune, weight_norm and spectral_norm look for their state in the module's torch hooks.
-            if type(hook).__module__.startswith("torch.nn.utils."):
+            if keeps_state_in_torch_hooks(hook):
                 return self.inner.register_forward_pre_hook(hook, **options)
             return super().register_forward_pre_hook(hook, **options)
 
@@ -232,17 +230,12 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        return getattr(type(self), "_wrapper", type(self)), (self.inner,)
+        wrapper, *_ = getattr(type(self), "_made_from", (type(self),))
+        return wrapper, (self.inner,)
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
         return self._around(cast("Any", self.inner)._replicate_for_data_parallel())
-
-
-# Keys are the ids of the two bases, which live as long as the class that is the value.
-_COMBINED: weakref.WeakValueDictionary[tuple[int, int], type[HookedModule[Any]]] = (
-    weakref.WeakValueDictionary()
-)
 
 
 def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedModule[Any]]:
@@ -250,6 +243,8 @@ def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedMo
     cls = type(module)
     if issubclass(cls, wrapper):
         return cls
+    if not issubclass(cls, HookedModule):
+        cls = plain_class(cls)
     # The metaclass of ScriptModules compiles whatever is derived from them. And methods of a module
     # with names that are the wrapper's too would find the wrapper's.
     if (
@@ -258,16 +253,11 @@ def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedMo
         or not (issubclass(cls, HookedModule) or _OWN_NAMES.isdisjoint(dir(module)))
     ):
         return wrapper
-    key = id(wrapper), id(cls)
-    combined = _COMBINED.get(key)
-    if combined is None:
-        names = {"__slots__": (), "__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
-        try:
-            combined = type(wrapper.__name__, (wrapper, cls), names | {"_wrapper": wrapper})
-        except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
-            return wrapper
-        _COMBINED[key] = combined
-    return combined
+    names = {"__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+    try:
+        return common_subclass(wrapper.__name__, wrapper, cls, names)
+    except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
+        return wrapper
 
 
 def _delegate(name: str) -> Callable[..., Any]:
@@ -290,6 +280,11 @@ for _name in [name for name, value in vars(nn.Module).items() if callable(value)
 
 
 _OWN_NAMES = {name for name in dir(HookedModule) if not name.startswith("__")} - {*dir(nn.Module)}
+
+
+def keeps_state_in_torch_hooks(hook: object) -> bool:
+    """Whether torch looks for `hook` in its own dicts: prune, weight_norm and spectral_norm do."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def _describe(value: object) -> str:

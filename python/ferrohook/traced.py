@@ -25,16 +25,34 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from ferrohook._core import Registry
+
 
 def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
-    phases, traceable = self._registry.traced
+    return _call(self, self._registry, self._inner, args, kwargs)
+
+
+def traced_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`__call__` of an instrumented module for Dynamo."""
+    registry = self._ferrohook_dispatcher.registry
+    hooks = self._forward_pre_hooks or self._forward_hooks
+    if hooks or self._backward_hooks or self._backward_pre_hooks:
+        # torch's hooks are not traced with ours: the call runs as it is.
+        torch._dynamo.graph_break()
+    return _call(self, registry, self.forward, args, kwargs)
+
+
+def _call(
+    self: Any, registry: Registry, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    phases, traceable = registry.traced
     forward_pre, forward, backward_pre, backward = phases
     if not traceable:
         # always_call and on_error speak of what happens when the graph itself fails.
         torch._dynamo.graph_break()
-    for hook, typed, with_kwargs in forward_pre:
-        if typed:
+    for hook, kind, with_kwargs in forward_pre:
+        if kind == "typed":
             args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
         elif with_kwargs:
             args, kwargs = _args_and_kwargs(hook(self, args, kwargs), args, kwargs)
@@ -49,11 +67,11 @@ def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
         # Dynamo follows this with compiled autograd and says that it needs it otherwise.
         tap = BackwardHook(
             self,
-            [_as_plain(hook) if typed else hook for hook, typed, _ in backward],
+            [_as_plain(hook) if kind == "typed" else hook for hook, kind, _ in backward],
             [hook for hook, _, _ in backward_pre],
         )
         args = tap.setup_input_hook(args)
-    output = _forward(self, forward, args, kwargs, self._inner(*args, **kwargs))
+    output = _forward(self, forward, args, kwargs, target(*args, **kwargs))
     if tap is None:
         return output
     if not isinstance(output, torch.Tensor | tuple):
@@ -62,14 +80,14 @@ def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward(
-    module: HookedBase,
-    hooks: tuple[tuple[Any, bool, bool], ...],
+    module: Any,
+    hooks: tuple[tuple[Any, str, bool], ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    for hook, typed, with_kwargs in hooks:
-        if typed:
+    for hook, kind, with_kwargs in hooks:
+        if kind == "typed":
             if hook(args[0] if len(args) == 1 else args, output) is not None:
                 msg = "a ForwardHook observes and returns None, it returned a value"
                 raise HookTypeError(msg)
@@ -111,10 +129,14 @@ def _as_plain(hook: Any) -> Any:
 
 
 _DYNAMO = "torch._dynamo"
+_TWINS: dict[Any, Any] = {}
 
 
-def _substitute() -> None:
-    torch.compiler.substitute_in_graph(HookedBase.__call__, skip_signature_check=True)(traced_call)
+def trace_as(native: Any, twin: Any) -> None:
+    """Have Dynamo trace `twin` in place of `native`."""
+    _TWINS[native] = twin
+    if _DYNAMO in sys.modules:
+        torch.compiler.substitute_in_graph(native, skip_signature_check=True)(twin)
 
 
 class _AfterDynamo(MetaPathFinder, Loader):
@@ -148,10 +170,10 @@ class _AfterDynamo(MetaPathFinder, Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         sys.meta_path.remove(self)
-        _substitute()
+        for native, twin in list(_TWINS.items()):
+            trace_as(native, twin)
 
 
-if _DYNAMO in sys.modules:
-    _substitute()
-else:
+trace_as(HookedBase.__call__, traced_call)
+if _DYNAMO not in sys.modules:
     sys.meta_path.insert(0, _AfterDynamo())

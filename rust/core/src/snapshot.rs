@@ -76,6 +76,21 @@ pub struct Snapshot<H> {
 }
 
 impl<H> Snapshot<H> {
+    /// The hooks of several snapshots of one phase in the order that they would have in a single
+    /// registry.
+    #[must_use]
+    pub fn merged(snapshots: &[Arc<Self>]) -> Self {
+        let mut entries: Vec<_> = snapshots
+            .iter()
+            .flat_map(|snapshot| snapshot.entries.iter().cloned())
+            .collect();
+        // Cached: a priority may change while this sorts.
+        entries.sort_by_cached_key(|entry| entry.state.order_key());
+        Self {
+            entries: entries.into(),
+        }
+    }
+
     /// The hooks in firing order.
     #[must_use]
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Entry<H>> {

@@ -1,31 +1,33 @@
 //! The walk of a backward phase, on whichever thread autograd runs it.
 
-use ferrohook_core::{Phase, Registry};
+use std::sync::Arc;
+
+use ferrohook_core::Snapshot;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::hook::{Hook, Site};
+use crate::hook::{Callback, Hook, Site};
 use crate::{invoke, torch};
 
-/// Walks `phase`, whose hooks may replace `grads` (the gradient of the output for `backward_pre`,
-/// of the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
+/// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`, of
+/// the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
 pub fn run<'py>(
-    hooks: &Registry<Hook>,
-    phase: Phase,
+    snapshot: Option<Arc<Snapshot<Hook>>>,
     module: &Bound<'py, PyAny>,
     grads: &Bound<'py, PyAny>,
     grad_output: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let mut current = grads.clone();
     let mut replaced = false;
-    for entry in hooks.snapshot(phase).iter() {
+    for entry in snapshot.iter().flat_map(|snapshot| snapshot.iter()) {
         let Some(inside) = entry.enter() else {
             continue;
         };
         let site = Site { entry, module };
-        let result = invoke(&site, phase, &current, grad_output);
-        drop(inside);
+        let timer = entry.hook().start();
+        let result = invoke(&site, &current, grad_output);
+        drop((timer, inside));
         if let Some(new) = site.settle(result)? {
             current = new;
             replaced = true;
@@ -36,11 +38,14 @@ pub fn run<'py>(
 
 fn invoke<'py>(
     site: &Site<'_, 'py>,
-    phase: Phase,
     grads: &Bound<'py, PyAny>,
     grad_output: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let (callback, typed) = site.entry.hook().callback(site.module.py());
+    let (callback, typed) = match site.entry.hook().callback(site.module.py()) {
+        Callback::Plain(callback) => (callback, false),
+        Callback::Typed(callback) => (callback, true),
+        Callback::Recorder(_) => return Ok(None), // of other phases, by their type
+    };
     let result = match grad_output {
         Some(grad_output) if typed => invoke::call(callback, [grads, grad_output]),
         Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
@@ -62,9 +67,9 @@ fn invoke<'py>(
     if given == expected {
         return Ok(Some(result));
     }
-    let (hook, what) = match phase {
-        Phase::BackwardPre => ("Backward pre hook", "grad_output"),
-        _ => ("Backward hook", "grad_input"),
+    let (hook, what) = match grad_output {
+        None => ("Backward pre hook", "grad_output"),
+        Some(_) => ("Backward hook", "grad_input"),
     };
     Err(PyRuntimeError::new_err(format!(
         "{hook} returned an invalid number of {what}, got {given}, but expected {expected}"

@@ -1,59 +1,87 @@
 //! One call of a hooked module, from its arguments to its output.
 
-use ferrohook_core::{Entry, Phase};
+use std::sync::Arc;
+
+use ferrohook_core::{Entry, Phase, Snapshot};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::hook::{Hook, Site};
+use crate::hook::{Callback, Hook, Site};
 use crate::invoke;
+use crate::recorder;
 use crate::registry::Registry;
-use crate::torch::{self, Callee};
+use crate::scope::Scopes;
+use crate::torch::{self, Target, TorchHook, TorchHooks};
 
-/// Calls `inner` with the hooks of `registry` around it; hooks are told that `module` is called.
+/// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.
 pub fn call<'py>(
     module: &Bound<'py, PyAny>,
-    inner: &Bound<'py, PyAny>,
-    callee: &Callee,
+    target: &Target<'_, 'py>,
     registry: &Bound<'py, Registry>,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let call = Call {
         module,
-        inner,
         registry,
+        scopes: Scopes::default(),
         args: args.clone(),
         kwargs: kwargs.cloned(),
     };
-    call.run(callee)
+    call.run(target, target.torch_hooks()).or_else(|error| {
+        if recorder::stops(module.py(), &error, registry.get().module()) {
+            torch::stopped(module.py())
+        } else {
+            Err(error)
+        }
+    })
 }
 
 struct Call<'a, 'py> {
     module: &'a Bound<'py, PyAny>,
-    inner: &'a Bound<'py, PyAny>,
     registry: &'a Bound<'py, Registry>,
+    scopes: Scopes<'py>,
     args: Bound<'py, PyTuple>,
     kwargs: Option<Bound<'py, PyDict>>,
 }
 
+/// A hook whose turn it is: torch's hooks of a phase come first.
+#[derive(Clone, Copy)]
+enum Step<'s, 'py> {
+    Torch(&'s TorchHook<'py>),
+    Own(&'s Entry<Hook>),
+}
+
+fn steps<'s, 'py>(
+    torch_hooks: &'s [TorchHook<'py>],
+    snapshot: Option<&'s Arc<Snapshot<Hook>>>,
+) -> impl Iterator<Item = Step<'s, 'py>> {
+    let own = snapshot.into_iter().flat_map(|snapshot| snapshot.iter());
+    torch_hooks.iter().map(Step::Torch).chain(own.map(Step::Own))
+}
+
 impl<'py> Call<'_, 'py> {
-    fn run(mut self, callee: &Callee) -> PyResult<Bound<'py, PyAny>> {
-        let hooks = &self.registry.get().hooks;
-        let (output, backward) = match self.run_module(callee) {
+    fn run(
+        mut self,
+        target: &Target<'_, 'py>,
+        torch_hooks: Option<&TorchHooks<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let torch_forward = torch_hooks.map_or(&[][..], |hooks| &hooks.forward);
+        let result = self.run_module(target, torch_hooks);
+        let snapshot = self.begin(Phase::Forward)?;
+        let (output, backward) = match result {
             Ok(output) => output,
             Err(error) => {
-                if hooks.occupied(Phase::Forward) {
-                    self.run_always_called(hooks.snapshot(Phase::Forward).iter(), None);
-                }
+                self.run_always_called(steps(torch_forward, snapshot.as_ref()), None);
                 return Err(error);
             }
         };
-        let output = if hooks.occupied(Phase::Forward) {
-            self.forward(output)?
-        } else {
-            output
+        let output = match (&snapshot, torch_forward) {
+            (None, []) => output,
+            (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
+            _ => self.forward(steps(torch_forward, snapshot.as_ref()), output)?,
         };
         match backward {
             None => Ok(output),
@@ -67,19 +95,36 @@ impl<'py> Call<'_, 'py> {
     /// Up to the module's output, with what taps the gradients where a backward hook wants them.
     fn run_module(
         &mut self,
-        callee: &Callee,
+        target: &Target<'_, 'py>,
+        torch_hooks: Option<&TorchHooks<'py>>,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-        let hooks = &self.registry.get().hooks;
-        if hooks.occupied(Phase::ForwardPre) {
-            self.forward_pre()?;
+        for hook in torch_hooks.iter().flat_map(|hooks| &hooks.forward_pre) {
+            let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
+            self.replace_input(replaced);
         }
-        let backward = if hooks.occupied(Phase::BackwardPre) || hooks.occupied(Phase::Backward) {
-            self.tap_inputs()?
+        if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
+            self.forward_pre(&snapshot, target)?;
+        }
+        let backward = if torch_hooks.is_some_and(TorchHooks::any_backward)
+            || self.occupied(Phase::BackwardPre)?
+            || self.occupied(Phase::Backward)?
+        {
+            self.tap_inputs(torch_hooks)?
         } else {
             None
         };
-        let output = callee.call(self.inner, &self.args, self.kwargs.as_ref())?;
+        let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
         Ok((output, backward))
+    }
+
+    fn begin(&self, phase: Phase) -> PyResult<Option<Arc<Snapshot<Hook>>>> {
+        let py = self.module.py();
+        self.registry.get().begin(py, phase, &self.scopes)
+    }
+
+    fn occupied(&self, phase: Phase) -> PyResult<bool> {
+        let py = self.module.py();
+        self.registry.get().occupied(py, phase, &self.scopes)
     }
 
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
@@ -96,40 +141,71 @@ impl<'py> Call<'_, 'py> {
             .clone()
     }
 
-    fn forward_pre(&mut self) -> PyResult<()> {
-        let snapshot = self.registry.get().hooks.snapshot(Phase::ForwardPre);
+    fn forward_pre(
+        &mut self,
+        snapshot: &Snapshot<Hook>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
         for entry in snapshot.iter() {
             let Some(inside) = entry.enter() else {
                 continue;
             };
-            let result = self.invoke_forward_pre(entry);
-            drop(inside);
+            let timer = entry.hook().start();
+            let result = self.invoke_forward_pre(entry, target);
+            drop((timer, inside));
             let settled = match result {
                 Ok(replaced) => replaced,
                 error => self.site(entry).settle(error)?,
             };
-            if let Some((args, kwargs)) = settled {
-                self.args = args;
-                if kwargs.is_some() {
-                    self.kwargs = kwargs;
-                }
-            }
+            self.replace_input(settled);
         }
         Ok(())
     }
 
-    fn invoke_forward_pre(&mut self, entry: &Entry<Hook>) -> PyResult<Option<Replaced<'py>>> {
-        let hook = entry.hook();
-        let (callback, typed) = hook.callback(self.module.py());
-        if typed {
-            let input = input_of(&self.args);
-            let result = invoke::call(callback, [&input])?;
-            return self.typed_input(entry, result).map(Some);
+    fn replace_input(&mut self, replaced: Option<Replaced<'py>>) {
+        if let Some((args, kwargs)) = replaced {
+            self.args = args;
+            if kwargs.is_some() {
+                self.kwargs = kwargs;
+            }
         }
-        if hook.options.with_kwargs {
+    }
+
+    fn invoke_forward_pre(
+        &mut self,
+        entry: &Entry<Hook>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        let hook = entry.hook();
+        match hook.callback(self.module.py()) {
+            Callback::Plain(callback) => {
+                self.invoke_plain_pre(callback, hook.options.with_kwargs, target)
+            }
+            Callback::Typed(callback) => {
+                let result = invoke::call(callback, [&input_of(&self.args)])?;
+                self.typed_input(entry, result).map(Some)
+            }
+            Callback::Recorder(recorder) => {
+                let input = match &self.kwargs {
+                    Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
+                    _ => input_of(&self.args),
+                };
+                recorder.get().record(&input).map(|()| None)
+            }
+        }
+    }
+
+    /// Calls a hook of PyTorch's contract.
+    fn invoke_plain_pre(
+        &mut self,
+        callback: &Bound<'py, PyAny>,
+        with_kwargs: bool,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        if with_kwargs {
             let kwargs = self.kwargs();
             let result = invoke::call(callback, [self.module, &self.args, &kwargs])?;
-            return args_and_kwargs(&result, self.inner);
+            return args_and_kwargs(&result, target.module(self.module));
         }
         let result = invoke::call(callback, [self.module, &self.args])?;
         Ok(if result.is_none() {
@@ -161,59 +237,88 @@ impl<'py> Call<'_, 'py> {
         Err(self.site(entry).type_error(&expected, &result))
     }
 
-    fn forward(&mut self, mut output: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let snapshot = self.registry.get().hooks.snapshot(Phase::Forward);
-        let mut entries = snapshot.iter();
-        while let Some(entry) = entries.next() {
-            let Some(inside) = entry.enter() else {
-                continue;
-            };
-            let result = self.invoke_forward(entry, Some(&output));
-            drop(inside);
-            let settled = match result {
-                Ok(replaced) => replaced,
-                error => match self.site(entry).settle(error) {
-                    Ok(settled) => settled,
-                    Err(error) => {
-                        self.run_always_called(entries, Some(output));
-                        return Err(error);
-                    }
-                },
-            };
-            if let Some(replaced) = settled {
-                output = replaced;
+    fn forward<'s>(
+        &mut self,
+        mut steps: impl Iterator<Item = Step<'s, 'py>>,
+        mut output: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>>
+    where
+        'py: 's,
+    {
+        while let Some(step) = steps.next() {
+            match self.take(step, Some(&output)) {
+                Ok(None) => {}
+                Ok(Some(replaced)) => output = replaced,
+                Err(error) => {
+                    self.run_always_called(steps, Some(output));
+                    return Err(error);
+                }
             }
         }
         Ok(output)
     }
 
-    /// Calls one forward hook; `output` is None where the module did not return.
-    fn invoke_forward(
+    /// Gives one forward hook its turn; `output` is None where the module did not return.
+    fn take(
         &mut self,
-        entry: &Entry<Hook>,
+        step: Step<'_, 'py>,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = self.module.py();
         let none;
         let output = if let Some(output) = output {
             output
         } else {
-            none = py.None().into_bound(py);
+            none = self.module.py().None().into_bound(self.module.py());
             &none
         };
-        let hook = entry.hook();
-        let (callback, typed) = hook.callback(py);
-        if typed {
-            let result = invoke::call(callback, [&input_of(&self.args), output])?;
-            return if result.is_none() {
-                Ok(None)
-            } else {
-                Err(self
-                    .site(entry)
-                    .type_error("observes and returns None", &result))
-            };
+        let entry = match step {
+            Step::Own(entry) => entry,
+            Step::Torch(hook) => {
+                return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
+            }
+        };
+        let Some(inside) = entry.enter() else {
+            return Ok(None);
+        };
+        let timer = entry.hook().start();
+        let result = self.invoke_forward(entry, output);
+        drop((timer, inside));
+        match result {
+            Ok(replaced) => Ok(replaced),
+            error => self.site(entry).settle(error),
         }
-        let result = if hook.options.with_kwargs {
+    }
+
+    fn invoke_forward(
+        &mut self,
+        entry: &Entry<Hook>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let hook = entry.hook();
+        match hook.callback(self.module.py()) {
+            Callback::Plain(callback) => {
+                self.invoke_plain(callback, hook.options.with_kwargs, output)
+            }
+            Callback::Typed(callback) => {
+                let result = invoke::call(callback, [&input_of(&self.args), output])?;
+                if result.is_none() {
+                    return Ok(None);
+                }
+                let expected = "observes and returns None";
+                Err(self.site(entry).type_error(expected, &result))
+            }
+            Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
+        }
+    }
+
+    /// Calls a hook of PyTorch's contract.
+    fn invoke_plain(
+        &mut self,
+        callback: &Bound<'py, PyAny>,
+        with_kwargs: bool,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let result = if with_kwargs {
             let kwargs = self.kwargs();
             invoke::call(callback, [self.module, &self.args, &kwargs, output])?
         } else {
@@ -224,34 +329,48 @@ impl<'py> Call<'_, 'py> {
 
     /// After an exception, whichever: those of the hooks not reached that are `always_call`. What
     /// they raise is told in a warning and never replaces the exception.
-    fn run_always_called<'e>(
+    fn run_always_called<'s>(
         &mut self,
-        entries: impl Iterator<Item = &'e Entry<Hook>>,
+        steps: impl Iterator<Item = Step<'s, 'py>>,
         mut output: Option<Bound<'py, PyAny>>,
-    ) {
-        for entry in entries.filter(|entry| entry.hook().options.always_call) {
-            let Some(inside) = entry.enter() else {
-                continue;
+    ) where
+        'py: 's,
+    {
+        for step in steps {
+            let always = match step {
+                Step::Own(entry) => entry.hook().options.always_call,
+                Step::Torch(hook) => hook.always_call,
             };
-            let result = self.invoke_forward(entry, output.as_ref());
-            drop(inside);
-            match self.site(entry).settle(result) {
+            if !always {
+                continue;
+            }
+            match self.take(step, output.as_ref()) {
                 Ok(None) => {}
                 Ok(replaced) => output = replaced,
-                Err(error) => self.site(entry).warn_silenced(&error),
+                Err(error) => match step {
+                    Step::Own(entry) => self.site(entry).warn_silenced(&error),
+                    Step::Torch(hook) => hook.warn_silenced(&error),
+                },
             }
         }
     }
 
     /// Puts the inputs through the autograd node that backward hooks fire from, where gradients
     /// are recorded at all.
-    fn tap_inputs(&mut self) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if !torch::is_grad_enabled(self.module.py())? {
+    fn tap_inputs(
+        &mut self,
+        torch_hooks: Option<&TorchHooks<'py>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = self.module.py();
+        if !torch::is_grad_enabled(py)? {
             return Ok(None);
         }
-        let backward = torch::backward_pass(self.module, self.registry.as_any())?;
+        let scopes = self.scopes.entered(py)?.cloned();
+        let scopes = scopes.unwrap_or_else(|| PyTuple::empty(py));
+        let backward =
+            torch::backward_pass(self.module, self.registry.as_any(), &scopes, torch_hooks)?;
         let kwargs = self.kwargs();
-        let tap = backward.getattr(intern!(kwargs.py(), "tap_inputs"))?;
+        let tap = backward.getattr(intern!(py, "tap_inputs"))?;
         let (args, kwargs) = invoke::call(&tap, [&self.args, &kwargs])?.extract()?;
         self.args = args;
         self.kwargs = Some(kwargs);

@@ -22,6 +22,18 @@ pub fn hook_type_error(py: Python<'_>, message: String) -> PyErr {
     of_class(py, "HookTypeError", message)
 }
 
+pub fn selection_error(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "SelectionError", message)
+}
+
+pub fn stale_activation(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "StaleActivationError", message)
+}
+
+pub fn capture_budget(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "CaptureBudgetError", message)
+}
+
 pub fn wait_error(py: Python<'_>, error: WaitError) -> PyErr {
     match error {
         WaitError::Inside => hook_error(

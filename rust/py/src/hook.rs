@@ -1,5 +1,8 @@
 //! A registered Python hook: how it is called and what happens when it fails.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
 use ferrohook_core::{Entry, Phase, Placement};
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -7,6 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyInt, PyString};
 
 use crate::error::{hook_type_error, type_name};
+use crate::recorder::Recorder;
 use crate::typed::TypedHook;
 
 /// A phase, from its name.
@@ -98,6 +102,8 @@ pub struct Options {
     pub with_kwargs: bool,
     pub always_call: bool,
     pub on_error: OnError,
+    /// Count the time spent in the hook.
+    pub timed: bool,
 }
 
 impl Options {
@@ -113,44 +119,83 @@ impl From<OnError> for Options {
             with_kwargs: false,
             always_call: false,
             on_error,
+            timed: false,
         }
     }
 }
 
 /// The callback of a registry's entry.
 pub struct Hook {
-    /// As the user gave it: a callable or a [`TypedHook`].
+    /// As it was given: a callable, a [`TypedHook`] or a [`Recorder`].
     given: Py<PyAny>,
-    typed: bool,
+    kind: Kind,
     pub options: Options,
+    /// The nanoseconds spent in it, where they are counted.
+    spent: Option<AtomicU64>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Plain,
+    Typed,
+    Recorder,
+}
+
+/// What a hook's turn comes down to.
+#[derive(Clone, Copy)]
+pub enum Callback<'a, 'py> {
+    /// PyTorch's contract.
+    Plain(&'a Bound<'py, PyAny>),
+    /// The callback of a typed hook.
+    Typed(&'a Bound<'py, PyAny>),
+    /// Runs in Rust.
+    Recorder(&'a Bound<'py, Recorder>),
+}
+
+/// Counts the time until it is dropped.
+pub struct Timer<'a> {
+    spent: &'a AtomicU64,
+    since: Instant,
+}
+
+impl Drop for Timer<'_> {
+    fn drop(&mut self) {
+        let nanoseconds = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        // Relaxed: a sum that orders nothing.
+        self.spent.fetch_add(nanoseconds, Ordering::Relaxed);
+    }
 }
 
 impl Hook {
     /// Refuses what can't be called for `phase` as `options` say.
     pub fn new(given: &Bound<'_, PyAny>, phase: Phase, options: Options) -> PyResult<Self> {
         let py = given.py();
-        let typed = given.cast::<TypedHook>();
-        if let Ok(typed) = &typed {
-            let of = typed.get().phase;
-            if of != phase {
-                return Err(hook_type_error(
-                    py,
-                    format!(
-                        "{} is a hook for the phase {of}, it cannot be registered for {phase}",
-                        type_name(given)
-                    ),
-                ));
-            }
-            if options.with_kwargs {
-                return Err(hook_type_error(
-                    py,
-                    format!(
-                        "{} fixes the arguments of its callback: with_kwargs is for plain callables",
-                        type_name(given)
-                    ),
-                ));
-            }
-        } else if !given.is_callable() {
+        let (kind, of) = if let Ok(typed) = given.cast::<TypedHook>() {
+            (Kind::Typed, typed.get().phase)
+        } else if let Ok(recorder) = given.cast::<Recorder>() {
+            (Kind::Recorder, recorder.get().phase())
+        } else {
+            (Kind::Plain, phase)
+        };
+        if of != phase {
+            return Err(hook_type_error(
+                py,
+                format!(
+                    "{} is a hook for the phase {of}, it cannot be registered for {phase}",
+                    type_name(given)
+                ),
+            ));
+        }
+        if kind != Kind::Plain && options.with_kwargs {
+            return Err(hook_type_error(
+                py,
+                format!(
+                    "{} fixes the arguments of its callback: with_kwargs is for plain callables",
+                    type_name(given)
+                ),
+            ));
+        }
+        if kind == Kind::Plain && !given.is_callable() {
             return Err(hook_type_error(
                 py,
                 format!("a {phase} hook is a callable, got {}", type_name(given)),
@@ -158,8 +203,9 @@ impl Hook {
         }
         Ok(Self {
             given: given.clone().unbind(),
-            typed: typed.is_ok(),
+            kind,
             options,
+            spent: options.timed.then(AtomicU64::default),
         })
     }
 
@@ -168,16 +214,35 @@ impl Hook {
         &self.given
     }
 
-    /// What to call, and whether it is the callback of a typed hook.
-    pub fn callback<'a, 'py>(&'a self, py: Python<'py>) -> (&'a Bound<'py, PyAny>, bool) {
+    #[inline]
+    pub fn callback<'a, 'py>(&'a self, py: Python<'py>) -> Callback<'a, 'py> {
         let given = self.given.bind(py);
-        // The flag spares plain hooks the check of their type.
-        if self.typed
-            && let Ok(typed) = given.cast::<TypedHook>()
-        {
-            return (typed.get().callback.bind(py), true);
+        // The kind spares plain hooks the check of their type.
+        match self.kind {
+            Kind::Plain => Callback::Plain(given),
+            Kind::Typed => given
+                .cast::<TypedHook>()
+                .map_or(Callback::Plain(given), |typed| {
+                    Callback::Typed(typed.get().callback.bind(py))
+                }),
+            Kind::Recorder => given
+                .cast::<Recorder>()
+                .map_or(Callback::Plain(given), Callback::Recorder),
         }
-        (given, false)
+    }
+
+    /// Counts the time until the timer is dropped, where that was asked for.
+    #[inline]
+    pub fn start(&self) -> Option<Timer<'_>> {
+        let spent = self.spent.as_ref()?;
+        let since = Instant::now();
+        Some(Timer { spent, since })
+    }
+
+    /// The seconds spent in the hook, where they are counted.
+    pub fn seconds(&self) -> Option<f64> {
+        let spent = self.spent.as_ref()?.load(Ordering::Relaxed);
+        Some(Duration::from_nanos(spent).as_secs_f64())
     }
 }
 
@@ -194,7 +259,10 @@ impl Site<'_, '_> {
 
     /// Names hook, phase and module.
     fn describe(&self) -> String {
-        let (callback, _) = self.entry.hook().callback(self.py());
+        let callback = match self.entry.hook().callback(self.py()) {
+            Callback::Plain(callback) | Callback::Typed(callback) => callback,
+            Callback::Recorder(recorder) => recorder.as_any(),
+        };
         let name = callback
             .getattr("__qualname__")
             .and_then(|name| name.extract::<String>())

@@ -4,6 +4,7 @@
 
 mod backward;
 mod call;
+mod dispatcher;
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 mod depth;
 mod error;
@@ -12,7 +13,9 @@ mod heap_type;
 mod hook;
 mod invoke;
 mod module;
+mod recorder;
 mod registry;
+mod scope;
 mod torch;
 mod typed;
 
@@ -23,17 +26,27 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
+    use crate::dispatcher::Dispatcher;
+    #[pymodule_export]
     use crate::handle::HookHandle;
     #[pymodule_export]
     use crate::module::HookedBase;
     #[pymodule_export]
+    use crate::recorder::{Collector, Recorder};
+    #[pymodule_export]
     use crate::registry::Registry;
+    #[pymodule_export]
+    use crate::scope::{ScopeBase, record};
     #[pymodule_export]
     use crate::typed::TypedHook;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
+        // Made here: not in a call, where the stack may be as deep as it can be.
+        module.add("Stop", module.py().get_type::<crate::recorder::Stop>())?;
+        let scopes = crate::scope::variable(module.py())?;
+        module.add("active_scopes", scopes)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

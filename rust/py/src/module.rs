@@ -13,7 +13,8 @@ use crate::error::hook_error;
 use crate::handle::HookHandle;
 use crate::hook::{OnError, Options, Priority};
 use crate::registry::Registry;
-use crate::torch::Callee;
+use crate::scope::ScopeArg;
+use crate::torch::{Callee, Target};
 
 /// The call of a `HookedModule`, its registry and the module inside.
 ///
@@ -55,11 +56,14 @@ impl HookedBase {
         phase: Phase,
         placement: Placement,
         options: Options,
+        scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         // Refused after into_inner, where nothing could ever fire.
         self.inner(hook.py())?;
         let registry = self.registry(hook.py())?;
-        registry.get().register(phase, hook, placement, options)
+        registry
+            .get()
+            .register(phase, hook, placement, options, scope)
     }
 }
 
@@ -129,7 +133,8 @@ impl HookedBase {
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;
-        call::call(slf.as_any(), inner, &this.callee, registry, args, kwargs)
+        let target = Target::Module(inner, &this.callee);
+        call::call(slf.as_any(), &target, registry, args, kwargs)
     }
 
     /// Registers a hook that runs before the module and may replace its input.
@@ -142,6 +147,7 @@ impl HookedBase {
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
     /// Returns:
     ///     The handle that removes the hook.
@@ -151,8 +157,8 @@ impl HookedBase {
     ///         type.
     ///     ValueError: an unknown `on_error`.
     #[pyo3(
-        signature = (hook, *, prepend = false, with_kwargs = false, priority = Priority(0), on_error = OnError::Raise),
-        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, priority=0, on_error='raise')"
+        signature = (hook, *, prepend = false, with_kwargs = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, priority=0, on_error='raise', scope=None)"
     )]
     fn register_forward_pre_hook(
         &self,
@@ -161,14 +167,16 @@ impl HookedBase {
         with_kwargs: bool,
         priority: Priority,
         on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let options = Options {
             with_kwargs,
             always_call: false,
             on_error,
+            timed: false,
         };
         let placement = priority.place(prepend);
-        self.register(hook, Phase::ForwardPre, placement, options)
+        self.register(hook, Phase::ForwardPre, placement, options, scope.as_ref())
     }
 
     /// Registers a hook that runs after the module and may replace its output.
@@ -183,6 +191,7 @@ impl HookedBase {
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
     /// Returns:
     ///     The handle that removes the hook.
@@ -192,8 +201,8 @@ impl HookedBase {
     ///         type.
     ///     ValueError: an unknown `on_error`.
     #[pyo3(
-        signature = (hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise),
-        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise')"
+        signature = (hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
     )]
     fn register_forward_hook(
         &self,
@@ -203,13 +212,16 @@ impl HookedBase {
         always_call: bool,
         priority: Priority,
         on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let options = Options {
             with_kwargs,
             always_call,
             on_error,
+            timed: false,
         };
-        self.register(hook, Phase::Forward, priority.place(prepend), options)
+        let placement = priority.place(prepend);
+        self.register(hook, Phase::Forward, placement, options, scope.as_ref())
     }
 
     /// Registers a hook that runs before gradients flow into the module and may replace the
@@ -222,6 +234,7 @@ impl HookedBase {
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
     /// Returns:
     ///     The handle that removes the hook.
@@ -230,8 +243,8 @@ impl HookedBase {
     ///     HookTypeError: not a callable, a typed hook, or an option of the wrong type.
     ///     ValueError: an unknown `on_error`.
     #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise')"
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
     )]
     fn register_full_backward_pre_hook(
         &self,
@@ -239,9 +252,11 @@ impl HookedBase {
         prepend: bool,
         priority: Priority,
         on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let placement = priority.place(prepend);
-        self.register(hook, Phase::BackwardPre, placement, on_error.into())
+        let options = on_error.into();
+        self.register(hook, Phase::BackwardPre, placement, options, scope.as_ref())
     }
 
     /// Registers a hook that runs after gradients flowed through the module and may replace the
@@ -256,6 +271,7 @@ impl HookedBase {
     ///     priority: higher fires first.
     ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
     ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
     ///
     /// Returns:
     ///     The handle that removes the hook.
@@ -265,8 +281,8 @@ impl HookedBase {
     ///         type.
     ///     ValueError: an unknown `on_error`.
     #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise')"
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
     )]
     fn register_full_backward_hook(
         &self,
@@ -274,16 +290,18 @@ impl HookedBase {
         prepend: bool,
         priority: Priority,
         on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let placement = priority.place(prepend);
-        self.register(hook, Phase::Backward, placement, on_error.into())
+        let options = on_error.into();
+        self.register(hook, Phase::Backward, placement, options, scope.as_ref())
     }
 
     /// `register_full_backward_hook` under ferrotorch's name. PyTorch's method of this name
     /// registers a deprecated kind of hook that misses gradients; that kind is not offered.
     #[pyo3(
-        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise),
-        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise')"
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
     )]
     fn register_backward_hook(
         &self,
@@ -291,8 +309,9 @@ impl HookedBase {
         prepend: bool,
         priority: Priority,
         on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
-        self.register_full_backward_hook(hook, prepend, priority, on_error)
+        self.register_full_backward_hook(hook, prepend, priority, on_error, scope)
     }
 
     // No `__clear__`: a cycle through the module or the registry can be cut there.

@@ -1,5 +1,8 @@
 //! `Registry`: a core registry for Python, and the walk of its backward phases.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use ferrohook_core::{Phase, Placement};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -7,35 +10,119 @@ use pyo3::types::PyTuple;
 
 use crate::backward;
 use crate::handle::{HookHandle, Timeout, wait_interruptibly};
-use crate::hook::{Hook, Options, PhaseName};
+use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
+use crate::scope::{self, ScopeArg, ScopeCount, Scopes};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
+type Snapshot = ferrohook_core::Snapshot<Hook>;
 
 /// The ordered hooks of one module, all phases.
 ///
 /// The only owner of the hooks' callables as far as Python's garbage collector is concerned.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Registry {
-    pub hooks: CoreRegistry,
+    /// The module's number, by which scopes know it.
+    module: u64,
+    /// The hooks that fire in every context.
+    hooks: CoreRegistry,
+    scopes: ScopeCount,
 }
 
 impl Registry {
-    pub fn new() -> Self {
+    pub fn new(hooks: CoreRegistry) -> Self {
+        static MODULES: AtomicU64 = AtomicU64::new(0);
         Self {
-            hooks: CoreRegistry::new(),
+            // Relaxed: the numbers order nothing.
+            module: MODULES.fetch_add(1, Ordering::Relaxed),
+            hooks,
+            scopes: ScopeCount::default(),
         }
     }
 
-    /// Adds a hook, or refuses it and leaves the registry as it was.
+    pub fn module(&self) -> u64 {
+        self.module
+    }
+
+    /// Adds a hook, or refuses it and leaves all as it was.
     pub fn register(
         &self,
         phase: Phase,
         hook: &Bound<'_, PyAny>,
         placement: Placement,
         options: Options,
+        scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
+        let py = hook.py();
         let hook = Hook::new(hook, phase, options)?;
-        Ok(HookHandle(self.hooks.register(phase, hook, placement)))
+        let Some(ScopeArg(scope)) = scope else {
+            return Ok(HookHandle(self.hooks.register(phase, hook, placement)));
+        };
+        let scope = scope.get();
+        let hooks = scope.hooks_to_change(py, self.module, &self.scopes)?;
+        let handle = hooks.register(phase, hook, placement);
+        // It may have been closed in the meantime, without this hook.
+        if let Err(closed) = scope.check_open(py) {
+            handle.remove();
+            return Err(closed);
+        }
+        Ok(HookHandle(handle))
+    }
+
+    /// The snapshot of a phase that begins: the hooks that fire in every context and those of the
+    /// entered scopes, in one order. None where there are none.
+    #[inline]
+    pub fn begin<'py>(
+        &self,
+        py: Python<'py>,
+        phase: Phase,
+        scopes: &Scopes<'py>,
+    ) -> PyResult<Option<Arc<Snapshot>>> {
+        if self.scopes.any()
+            && let Some(scopes) = scopes.entered(py)?
+        {
+            return Ok(self.begin_in(phase, scopes));
+        }
+        Ok(self.begin_outside(phase))
+    }
+
+    fn begin_outside(&self, phase: Phase) -> Option<Arc<Snapshot>> {
+        let occupied = self.hooks.occupied(phase);
+        occupied.then(|| self.hooks.snapshot(phase))
+    }
+
+    fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Arc<Snapshot>> {
+        let mut snapshots: Vec<_> = scope::hooks(scopes, self.module)
+            .filter(|hooks| hooks.occupied(phase))
+            .map(|hooks| hooks.snapshot(phase))
+            .chain(self.begin_outside(phase))
+            .collect();
+        if snapshots.len() > 1 {
+            Some(Arc::new(Snapshot::merged(&snapshots)))
+        } else {
+            snapshots.pop()
+        }
+    }
+
+    /// The hooks of a phase that fire in this context.
+    fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Arc<Snapshot>>> {
+        self.begin(py, phase, &Scopes::default())
+    }
+
+    /// Whether `begin` would give a snapshot.
+    #[inline]
+    pub fn occupied<'py>(
+        &self,
+        py: Python<'py>,
+        phase: Phase,
+        scopes: &Scopes<'py>,
+    ) -> PyResult<bool> {
+        if self.scopes.any()
+            && let Some(scopes) = scopes.entered(py)?
+            && scope::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
+        {
+            return Ok(true);
+        }
+        Ok(self.hooks.occupied(phase))
     }
 }
 
@@ -43,16 +130,57 @@ impl Registry {
 impl Registry {
     #[new]
     fn py_new() -> Self {
-        Self::new()
+        Self::new(CoreRegistry::new())
     }
 
-    /// The hooks of one phase or of all: (id, phase, hook, priority, enabled, calls) each, in
-    /// firing order.
+    /// The module's number, by which captures know it.
+    #[getter(module)]
+    fn py_module(&self) -> u64 {
+        self.module
+    }
+
+    /// Adds a hook of any phase.
+    ///
+    /// Raises:
+    ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
+    ///         type.
+    ///     ValueError: an unknown phase or `on_error`.
+    ///     HookError: the scope was left.
+    #[pyo3(
+        name = "register",
+        signature = (phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
+        text_signature = "($self, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
+    fn py_register(
+        &self,
+        phase: PhaseName,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        with_kwargs: bool,
+        always_call: bool,
+        priority: Priority,
+        on_error: OnError,
+        timed: bool,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        let options = Options {
+            with_kwargs,
+            always_call,
+            on_error,
+            timed,
+        };
+        let placement = priority.place(prepend);
+        self.register(phase.0, hook, placement, options, scope.as_ref())
+    }
+
+    /// The hooks of one phase or of all that fire in this context: (id, phase, hook, priority,
+    /// enabled, calls, seconds) each, in firing order.
     #[pyo3(signature = (phase = None))]
-    fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> Vec<Row> {
+    fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
         for each in selected(phase) {
-            for entry in self.hooks.snapshot(each).iter() {
+            for entry in self.firing(py, each)?.iter().flat_map(|it| it.iter()) {
                 if !entry.removed() {
                     rows.push((
                         entry.id().get(),
@@ -61,11 +189,12 @@ impl Registry {
                         entry.priority(),
                         entry.enabled(),
                         entry.calls(),
+                        entry.hook().seconds(),
                     ));
                 }
             }
         }
-        rows
+        Ok(rows)
     }
 
     /// Removes the hooks of one phase or of all.
@@ -86,59 +215,82 @@ impl Registry {
     }
 
     /// Another registry with the same hooks in the same order; `copy` makes their callables.
-    fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self
             .hooks
             .fork(|phase, hook| Hook::new(&copy.call1((hook.given(),))?, phase, hook.options))?;
-        Ok(Self { hooks })
+        Ok(Self::new(hooks))
     }
 
-    /// What `torch.compile` traces instead of the call: for each phase the enabled hooks in firing
-    /// order, (callback, typed, with_kwargs) each; and whether tracing can do as their options say.
+    /// What `torch.compile` traces instead of a call in this context: for each phase the enabled
+    /// hooks in firing order, (callback, kind, with_kwargs) each; and whether tracing can do as
+    /// their options say. For a recorder the callback is the part that is recorded.
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
         let mut traceable = true;
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
-            for entry in self.hooks.snapshot(phase).iter() {
-                if entry.enabled() && !entry.removed() {
-                    let hook = entry.hook();
-                    let (callback, typed) = hook.callback(py);
-                    traceable &= hook.options.traceable();
-                    rows.push((callback, typed, hook.options.with_kwargs).into_pyobject(py)?);
+            for entry in self.firing(py, phase)?.iter().flat_map(|it| it.iter()) {
+                if !entry.enabled() || entry.removed() {
+                    continue;
                 }
+                let hook = entry.hook();
+                traceable &= hook.options.traceable();
+                let (callback, kind) = match hook.callback(py) {
+                    Callback::Plain(callback) => (callback.clone(), "plain"),
+                    Callback::Typed(callback) => (callback.clone(), "typed"),
+                    Callback::Recorder(recorder) => match recorder.get().traced(py) {
+                        Some(part) => (part, "recorder"),
+                        None => {
+                            traceable = false;
+                            (recorder.as_any().clone(), "eager recorder")
+                        }
+                    },
+                };
+                rows.push((callback, kind, hook.options.with_kwargs).into_pyobject(py)?);
             }
             phases.push(PyTuple::new(py, rows)?);
         }
         Ok((PyTuple::new(py, phases)?, traceable))
     }
 
-    /// Whether any hook of the phase may fire.
-    fn occupied(&self, phase: PhaseName) -> bool {
-        self.hooks.occupied(phase.0)
+    /// Whether the phases `backward_pre` and `backward` have hooks that fire in `scopes`.
+    fn occupied_backward(
+        &self,
+        py: Python<'_>,
+        scopes: Bound<'_, PyTuple>,
+    ) -> PyResult<(bool, bool)> {
+        let scopes = Scopes::given(scopes);
+        Ok((
+            self.occupied(py, Phase::BackwardPre, &scopes)?,
+            self.occupied(py, Phase::Backward, &scopes)?,
+        ))
     }
 
-    /// Walks the `backward_pre` phase of one call: the gradient of the module's output as the
-    /// hooks leave it, or None where none replaces it.
+    /// Walks the `backward_pre` phase of one call that was made in `scopes`: the gradient of the
+    /// module's output as the hooks leave it, or None where none replaces it.
     fn run_backward_pre<'py>(
         &self,
+        scopes: Bound<'py, PyTuple>,
         module: &Bound<'py, PyAny>,
         grad_output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        backward::run(&self.hooks, Phase::BackwardPre, module, grad_output, None)
+        let snapshot = self.begin(module.py(), Phase::BackwardPre, &Scopes::given(scopes))?;
+        backward::run(snapshot, module, grad_output, None)
     }
 
-    /// Walks the `backward` phase of one call: the gradient of the module's input as the hooks
-    /// leave it, or None where none replaces it.
+    /// Walks the `backward` phase of one call that was made in `scopes`: the gradient of the
+    /// module's input as the hooks leave it, or None where none replaces it.
     fn run_backward<'py>(
         &self,
+        scopes: Bound<'py, PyTuple>,
         module: &Bound<'py, PyAny>,
         grad_input: &Bound<'py, PyAny>,
         grad_output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let also = Some(grad_output);
-        backward::run(&self.hooks, Phase::Backward, module, grad_input, also)
+        let snapshot = self.begin(module.py(), Phase::Backward, &Scopes::given(scopes))?;
+        backward::run(snapshot, module, grad_input, Some(grad_output))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -150,7 +302,7 @@ impl Registry {
     }
 }
 
-type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64);
+type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64, Option<f64>);
 
 fn selected(phase: Option<PhaseName>) -> impl Iterator<Item = Phase> {
     Phase::ALL

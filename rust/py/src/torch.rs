@@ -11,12 +11,14 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyFunction, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFunction, PyModule, PyString, PyTuple};
 use pyo3::{ffi, types::PyType};
 
 use crate::invoke;
 
 struct Torch {
+    /// `torch.nn.modules.module`.
+    module: Py<PyModule>,
     /// `nn.Module.__call__` as torch defines it, and what that calls.
     module_call: Py<PyAny>,
     module_call_impl: Py<PyAny>,
@@ -50,6 +52,7 @@ impl Torch {
             let example = instance_dict(&module.getattr("Module")?.call0()?)?;
             let trace_globals = py.import("torch.jit._trace")?.dict();
             Ok(Self {
+                module: module.clone().unbind(),
                 module_call: module.getattr("Module")?.getattr("__call__")?.unbind(),
                 module_call_impl: module.getattr("Module")?.getattr("_call_impl")?.unbind(),
                 plain_getattribute: py.get_type::<PyAny>().getattr("__getattribute__")?.unbind(),
@@ -89,10 +92,205 @@ impl Torch {
 #[derive(Default)]
 pub struct Callee(OnceLock<PlainClass>);
 
-/// A class whose `__call__` is `nn.Module`'s and whose `forward` is a plain function.
+/// A class whose `forward` is a plain function.
 struct PlainClass {
     version: u32,
     forward: Py<PyFunction>,
+    /// Whether `__call__` is `nn.Module`'s.
+    calls_forward: bool,
+}
+
+/// What stands between the hooks before and the hooks after.
+pub enum Target<'a, 'py> {
+    /// The module inside a wrapper, called as a whole: with its own torch hooks and whatever else.
+    Module(&'a Bound<'py, PyAny>, &'a Callee),
+    /// The module's own `forward`.
+    Forward(&'a Callee, Bound<'py, PyDict>),
+    /// The same, where torch's hooks have to run too or something stands in for `forward`.
+    Special(Bound<'py, PyAny>, TorchHooks<'py>),
+}
+
+impl<'a, 'py> Target<'a, 'py> {
+    /// What a call of an instrumented module comes down to, whose instance dict is `state`.
+    pub fn of(
+        module: &Bound<'py, PyAny>,
+        state: Bound<'py, PyDict>,
+        callee: &'a Callee,
+        through_call: bool,
+    ) -> PyResult<Self> {
+        let py = module.py();
+        let torch = Torch::get(py)?;
+        if nothing_but_forward(torch, &state)? {
+            return Ok(Self::Forward(callee, state));
+        }
+        let own_call_impl = state.get_item(&torch.own_call_impl.name)?;
+        if let Some(call_impl) = own_call_impl
+            && through_call
+        {
+            return Ok(Self::Special(call_impl, TorchHooks::default()));
+        }
+        // Their deprecated kind hangs on autograd's nodes: torch does that best itself.
+        if any_non_full_backward_hook(torch, &state)? {
+            let call_impl = torch.module_call_impl.bind(py);
+            let bound = call_impl.call_method1(intern!(py, "__get__"), (module,))?;
+            return Ok(Self::Special(bound, TorchHooks::default()));
+        }
+        // Notes the name of the module while torch.jit traces, and else just calls forward.
+        let forward = module.getattr(intern!(py, "_slow_forward"))?;
+        Ok(Self::Special(forward, TorchHooks::of(torch, &state)?))
+    }
+
+    pub fn call(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Self::Module(inner, callee) => callee.call(inner, args, kwargs),
+            Self::Forward(callee, state) => callee.call_forward(module, state, args, kwargs),
+            Self::Special(callable, _) => invoke::call_with(callable, args, kwargs),
+        }
+    }
+
+    pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
+        match self {
+            Self::Special(_, hooks) => Some(hooks),
+            Self::Module(..) | Self::Forward(..) => None,
+        }
+    }
+
+    /// The module whose `forward` is called in the end, when `called` is called.
+    pub fn module<'b>(&'b self, called: &'b Bound<'py, PyAny>) -> &'b Bound<'py, PyAny> {
+        match self {
+            Self::Module(inner, _) => inner,
+            _ => called,
+        }
+    }
+}
+
+/// What `nn.Module.compile` made of the call of the module whose instance dict is `state`.
+pub fn compiled_call<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let compiled = &Torch::get(state.py())?.compiled_call;
+    if compiled.missing_or_empty(state)? {
+        return Ok(None);
+    }
+    state.get_item(&compiled.name)
+}
+
+/// A hook from one of torch's dicts.
+pub struct TorchHook<'py> {
+    pub callback: Bound<'py, PyAny>,
+    pub with_kwargs: bool,
+    pub always_call: bool,
+}
+
+impl TorchHook<'_> {
+    /// What `nn.Module` says where an `always_call` hook fails after something else did.
+    pub fn warn_silenced(&self, error: &PyErr) {
+        let py = self.callback.py();
+        let text = format!(
+            "forward hook with ``always_call=True`` raised an exception that was silenced as \
+             another error was raised in forward: {error}"
+        );
+        let warned = py
+            .import("warnings")
+            .and_then(|warnings| warnings.call_method1("warn", (text,)));
+        if let Err(error) = warned {
+            error.write_unraisable(py, None);
+        }
+    }
+}
+
+/// The hooks that torch's dicts hold for one module, those for all modules ahead of its own.
+#[derive(Default)]
+pub struct TorchHooks<'py> {
+    pub forward_pre: Vec<TorchHook<'py>>,
+    pub forward: Vec<TorchHook<'py>>,
+    pub backward_pre: Vec<Bound<'py, PyAny>>,
+    pub backward: Vec<Bound<'py, PyAny>>,
+}
+
+impl<'py> TorchHooks<'py> {
+    fn of(torch: &Torch, state: &Bound<'py, PyDict>) -> PyResult<Self> {
+        let py = state.py();
+        let [forward, forward_pre, backward, backward_pre] = [0, 1, 2, 3].map(|kind| {
+            let own = &torch.module_hooks[kind].name;
+            hooks_in([
+                Some(torch.global_hooks[kind].bind(py).clone()),
+                dict_in(state, own.bind(py))?,
+            ])
+        });
+        let global = torch.module.bind(py).dict();
+        let has = |namespace: &Bound<'py, PyDict>, name: &str, id: &Bound<'py, PyAny>| {
+            let ids = dict_in(namespace, PyString::new(py, name).as_any())?;
+            ids.map_or(Ok(false), |ids| ids.contains(id))
+        };
+        let callback = |(_, callback)| callback;
+        Ok(Self {
+            forward_pre: forward_pre?
+                .into_iter()
+                .map(|(id, callback)| {
+                    Ok(TorchHook {
+                        with_kwargs: has(state, "_forward_pre_hooks_with_kwargs", &id)?,
+                        always_call: false,
+                        callback,
+                    })
+                })
+                .collect::<PyResult<_>>()?,
+            forward: forward?
+                .into_iter()
+                .map(|(id, callback)| {
+                    Ok(TorchHook {
+                        with_kwargs: has(state, "_forward_hooks_with_kwargs", &id)?
+                            || has(&global, "_global_forward_hooks_with_kwargs", &id)?,
+                        always_call: has(state, "_forward_hooks_always_called", &id)?
+                            || has(&global, "_global_forward_hooks_always_called", &id)?,
+                        callback,
+                    })
+                })
+                .collect::<PyResult<_>>()?,
+            backward_pre: backward_pre?.into_iter().map(callback).collect(),
+            backward: backward?.into_iter().map(callback).collect(),
+        })
+    }
+
+    pub fn any_backward(&self) -> bool {
+        !(self.backward_pre.is_empty() && self.backward.is_empty())
+    }
+}
+
+/// The (id, hook) pairs of several dicts.
+fn hooks_in<'py>(
+    dicts: [Option<Bound<'py, PyDict>>; 2],
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    let items = dicts.into_iter().flatten().flat_map(|dict| dict.items());
+    items.map(|item| item.extract()).collect()
+}
+
+fn dict_in<'py>(
+    namespace: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let found = namespace.get_item(name)?;
+    Ok(found.and_then(|found| found.cast_into().ok()))
+}
+
+/// Whether a backward hook of torch's deprecated kind is registered.
+fn any_non_full_backward_hook(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = state.py();
+    let non_full = |namespace: &Bound<'_, PyDict>, name| -> PyResult<bool> {
+        let full = namespace.get_item(name)?;
+        full.map_or(Ok(false), |full| Ok(full.is(PyBool::new(py, false))))
+    };
+    let own = torch.module_hooks[2].missing_or_empty(state)?;
+    let global = torch.global_hooks[2].bind(py).is_empty();
+    Ok(!own && non_full(state, "_is_full_backward_hook")?
+        || !global
+            && non_full(
+                &torch.module.bind(py).dict(),
+                "_global_is_full_backward_hook",
+            )?)
 }
 
 impl Callee {
@@ -107,20 +305,34 @@ impl Callee {
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let torch = Torch::get(module.py())?;
+        let class = module.get_type();
+        let calls_forward = match self.plain_class(torch, &class)? {
+            Some(plain) => plain.calls_forward,
+            None => calls_forward(torch, &class)?,
+        };
+        if calls_forward {
+            let state = instance_dict(module)?;
+            if nothing_but_forward(torch, &state)? {
+                return self.call_forward(module, &state, args, kwargs);
+            }
+        }
+        invoke::call_with(module, args, kwargs)
+    }
+
+    /// Calls `module.forward`, for a module whose instance dict is `state`.
+    fn call_forward<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        state: &Bound<'py, PyDict>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = module.py();
         let torch = Torch::get(py)?;
-        let class = module.get_type();
-        let forward = self.forward(torch, &class)?;
-        if forward.is_none() && !calls_forward(torch, &class)? {
-            return invoke::call_with(module, args, kwargs);
-        }
-        let state = instance_dict(module)?;
-        if !nothing_but_forward(torch, &state)? {
-            return invoke::call_with(module, args, kwargs);
-        }
-        match forward {
-            Some(forward) if torch.own_forward.missing_or_empty(&state)? => {
-                invoke::call_with_first(forward.bind(py), module, args, kwargs)
+        match self.plain_class(torch, &module.get_type())? {
+            Some(plain) if torch.own_forward.missing_or_empty(state)? => {
+                invoke::call_with_first(plain.forward.bind(py), module, args, kwargs)
             }
             _ => {
                 let forward = module.getattr(intern!(py, "forward"))?;
@@ -129,19 +341,19 @@ impl Callee {
         }
     }
 
-    /// The `forward` of `class`, where it is known what calling an instance comes down to.
-    fn forward(
+    /// What is known of `class`, if it is still as it was.
+    fn plain_class(
         &self,
         torch: &Torch,
         class: &Bound<'_, PyType>,
-    ) -> PyResult<Option<&Py<PyFunction>>> {
+    ) -> PyResult<Option<&PlainClass>> {
         if let Some(plain) = self.0.get() {
-            return Ok((plain.version == version(class)).then_some(&plain.forward));
+            return Ok((plain.version == version(class)).then_some(plain));
         }
         let Some(plain) = PlainClass::examine(torch, class)? else {
             return Ok(None);
         };
-        Ok(Some(&self.0.get_or_init(|| plain).forward))
+        Ok(Some(self.0.get_or_init(|| plain)))
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -156,9 +368,10 @@ impl PlainClass {
         let py = class.py();
         let getattribute = class.getattr(intern!(py, "__getattribute__"))?;
         let version_before = version(class);
-        if !getattribute.is(&torch.plain_getattribute) || !calls_forward(torch, class)? {
+        if !getattribute.is(&torch.plain_getattribute) {
             return Ok(None);
         }
+        let calls_forward = calls_forward(torch, class)?;
         let forward = raw_attribute(class, "forward")?;
         Ok(match forward.map(Bound::cast_into::<PyFunction>) {
             // 0 is the number of a class that has none.
@@ -166,6 +379,7 @@ impl PlainClass {
                 Some(Self {
                     version: version_before,
                     forward: forward.unbind(),
+                    calls_forward,
                 })
             }
             _ => None,
@@ -298,7 +512,7 @@ impl Variable {
 }
 
 /// `object.__dict__`, past any `__getattribute__`.
-fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+pub fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
     // SAFETY: `object` is a live object and the null context is what the function takes from C; it
     // returns a new reference, or null with an exception set.
     let dict = unsafe {
@@ -308,6 +522,18 @@ fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>
         )
     }?;
     Ok(dict.cast_into()?)
+}
+
+/// Calls a module of an instrumented class as its plain class would.
+pub fn call_plain<'py>(
+    module: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let call = module
+        .getattr(intern!(module.py(), "__class__"))?
+        .getattr(intern!(module.py(), "__call__"))?;
+    invoke::call_with_first(&call, module, args, kwargs)
 }
 
 /// Whether `value` is a `torch.Tensor`.
@@ -324,11 +550,22 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .is_truthy()
 }
 
-/// One call's `ferrohook.backward.BackwardPass`.
+/// One call's `ferrohook.backward.BackwardPass`, made in `scopes`.
 pub fn backward_pass<'py>(
     module: &Bound<'py, PyAny>,
     registry: &Bound<'py, PyAny>,
+    scopes: &Bound<'py, PyTuple>,
+    torch_hooks: Option<&TorchHooks<'py>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
-    invoke::call(Torch::get(py)?.backward_pass.bind(py), [module, registry])
+    let class = Torch::get(py)?.backward_pass.bind(py);
+    let (torch_pre, torch) = torch_hooks.map_or((&[][..], &[][..]), |hooks| {
+        (&hooks.backward_pre, &hooks.backward)
+    });
+    class.call1((module, registry, scopes, torch_pre, torch))
+}
+
+/// What a call returns that a capture has ended.
+pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    py.import("ferrohook.activations")?.getattr("STOPPED")
 }

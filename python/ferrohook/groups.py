@@ -1,0 +1,218 @@
+"""`register` and `run`: hooks on modules of a model, by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+from ferrohook._core import TypedHook
+from ferrohook.activations import capture as _capture
+from ferrohook.errors import NeverFiredWarning
+from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook.never_fired import explain
+from ferrohook.scopes import Scope
+from ferrohook.selection import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import nn
+
+    from ferrohook._core import HookHandle
+    from ferrohook.selection import Selector
+
+
+class HandleGroup:
+    """The handles of one hook on many modules: acts on all of them.
+
+    Iterating yields the `HookHandle`s, in the order of the modules. As a context manager it removes
+    the hooks at exit, and warns with `NeverFiredWarning` of modules that never ran meanwhile.
+    """
+
+    def __init__(
+        self, model: nn.Module, handles: dict[str, HookHandle], held: list[nn.Module]
+    ) -> None:
+        self._model = model
+        self._handles = handles
+        self._held = held
+
+    @property
+    def names(self) -> list[str]:
+        """The modules' names."""
+        return list(self._handles)
+
+    @property
+    def calls(self) -> int:
+        """How often the hooks were called and have returned or raised, all together."""
+        return sum(handle.calls for handle in self)
+
+    @property
+    def removed(self) -> bool:
+        """Whether all of them were removed."""
+        return all(handle.removed for handle in self)
+
+    def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Removes the hooks; modules that were instrumented for them are given back.
+
+        Args:
+            wait: return only when no thread is still inside any of them.
+            timeout: how many seconds to wait at most for each.
+
+        Raises:
+            HookError: `wait=True` from inside one of the hooks.
+            TimeoutError: a thread was still inside one; all are removed.
+        """
+        try:
+            if wait:
+                # All of them before waiting for the first.
+                for handle in self:
+                    handle.disable()
+            for handle in self:
+                handle.remove(wait=wait, timeout=timeout)
+        finally:
+            for handle in self:
+                handle.remove()
+            held, self._held = self._held, []
+            for module in held:
+                release(module)
+
+    def disable(self) -> None:
+        """Keeps the hooks and their places, and skips them until `enable`."""
+        for handle in self:
+            handle.disable()
+
+    def enable(self) -> None:
+        """Lets the hooks fire again, at their old places."""
+        for handle in self:
+            handle.enable()
+
+    def __iter__(self) -> Iterator[HookHandle]:
+        return iter(self._handles.values())
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __getitem__(self, name: str) -> HookHandle:
+        return self._handles[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        silent = [name for name, handle in self._handles.items() if not handle.calls]
+        self.remove()
+        if silent and error is None:
+            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = "removed" if self.removed else "registered"
+        return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
+
+
+def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
+    model: nn.Module,
+    what: Selector,
+    hook: Callable[..., Any] | TypedHook,
+    *,
+    phase: str | None = None,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    priority: int = 0,
+    on_error: str = "raise",
+    timed: bool = False,
+    scope: Scope | None = None,
+) -> HandleGroup:
+    """Registers one hook on modules of a model, by name.
+
+    Modules that are not instrumented are, for as long as the hook is registered. A hook on a
+    `HookedModule` inside the model is registered with the wrapper.
+
+    Args:
+        model: any module.
+        what: which of its modules, see `select`.
+        hook: a plain callable with PyTorch's contract for the phase, or a typed hook.
+        phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for that of a typed
+            hook, and `forward` for a plain callable.
+        prepend: ahead of all others of its priority, instead of behind them.
+        with_kwargs: pass the keyword arguments too.
+        always_call: run a forward hook also when the call fails.
+        priority: higher fires first.
+        on_error: what a call does about the hook's exception: `raise`, `disable` or `ignore`.
+        timed: count the time spent in the hook, for `summary`.
+        scope: the hook fires only in the contexts that entered this scope, until it is left.
+
+    Returns:
+        A handle for all of them.
+
+    Raises:
+        SelectionError: `what` matches no module.
+        HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
+            type.
+        HookError: a module cannot be instrumented, or the scope was left.
+        ValueError: an unknown phase or `on_error`.
+    """
+    modules = select(model, what)
+    if phase is None:
+        phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    handles: dict[str, HookHandle] = {}
+    group = HandleGroup(model, handles, hold_all(modules))
+    try:
+        for name, module in modules.items():
+            handles[name] = registry_of(module).register(
+                phase,
+                hook,
+                prepend=prepend,
+                with_kwargs=with_kwargs,
+                always_call=always_call,
+                priority=priority,
+                on_error=on_error,
+                timed=timed,
+                scope=scope,
+            )
+    except BaseException:
+        group.remove()
+        raise
+    return group
+
+
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, Callable[..., Any] | TypedHook] | None = None,
+    capture: Selector = None,
+    **kwargs: Any,
+) -> Any:
+    """Calls a model once, with hooks and a capture for this call alone.
+
+    Args:
+        model: any module.
+        *args: for the model.
+        hooks: from what `select` takes to the hook: a forward hook of PyTorch's contract, or a
+            typed hook of any phase.
+        capture: which modules' outputs to keep, see `select`; None for none.
+        **kwargs: for the model.
+
+    Returns:
+        The model's output; with `capture` a tuple of it and the `ActivationCache`.
+
+    Raises:
+        SelectionError: something matches no module.
+        HookTypeError: a hook is neither a callable nor a typed hook.
+
+    Examples:
+        >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
+    """
+    groups: list[HandleGroup] = []
+    with Scope() as own:
+        try:
+            for what, hook in (hooks or {}).items():
+                groups.append(register(model, what, hook, scope=own))
+            if capture is None:
+                return model(*args, **kwargs)
+            with _capture(model, capture) as acts:
+                output = model(*args, **kwargs)
+            return output, acts
+        finally:
+            for group in groups:
+                group.remove()

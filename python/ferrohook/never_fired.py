@@ -1,0 +1,45 @@
+"""Why modules that were selected never ran, as far as it can be told."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.classes import plain_class
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+MOST_NAMED = 5
+
+
+def explain(model: nn.Module, names: Sequence[str]) -> str:
+    """Says of these modules of a model that they never ran, and why."""
+    told = [f"{name!r}{_reason(model, name)}" for name in names[:MOST_NAMED]]
+    if len(names) > MOST_NAMED:
+        told.append(f"and {len(names) - MOST_NAMED} more")
+    verb = "was" if len(names) == 1 else "were"
+    return f"{', '.join(told)} {verb} selected and never ran in this context"
+
+
+def _reason(model: nn.Module, name: str) -> str:
+    parent_name, _, attribute = name.rpartition(".")
+    try:
+        parent = model.get_submodule(parent_name)
+        forward: Any = vars(parent).get("forward", plain_class(type(parent)).forward)
+        code = inspect.unwrap(forward).__code__
+    except (AttributeError, ValueError):
+        return ""
+    accessed = [
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in {"LOAD_ATTR", "LOAD_METHOD"}
+    ]
+    if (attribute, "forward") in pairwise(accessed):
+        caller = f"{type(parent).__name__}.forward"
+        return f" ({caller} calls its forward directly, which runs no hooks)"
+    return ""

@@ -1,0 +1,230 @@
+"""`select`: names modules of a model by path, glob, regex, class or predicate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set as AbstractSet
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_origin
+
+from torch import nn
+
+from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.module import _describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_Single: TypeAlias = "str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], object]"
+_Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
+Selector: TypeAlias = "_Single | _Union | None"
+
+MOST_SUGGESTIONS = 5
+CLOSE = 0.6
+"""How alike a suggestion must be: what `difflib.get_close_matches` asks for."""
+
+
+def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
+    """Names modules of a model.
+
+    Whatever matches nothing is an error, also when other members of its collection do match.
+
+    Args:
+        model: the module whose submodules, itself included, are selected.
+        what: None for all modules, or one of
+
+            - a path as in `named_modules()`, `""` for the model itself. A module that stands in
+              several places is found by each of its paths; everything below sees each module once,
+              under the first.
+            - a glob: `*`, `?` and `[...]` match inside one segment of a dotted path, the segment
+              `**` any number of segments, none included. Where it is the path of a module, it is
+              that path.
+            - a compiled regex, which is searched for in the path (`re.search`).
+            - a subclass of `nn.Module`, for its instances.
+            - a predicate `(name, module) -> bool`.
+            - a list, tuple or set of any of these, for their union.
+
+    Returns:
+        The modules by path, in the order of `named_modules()`.
+
+    Raises:
+        SelectionError: something matches no module.
+        HookTypeError: `model` is no `nn.Module`, or `what` is none of the above.
+    """
+    if not isinstance(model, nn.Module):
+        msg = f"select names modules of an instance of nn.Module, got {_describe(model)}"
+        raise HookTypeError(msg)
+    tree = _Tree(model)
+    found = tree.named if what is None else _match(tree, what)
+    names = sorted(found, key=lambda name: found[name].place)
+    return {name: found[name].module for name in names}
+
+
+def select_names(names: Iterable[str], pattern: str | re.Pattern[str]) -> list[str]:
+    """Those of some names that a path, a glob or a compiled regex matches, see `select`."""
+    names = list(names)
+    if isinstance(pattern, str) and pattern in names:
+        return [pattern]
+    return [name for name in names if _pattern_fits(pattern, name)]
+
+
+def _pattern_fits(pattern: str | re.Pattern[str], name: str) -> bool:
+    """Whether a glob or a compiled regex matches a path."""
+    if isinstance(pattern, str):
+        return _fits(pattern.split("."), name.split(".") if name else [])
+    return pattern.search(name) is not None
+
+
+class _Node(NamedTuple):
+    place: tuple[int, ...]
+    """The indices of the path's segments among their siblings, which sort as `named_modules`."""
+    module: nn.Module
+
+
+class _Tree:
+    """The modules of a model at one moment.
+
+    Not taken by `named_modules`, which fails when another thread adds a module meanwhile and,
+    asked for every path of shared modules, may yield exponentially many.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.named: dict[str, _Node] = {}
+        self._children: dict[int, dict[str, _Node]] = {}
+        waiting = [("", _Node((), model))]
+        while waiting:
+            name, node = waiting.pop()
+            if id(node.module) in self._children:
+                continue
+            self.named[name] = node
+            children = {
+                segment: _Node((*node.place, index), child)
+                for index, (segment, child) in enumerate(list(node.module._modules.items()))
+                if child is not None
+            }
+            self._children[id(node.module)] = children
+            prefix = f"{name}." if name else ""
+            waiting += [(prefix + segment, children[segment]) for segment in reversed(children)]
+
+    def find(self, path: str) -> _Node | None:
+        if path in self.named:
+            return self.named[path]
+        node = _Node((), self.model)
+        for segment in path.split("."):
+            child = self._children[id(node.module)].get(segment)
+            if child is None:
+                return None
+            node = _Node((*node.place, child.place[-1]), child.module)
+        return node
+
+
+def _match(tree: _Tree, what: object) -> dict[str, _Node]:
+    if isinstance(what, (list, tuple, AbstractSet)):
+        if not what:
+            msg = f"an empty {type(what).__name__} selects nothing"
+            raise SelectionError(msg)
+        return {name: node for member in what for name, node in _match(tree, member).items()}
+    if isinstance(what, str) and (node := tree.find(what)) is not None:
+        return {what: node}
+    if isinstance(what, nn.Module):
+        names = (repr(name) for name, node in tree.named.items() if node.module is what)
+        msg = (
+            f"select takes the name of a module ({next(names, 'this one is not in the model')}), "
+            f"not the module itself, got {_describe(what)}"
+        )
+        raise HookTypeError(msg)
+    fits = _criterion(what)
+    found = {name: node for name, node in tree.named.items() if fits(name, node.module)}
+    if not found:
+        raise SelectionError(_nothing(tree, what))
+    return found
+
+
+def _criterion(what: object) -> Callable[[str, nn.Module], object]:
+    if isinstance(what, str) or (isinstance(what, re.Pattern) and isinstance(what.pattern, str)):
+        return lambda name, _: _pattern_fits(what, name)
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        return lambda _, module: isinstance(module, what)
+    if callable(what) and not isinstance(what, type) and get_origin(what) is None:
+        return _predicate(what)
+    given = f"the pattern {what!r}" if isinstance(what, re.Pattern) else _describe(what)
+    msg = (
+        "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
+        f" (name, module) -> bool, or a list, tuple or set of these, got {given}"
+    )
+    raise HookTypeError(msg)
+
+
+def _fits(glob: list[str], segments: list[str]) -> bool:
+    # How many segments the parts of the glob so far may have matched.
+    ends = {0}
+    for part in glob:
+        if part == "**":
+            ends = set(range(min(ends), len(segments) + 1))
+        else:
+            ends = {n + 1 for n in ends if n < len(segments) and fnmatchcase(segments[n], part)}
+        if not ends:
+            return False
+    return len(segments) in ends
+
+
+def _predicate(function: Callable[..., object]) -> Callable[[str, nn.Module], object]:
+    def fits(name: str, module: nn.Module) -> object:
+        try:
+            return function(name, module)
+        except TypeError as error:
+            # Raised by the call, not in the function: that has a frame of its own.
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                msg = f"select calls a predicate with (name, module), got {_title(function)}"
+                raise HookTypeError(msg) from error
+            raise
+
+    return fits
+
+
+def _nothing(tree: _Tree, what: object) -> str:
+    """The message when `what`, which is of a right type, matches no module."""
+    names: Iterable[str] = (name for name in tree.named if name)
+    kind, given = "names", ""
+    if isinstance(what, type):
+        shown, given = f"the class {_title(what)}", what.__name__
+        kind, names = "classes", (_title(type(node.module)) for node in tree.named.values())
+    elif isinstance(what, re.Pattern):
+        shown, given = repr(what), what.pattern
+    elif isinstance(what, str):
+        shown, given = repr(what), what
+    else:
+        shown = f"the predicate {_title(what)}"
+    msg = f"nothing in {tree.model._get_name()} matches {shown}"
+    if len(tree.named) == 1:
+        return f"{msg}: it has no submodules"
+    names = list(dict.fromkeys(names))
+    closest = _closest(given, names)
+    listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))
+    return f"{msg}; the {'closest' if closest else 'first'} {kind} in it are {listed}"
+
+
+def _closest(given: str, names: Iterable[str]) -> list[str]:
+    """The names most like the one given, as a whole or in the last segment."""
+    whole = SequenceMatcher(b=given)
+    last = SequenceMatcher(b=_last(given))
+
+    def likeness(name: str) -> tuple[float, float]:
+        whole.set_seq1(name)
+        last.set_seq1(_last(name))
+        return max(whole.ratio(), last.ratio()), whole.ratio()
+
+    # Not by `get_close_matches`, which lists the equally close backwards.
+    ranked = sorted(((name, likeness(name)) for name in names), key=lambda it: it[1], reverse=True)
+    return [name for name, (best, _) in ranked[:MOST_SUGGESTIONS] if best >= CLOSE]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _title(value: object) -> str:
+    name = getattr(value, "__qualname__", None)
+    return repr(value) if name is None else f"{getattr(value, '__module__', None)}.{name}"

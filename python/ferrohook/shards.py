@@ -1,0 +1,105 @@
+"""Structures of tensors as files in the format of safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ferrohook.errors import HookError, HookTypeError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_KEY = "ferrohook"
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch  # noqa: PLC0415 (an extra)
+    except ModuleNotFoundError as error:
+        msg = "this needs the package safetensors: install ferrohook[safetensors]"
+        raise HookError(msg) from error
+    return safetensors.torch
+
+
+def save(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes a structure of tensors, tuples, lists, dicts and plain data to a file.
+
+    The file appears whole or not at all.
+
+    Raises:
+        HookTypeError: something that is none of these.
+    """
+    tensors: dict[str, Tensor] = {}
+    structure = json.dumps(_described(value, tensors, ""))
+    library = _safetensors()
+    target = Path(path)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    os.close(descriptor)
+    try:
+        library.save_file(tensors, name, metadata={_KEY: structure})
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What `save` wrote, on the CPU.
+
+    Raises:
+        HookError: another kind of file.
+    """
+    library = _safetensors()
+    with library.safe_open(path, framework="pt") as file:
+        structure = (file.metadata() or {}).get(_KEY)
+        if structure is None:
+            msg = f"{os.fspath(path)} holds no activations that ferrohook saved"
+            raise HookError(msg)
+        return _built(json.loads(structure), file)
+
+
+def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """The structure as JSON; its tensors go into `tensors`, by their paths."""
+    if isinstance(value, Tensor):
+        # Copied where the format asks for memory of its own.
+        own = value.detach().contiguous()
+        tensors[path] = own.clone() if own.data_ptr() == value.data_ptr() else own
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                msg = f"{path or 'the top'}: keys are saved as str, got {type(key).__name__}"
+                raise HookTypeError(msg)
+        return {"dict": {key: _described(value[key], tensors, f"{path}/{key}") for key in value}}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_described(v, tensors, f"{path}/{n}") for n, v in enumerate(value)]}
+    if hasattr(value, "__dataclass_fields__"):
+        fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
+        return _described(fields, tensors, path)
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    msg = f"{path}: a {type(value).__name__} cannot be saved, only tensors and plain data"
+    raise HookTypeError(msg)
+
+
+def _built(structure: dict[str, Any], file: Any) -> Any:
+    ((kind, content),) = structure.items()
+    match kind:
+        case "tensor":
+            return file.get_tensor(content)
+        case "dict":
+            return {key: _built(item, file) for key, item in content.items()}
+        case "tuple":
+            return tuple(_built(item, file) for item in content)
+        case "list":
+            return [_built(item, file) for item in content]
+        case _:
+            return content

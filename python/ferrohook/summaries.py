@@ -1,0 +1,79 @@
+"""`summary`: the hooked modules of a model, to look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.instrumentation import find_registry
+from ferrohook.module import HookInfo, _describe
+from ferrohook.selection import select
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+
+def summary(model: nn.Module) -> Tree:
+    """The modules of a model that have hooks, as a tree to `rich.print`, or to `print` as text.
+
+    Lists what fires in this context, in firing order: phase, hook, priority, calls, and the time
+    spent where it is counted (`register(timed=True)`).
+
+    Args:
+        model: any module, with wrappers or instrumented modules in it.
+
+    Raises:
+        HookTypeError: `model` is no `nn.Module`.
+        HookError: the package rich is not installed (`ferrohook[rich]`).
+    """
+    try:
+        from rich.tree import Tree  # noqa: PLC0415 (an extra)
+    except ModuleNotFoundError as error:
+        msg = "summary needs the package rich: install ferrohook[rich]"
+        raise HookError(msg) from error
+    if not isinstance(model, nn.Module):
+        msg = f"summary shows an instance of nn.Module, got {_describe(model)}"
+        raise HookTypeError(msg)
+    hooks = {name: _hooks(module) for name, module in select(model).items()}
+    nodes = {"": Tree(_title("", model))}
+    for name, module in select(model).items():
+        below = f"{name}." if name else ""
+        if name and not any(hooks[each] for each in hooks if f"{each}.".startswith(below)):
+            continue
+        if name:
+            parent, _, last = name.rpartition(".")
+            nodes[name] = nodes[parent].add(_title(last, module))
+        for hook in hooks[name]:
+            nodes[name].add(_line(*hook))
+    return nodes[""]
+
+
+def _hooks(module: nn.Module) -> list[tuple[HookInfo, float | None]]:
+    registry = find_registry(module)
+    rows = [] if registry is None else registry.list()
+    return [(HookInfo(*row), seconds) for *row, seconds in rows]
+
+
+def _title(name: str, module: nn.Module) -> str:
+    kind = module._get_name()
+    return f"[bold]{name}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
+
+
+def _line(hook: HookInfo, seconds: float | None) -> str:
+    name = getattr(hook.hook, "__qualname__", None) or repr(hook.hook)
+    details = [f"{hook.calls} calls"]
+    if seconds is not None:
+        details.append(f"{seconds * 1e3:.3f} ms")
+    if hook.priority > -(2**63) and hook.priority:
+        details.append(f"priority {hook.priority}")
+    if not hook.enabled:
+        details.append("disabled")
+    return f"[cyan]{hook.phase}[/cyan] {_escaped(name)} [dim]({', '.join(details)})[/dim]"
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape  # noqa: PLC0415 (an extra)
+
+    return escape(text)

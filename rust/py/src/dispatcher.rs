@@ -1,0 +1,188 @@
+//! The call of an instrumented module: `__call__` and `_call_impl` of the class that it is given.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::impl_::trampoline::get_trampoline_function;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple, PyType};
+
+use crate::call::call as call_with_hooks;
+use crate::invoke;
+use crate::registry::Registry;
+use crate::torch::{self, Callee, Target};
+
+/// What instrumenting puts into a module's `__dict__`: its hooks, and what calling it comes down to.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct Dispatcher {
+    registry: Py<Registry>,
+    callee: Callee,
+    /// How often the module was instrumented.
+    holds: AtomicUsize,
+}
+
+#[pymethods]
+impl Dispatcher {
+    #[new]
+    fn new(registry: Py<Registry>) -> Self {
+        Self {
+            registry,
+            callee: Callee::default(),
+            holds: AtomicUsize::new(0),
+        }
+    }
+
+    /// Counts one more reason for the module to be instrumented.
+    fn hold(&self) {
+        // Relaxed: under the lock of those that change the module's class.
+        self.holds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts one reason less; how many are left.
+    fn release(&self) -> usize {
+        self.holds.fetch_sub(1, Ordering::Relaxed) - 1
+    }
+
+    /// The hooks.
+    #[getter]
+    fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
+        self.registry.bind(py)
+    }
+
+    /// The key in a module's `__dict__`.
+    #[classattr]
+    const KEY: &'static str = "_ferrohook_dispatcher";
+
+    /// The descriptors `__call__` and `_call_impl` for instances of `module`, which is `nn.Module`.
+    #[staticmethod]
+    fn methods<'py>(module: &Bound<'py, PyType>) -> PyResult<[Bound<'py, PyAny>; 2]> {
+        Ok([
+            method(
+                module,
+                c"__call__",
+                get_trampoline_function!(cfunction_with_keywords, call),
+            )?,
+            method(
+                module,
+                c"_call_impl",
+                get_trampoline_function!(cfunction_with_keywords, call_impl),
+            )?,
+        ])
+    }
+
+    /// For a deep copy of the module: with copies of the hooks, which act on the copy alone.
+    fn __deepcopy__(&self, py: Python<'_>, memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let options = PyDict::new(py);
+        options.set_item("memo", memo)?;
+        let deepcopy = py.import("copy")?.getattr("deepcopy")?;
+        let copy = py
+            .import("functools")?
+            .call_method("partial", (deepcopy,), Some(&options))?;
+        let copied = Self::new(Py::new(py, self.registry.get().fork(&copy)?)?);
+        copied.hold();
+        Ok(copied)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.registry)?;
+        self.callee.traverse(&visit)
+    }
+}
+
+/// `module(*args, **kwargs)`; through `nn.Module.__call__` where the class overrides that, which
+/// ends in `_call_impl`.
+fn dispatch<'py>(
+    module: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+    through_call: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    #[cfg(all(Py_3_12, not(Py_3_14)))]
+    let _depth = crate::depth::Depth::enter(py)?;
+    let state = torch::instance_dict(module)?;
+    let Some(dispatcher) = state.get_item(intern!(py, Dispatcher::KEY))? else {
+        // Restored while the call was on its way here.
+        return torch::call_plain(module, args, kwargs);
+    };
+    let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
+    if through_call && let Some(compiled) = torch::compiled_call(&state)? {
+        // `_call_impl` and so the hooks are what was compiled.
+        return invoke::call_with(&compiled, args, kwargs);
+    }
+    let this = dispatcher.get();
+    let target = Target::of(module, state, &this.callee, through_call)?;
+    call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
+}
+
+/// A method descriptor, which the interpreter calls without binding it first.
+fn method<'py>(
+    class: &Bound<'py, PyType>,
+    name: &'static CStr,
+    function: ffi::PyCFunctionWithKeywords,
+) -> PyResult<Bound<'py, PyAny>> {
+    let definition = ffi::PyMethodDef {
+        ml_name: name.as_ptr(),
+        ml_meth: ffi::PyMethodDefPointer {
+            PyCFunctionWithKeywords: function,
+        },
+        ml_flags: ffi::METH_VARARGS | ffi::METH_KEYWORDS,
+        ml_doc: c"Runs the module with its hooks.".as_ptr(),
+    };
+    // The descriptor refers to it for as long as it lives.
+    let definition = Box::leak(Box::new(definition));
+    // SAFETY: a live class and a definition that lives for ever; a new reference or null with an
+    // exception comes back.
+    unsafe {
+        Bound::from_owned_ptr_or_err(
+            class.py(),
+            ffi::PyDescr_NewMethod(class.as_type_ptr(), definition),
+        )
+    }
+}
+
+/// # Safety
+///
+/// A live object, a tuple, and a dict or null.
+unsafe fn enter<'py>(
+    py: Python<'py>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+    through_call: bool,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: the caller's promise.
+    let (module, args, kwargs) = unsafe {
+        (
+            Borrowed::from_ptr(py, module),
+            Borrowed::from_ptr(py, args),
+            Borrowed::from_ptr_or_opt(py, kwargs),
+        )
+    };
+    let args = Bound::cast::<PyTuple>(&args)?;
+    let kwargs = kwargs.as_deref().map(Bound::cast::<PyDict>).transpose()?;
+    dispatch(&module, args, kwargs, through_call).map(Bound::into_ptr)
+}
+
+unsafe fn call(
+    py: Python<'_>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: what the descriptor's flags make the interpreter pass.
+    unsafe { enter(py, module, args, kwargs, true) }
+}
+
+unsafe fn call_impl(
+    py: Python<'_>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: what the descriptor's flags make the interpreter pass.
+    unsafe { enter(py, module, args, kwargs, false) }
+}

@@ -1,0 +1,596 @@
+//! Capturing: the native hook that keeps what passes a module, and where it keeps it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrohook_core::Phase;
+use parking_lot::Mutex;
+use pyo3::exceptions::{PyBaseException, PyValueError};
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+
+use crate::error;
+use crate::torch;
+
+/// Deeper structures than this are kept as they are.
+const DEEPEST: usize = 64;
+
+pyo3::create_exception!(
+    ferrohook._core,
+    Stop,
+    PyBaseException,
+    "Ends a forward after the last module wanted; the call of the captured model catches it."
+);
+
+/// How long a captured tensor stays what it was.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum CopyMode {
+    /// A reference and its version.
+    Checked,
+    Clone,
+    Ref,
+}
+
+/// A tensor that was kept, and its version where reading checks that.
+struct Tensor {
+    tensor: Py<PyAny>,
+    version: Option<i64>,
+    gradient: Option<Py<PyAny>>,
+}
+
+/// What one module's one call left.
+struct Kept {
+    serial: u64,
+    value: Py<PyAny>,
+    tensors: Vec<Tensor>,
+    bytes: usize,
+}
+
+#[derive(Default)]
+struct Store {
+    /// For each name what its last calls left, the oldest first.
+    kept: Vec<VecDeque<Kept>>,
+    /// The names in the order in which they first ran.
+    ran: Vec<usize>,
+    serial: u64,
+    bytes: usize,
+}
+
+/// What one `capture` keeps, and how.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct Collector {
+    names: Vec<String>,
+    detach: bool,
+    copy: CopyMode,
+    /// How many calls of a module are kept.
+    keep: usize,
+    /// Applied to each tensor, and to each gradient.
+    convert: Option<Py<PyAny>>,
+    gradients: bool,
+    max_bytes: Option<usize>,
+    /// The number of the module whose call ends when all names have run.
+    stop: Option<u64>,
+    inference: AtomicBool,
+    store: Mutex<Store>,
+}
+
+#[pymethods]
+impl Collector {
+    #[new]
+    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the options of capture, by keyword"
+    )]
+    fn new(
+        names: Vec<String>,
+        detach: bool,
+        copy: &str,
+        keep: Option<usize>,
+        convert: Option<Py<PyAny>>,
+        grads: bool,
+        max_bytes: Option<usize>,
+        stop: Option<u64>,
+    ) -> PyResult<Self> {
+        let copy = match copy {
+            "checked" => CopyMode::Checked,
+            "clone" => CopyMode::Clone,
+            "ref" => CopyMode::Ref,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown copy {other:?}: expected one of checked, clone, ref"
+                )));
+            }
+        };
+        let kept = names.iter().map(|_| VecDeque::new()).collect();
+        Ok(Self {
+            names,
+            detach,
+            copy,
+            keep: keep.unwrap_or(usize::MAX),
+            convert,
+            gradients: grads,
+            max_bytes,
+            stop,
+            inference: AtomicBool::new(false),
+            store: Mutex::new(Store {
+                kept,
+                ..Store::default()
+            }),
+        })
+    }
+
+    /// The indices of the names that ran, in the order of their first calls.
+    fn ran(&self) -> Vec<usize> {
+        self.store.lock().ran.clone()
+    }
+
+    /// What the calls of a name left, the oldest first.
+    ///
+    /// Raises:
+    ///     StaleActivationError: a tensor was changed in place since, unless `stale` allows it.
+    #[pyo3(signature = (index, *, stale = false))]
+    fn values<'py>(
+        &self,
+        py: Python<'py>,
+        index: usize,
+        stale: bool,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let mut versions = Vec::new();
+        let values = {
+            let store = self.store.lock();
+            let kept = &store.kept[index];
+            for each in kept.iter().flat_map(|kept| &kept.tensors) {
+                if !stale && let Some(version) = each.version {
+                    versions.push((each.tensor.bind(py).clone(), version));
+                }
+            }
+            kept.iter()
+                .map(|kept| kept.value.bind(py).clone())
+                .collect()
+        };
+        for (tensor, version) in versions {
+            if self::version(&tensor)? != version {
+                return Err(error::stale_activation(
+                    py,
+                    format!(
+                        "{:?} was changed in place after it was captured: capture with \
+                         copy=\"clone\" to keep what it was",
+                        self.names[index]
+                    ),
+                ));
+            }
+        }
+        Ok(values)
+    }
+
+    /// The gradients of what `values` gives: a list for each call, with an entry for each of its
+    /// tensors, None where no gradient came.
+    fn gradients<'py>(
+        &self,
+        py: Python<'py>,
+        index: usize,
+    ) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
+        let store = self.store.lock();
+        let gradient = |tensor: &Tensor| Some(tensor.gradient.as_ref()?.bind(py).clone());
+        store.kept[index]
+            .iter()
+            .map(|kept| kept.tensors.iter().map(gradient).collect())
+            .collect()
+    }
+
+    /// Lets all go that was kept.
+    fn clear(&self) {
+        let mut fresh = Store::default();
+        fresh.kept.resize_with(self.names.len(), VecDeque::new);
+        // Dropped after the lock was released: tensors run code when they go.
+        let _old = std::mem::replace(&mut *self.store.lock(), fresh);
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.convert)?;
+        for kept in self.store.lock().kept.iter().flatten() {
+            visit.call(&kept.value)?;
+            for each in &kept.tensors {
+                visit.call(&each.tensor)?;
+                visit.call(&each.gradient)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn __clear__(&self) {
+        self.clear();
+    }
+}
+
+impl Collector {
+    fn next_serial(&self) -> u64 {
+        let mut store = self.store.lock();
+        store.serial += 1;
+        store.serial
+    }
+
+    /// Keeps `value` under a name.
+    fn record<'py>(
+        slf: &Bound<'py, Self>,
+        index: usize,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = value.py();
+        let this = slf.get();
+        let mut keeping = Keeping {
+            collector: slf,
+            index,
+            serial: this.next_serial(),
+            tensors: Vec::new(),
+            bytes: 0,
+        };
+        let value = keeping.keep(value, 0)?.unbind();
+        let kept = Kept {
+            serial: keeping.serial,
+            value,
+            tensors: keeping.tensors,
+            bytes: keeping.bytes,
+        };
+        let bytes = kept.bytes;
+        match this.put(index, kept) {
+            Put::OverBudget(_refused) => Err(error::capture_budget(
+                py,
+                format!(
+                    "keeping {bytes} more bytes of {:?} would exceed max_bytes={}: what was \
+                     captured before stays readable",
+                    this.names[index],
+                    this.max_bytes.unwrap_or_default()
+                ),
+            )),
+            Put::Kept { all: true, .. } if this.stop.is_some() => {
+                Err(Stop::new_err((slf.clone().unbind(),)))
+            }
+            Put::Kept { .. } => Ok(()),
+        }
+    }
+
+    fn put(&self, index: usize, kept: Kept) -> Put {
+        let mut store = self.store.lock();
+        let slot = &mut store.kept[index];
+        let first = slot.is_empty();
+        let replaced = if slot.len() >= self.keep {
+            slot.pop_front()
+        } else {
+            None
+        };
+        let freed = replaced.as_ref().map_or(0, |oldest| oldest.bytes);
+        let held = store.bytes - freed + kept.bytes;
+        if self.max_bytes.is_some_and(|most| held > most) {
+            if let Some(oldest) = replaced {
+                store.kept[index].push_front(oldest);
+            }
+            return Put::OverBudget(kept);
+        }
+        store.bytes = held;
+        store.kept[index].push_back(kept);
+        if first {
+            store.ran.push(index);
+        }
+        Put::Kept {
+            all: store.ran.len() == self.names.len(),
+            _replaced: replaced,
+        }
+    }
+
+    /// A tensor as it is to be kept.
+    fn keep_tensor<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let mut kept = tensor.clone();
+        // What needs no gradient is detached already.
+        if self.detach && requires_grad(tensor)? {
+            kept = kept.call_method0(intern!(py, "detach"))?;
+        }
+        if let Some(convert) = &self.convert {
+            kept = convert.bind(py).call1((kept,))?;
+        } else if self.copy == CopyMode::Clone {
+            kept = kept.call_method0(intern!(py, "clone"))?;
+        }
+        Ok(kept)
+    }
+
+    /// The tensor with its version, or a copy where none is counted.
+    fn checked<'py>(
+        &self,
+        tensor: Bound<'py, PyAny>,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<i64>)> {
+        if self.copy != CopyMode::Checked {
+            return Ok((tensor, None));
+        }
+        let py = tensor.py();
+        // Inference tensors count no versions. Raising and catching takes longer than asking.
+        if self.inference.load(Ordering::Relaxed)
+            && tensor.call_method0(intern!(py, "is_inference"))?.is_truthy()?
+        {
+            return Ok((tensor.call_method0(intern!(py, "clone"))?, None));
+        }
+        match version(&tensor) {
+            Ok(version) => Ok((tensor, Some(version))),
+            Err(_) => {
+                self.inference.store(true, Ordering::Relaxed);
+                Ok((tensor.call_method0(intern!(py, "clone"))?, None))
+            }
+        }
+    }
+}
+
+/// What became of what was to be kept. What it holds is dropped after the lock was released:
+/// tensors run code when they go.
+enum Put {
+    Kept { all: bool, _replaced: Option<Kept> },
+    OverBudget(Kept),
+}
+
+/// The keeping of one value, tensor by tensor.
+struct Keeping<'a, 'py> {
+    collector: &'a Bound<'py, Collector>,
+    index: usize,
+    serial: u64,
+    tensors: Vec<Tensor>,
+    bytes: usize,
+}
+
+impl<'py> Keeping<'_, 'py> {
+    /// The same structure around tensors as they are to be kept.
+    fn keep(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
+        let py = value.py();
+        if torch::is_tensor(value)? {
+            return self.keep_tensor(value);
+        }
+        if depth > DEEPEST {
+            return Ok(value.clone());
+        }
+        if let Ok(tuple) = value.cast::<PyTuple>() {
+            let items = tuple
+                .iter()
+                .map(|item| self.keep(&item, depth + 1))
+                .collect::<PyResult<Vec<_>>>()?;
+            let items = PyTuple::new(py, items)?;
+            return if tuple.is_exact_instance_of::<PyTuple>() {
+                Ok(items.into_any())
+            } else if let Some(make) = value.getattr_opt(intern!(py, "_make"))? {
+                make.call1((items,)) // a named tuple
+            } else {
+                value.get_type().call1((items,))
+            };
+        }
+        if let Ok(list) = value.cast::<PyList>() {
+            let items = list
+                .iter()
+                .map(|item| self.keep(&item, depth + 1))
+                .collect::<PyResult<Vec<_>>>()?;
+            return Ok(PyList::new(py, items)?.into_any());
+        }
+        // A copy keeps the class (a transformers ModelOutput is a dict) and spares the model's own.
+        let copy = || py.import("copy")?.call_method1("copy", (value,));
+        if let Ok(dict) = value.cast::<PyDict>() {
+            let kept = copy()?;
+            for (key, item) in dict.iter() {
+                kept.set_item(&key, self.keep(&item, depth + 1)?)?;
+            }
+            return Ok(kept);
+        }
+        if let Some(fields) = value.getattr_opt(intern!(py, "__dataclass_fields__"))?
+            && !value.is_instance_of::<PyType>()
+        {
+            let kept = copy()?;
+            let set = py.get_type::<PyAny>().getattr("__setattr__")?;
+            for name in fields.try_iter()? {
+                let name = name?;
+                if let Some(item) = value.getattr_opt(name.cast::<PyString>()?)? {
+                    set.call1((&kept, &name, self.keep(&item, depth + 1)?))?;
+                }
+            }
+            return Ok(kept);
+        }
+        Ok(value.clone())
+    }
+
+    fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let this = self.collector.get();
+        let (kept, version) = this.checked(this.keep_tensor(tensor)?)?;
+        if this.gradients && requires_grad(tensor)? {
+            let slot = GradientSlot {
+                collector: self.collector.clone().unbind(),
+                index: self.index,
+                serial: self.serial,
+                position: self.tensors.len(),
+            };
+            tensor.call_method1(intern!(py, "register_hook"), (Bound::new(py, slot)?,))?;
+        }
+        if this.max_bytes.is_some() {
+            let bytes: usize = kept.getattr(intern!(py, "nbytes"))?.extract()?;
+            self.bytes += bytes;
+        }
+        self.tensors.push(Tensor {
+            tensor: kept.clone().unbind(),
+            version,
+            gradient: None,
+        });
+        Ok(kept)
+    }
+}
+
+/// Takes the gradient of a tensor that was kept.
+#[pyclass(frozen)]
+struct GradientSlot {
+    collector: Py<Collector>,
+    index: usize,
+    serial: u64,
+    position: usize,
+}
+
+#[pymethods]
+impl GradientSlot {
+    fn __call__(&self, py: Python<'_>, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
+        let collector = self.collector.get();
+        let gradient = match &collector.convert {
+            Some(convert) => convert.bind(py).call1((gradient,))?,
+            None => gradient.clone(),
+        };
+        let gradient = gradient.call_method0(intern!(py, "detach"))?.unbind();
+        // Dropped after the lock was released.
+        let _replaced = {
+            let mut store = collector.store.lock();
+            store.kept[self.index]
+                .iter_mut()
+                .find(|kept| kept.serial == self.serial)
+                .and_then(|kept| kept.tensors.get_mut(self.position))
+                .map(|tensor| tensor.gradient.replace(gradient))
+        };
+        Ok(())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.collector)
+    }
+}
+
+/// Which part of what passes is recorded.
+enum Pick {
+    Whole,
+    /// `value[key]`, or the attribute of that name.
+    Part(Py<PyAny>),
+}
+
+/// The native hook: records what a module takes or returns.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct Recorder {
+    collector: Py<Collector>,
+    index: usize,
+    inputs: bool,
+    pick: Pick,
+}
+
+#[pymethods]
+impl Recorder {
+    #[new]
+    fn new(
+        collector: Py<Collector>,
+        index: usize,
+        inputs: bool,
+        part: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        if index >= collector.get().names.len() {
+            return Err(PyValueError::new_err("the collector has no such name"));
+        }
+        Ok(Self {
+            collector,
+            index,
+            inputs,
+            pick: part.map_or(Pick::Whole, Pick::Part),
+        })
+    }
+
+    /// The phase that it is registered for.
+    #[getter(phase)]
+    fn phase_name(&self) -> &'static str {
+        self.phase().name()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("capture of {:?}", self.collector.get().names[self.index])
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.collector)?;
+        match &self.pick {
+            Pick::Whole => Ok(()),
+            Pick::Part(part) => visit.call(part),
+        }
+    }
+}
+
+impl Recorder {
+    /// What a trace knows of it: the part that is recorded, and nothing that differs from one
+    /// capture to the next. None where it cannot be traced, as what it keeps hangs on the graph.
+    pub fn traced<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        let collector = self.collector.get();
+        if !collector.detach || collector.gradients {
+            return None;
+        }
+        Some(match &self.pick {
+            Pick::Whole => py.None().into_bound(py),
+            Pick::Part(part) => part.bind(py).clone(),
+        })
+    }
+
+    /// Records a value that was picked from what passes.
+    pub fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        Collector::record(self.collector.bind(value.py()), self.index, value)
+    }
+
+    pub fn phase(&self) -> Phase {
+        if self.inputs {
+            Phase::ForwardPre
+        } else {
+            Phase::Forward
+        }
+    }
+
+    pub fn record<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<()> {
+        match &self.pick {
+            Pick::Whole => self.record_picked(value),
+            Pick::Part(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
+        }
+    }
+
+    fn part<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        part: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let found = match value.get_item(part) {
+            Ok(found) => Ok(found),
+            Err(error) => match part.cast::<PyString>() {
+                Ok(name) => value.getattr(name).map_err(|_| error),
+                Err(_) => Err(error),
+            },
+        };
+        found.map_err(|cause| {
+            let error = error::selection_error(
+                value.py(),
+                format!(
+                    "{:?} has no output_index {}: it is of type {}",
+                    self.collector.get().names[self.index],
+                    part.repr().map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
+                    error::type_name(value)
+                ),
+            );
+            error.set_cause(value.py(), Some(cause));
+            error
+        })
+    }
+}
+
+/// Whether the exception ends the calls of the module with this number, and no error.
+#[cold]
+pub fn stops(py: Python<'_>, error: &PyErr, module: u64) -> bool {
+    let collector = || -> PyResult<Option<u64>> {
+        if !error.is_instance_of::<Stop>(py) {
+            return Ok(None);
+        }
+        let collector = error.value(py).getattr("args")?.get_item(0)?;
+        Ok(collector.cast::<Collector>()?.get().stop)
+    };
+    collector().ok().flatten() == Some(module)
+}
+
+fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor
+        .getattr(intern!(tensor.py(), "requires_grad"))?
+        .is_truthy()
+}
+
+fn version(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
+    tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
+}

@@ -1,0 +1,253 @@
+//! Scopes: hooks that fire for the calls of the contexts that entered them, and for no others.
+
+use std::cell::OnceCell;
+use std::collections::HashMap;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ferrohook_core::{Entry, Registry, Snapshot};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyTuple;
+
+use crate::error::{hook_error, hook_type_error, type_name};
+use crate::hook::{Callback, Hook, PhaseName};
+
+/// How many scopes hold hooks for one module: while none does, its calls ask for no context.
+#[derive(Clone, Default)]
+pub struct ScopeCount(Arc<AtomicUsize>);
+
+impl ScopeCount {
+    #[inline]
+    pub fn any(&self) -> bool {
+        // Acquire pairs with the release of whoever registers.
+        self.0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// One scope's hooks for one module.
+struct ScopedHooks {
+    hooks: Arc<Registry<Hook>>,
+    count: ScopeCount,
+}
+
+impl ScopedHooks {
+    fn new(count: ScopeCount) -> Self {
+        count.0.fetch_add(1, Ordering::Release);
+        let hooks = Arc::default();
+        Self { hooks, count }
+    }
+}
+
+impl Drop for ScopedHooks {
+    fn drop(&mut self) {
+        self.count.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// The hooks of a scope, until it is closed.
+///
+/// They are kept here and not with the modules: what other contexts registered costs a call nothing.
+#[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
+pub struct ScopeBase(Mutex<Option<HashMap<u64, ScopedHooks>>>);
+
+impl ScopeBase {
+    /// The hooks for the module with this number, if the scope has any.
+    fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
+        let scope = self.0.lock();
+        Some(Arc::clone(&scope.as_ref()?.get(&module)?.hooks))
+    }
+
+    /// The hooks for the module with this number, to register with.
+    pub fn hooks_to_change(
+        &self,
+        py: Python<'_>,
+        module: u64,
+        count: &ScopeCount,
+    ) -> PyResult<Arc<Registry<Hook>>> {
+        let mut scope = self.0.lock();
+        let Some(modules) = scope.as_mut() else {
+            drop(scope);
+            return Err(closed(py));
+        };
+        let scoped = modules
+            .entry(module)
+            .or_insert_with(|| ScopedHooks::new(count.clone()));
+        Ok(Arc::clone(&scoped.hooks))
+    }
+
+    /// An error if the scope was closed.
+    pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
+        if self.0.lock().is_some() {
+            return Ok(());
+        }
+        Err(closed(py))
+    }
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    hook_error(
+        py,
+        "this scope was left, and its hooks with it: open another by scope()".to_owned(),
+    )
+}
+
+#[pymethods]
+impl ScopeBase {
+    #[new]
+    fn new() -> Self {
+        Self(Mutex::new(Some(HashMap::new())))
+    }
+
+    /// Whether the scope was closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.0.lock().is_none()
+    }
+
+    /// Removes the scope's hooks, for good. Returns whether it was this call that did so.
+    fn _close(&self) -> bool {
+        // Taken under the lock, and removed and dropped after it: that runs Python code.
+        let modules = self.0.lock().take();
+        for scoped in modules.iter().flat_map(HashMap::values) {
+            scoped.hooks.clear(None);
+        }
+        modules.is_some()
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for scoped in self.0.lock().iter().flat_map(HashMap::values) {
+            scoped.hooks.visit(|hook| visit.call(hook.given()))?;
+        }
+        Ok(())
+    }
+
+    fn __clear__(&self) {
+        self._close();
+    }
+}
+
+/// What `scope=` takes.
+pub struct ScopeArg<'py>(pub Bound<'py, ScopeBase>);
+
+impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        object
+            .cast::<ScopeBase>()
+            .map(|scope| Self((*scope).clone()))
+            .map_err(|_| {
+                hook_type_error(
+                    object.py(),
+                    format!("scope is what scope() returned, got {}", type_name(&object)),
+                )
+            })
+    }
+}
+
+/// The context variable that holds the entered scopes: a tuple, the outermost first.
+pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    VARIABLE
+        .get_or_try_init(py, || {
+            let none = PyTuple::empty(py);
+            // SAFETY: a name in C's form and a live object; a new reference or null with an
+            // exception comes back.
+            let variable = unsafe {
+                Bound::from_owned_ptr_or_err(
+                    py,
+                    ffi::PyContextVar_New(c"ferrohook_scopes".as_ptr(), none.as_ptr()),
+                )
+            };
+            variable.map(Bound::unbind)
+        })
+        .map(|variable| variable.bind(py))
+}
+
+/// What the context variable holds here.
+fn ask(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
+    let variable = variable(py)?.as_ptr();
+    let mut scopes = ptr::null_mut();
+    // SAFETY: a context variable, which has a default; a new reference comes back, or an exception.
+    let scopes = unsafe {
+        if ffi::PyContextVar_Get(variable, ptr::null_mut(), &raw mut scopes) < 0 {
+            return Err(PyErr::fetch(py));
+        }
+        Bound::from_owned_ptr(py, scopes)
+    };
+    let scopes = scopes
+        .cast_into::<PyTuple>()
+        .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;
+    Ok((!scopes.is_empty()).then_some(scopes))
+}
+
+/// The scopes of the context that a call is made in, asked for when they are first needed.
+#[derive(Default)]
+pub struct Scopes<'py>(OnceCell<Option<Bound<'py, PyTuple>>>);
+
+impl<'py> Scopes<'py> {
+    /// Those that are given, wherever the call is made.
+    pub fn given(scopes: Bound<'py, PyTuple>) -> Self {
+        Self(OnceCell::from((!scopes.is_empty()).then_some(scopes)))
+    }
+
+    /// The scopes as a tuple, or None where the context has entered none.
+    #[inline]
+    pub fn entered(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyTuple>>> {
+        match self.0.get() {
+            Some(scopes) => Ok(scopes.as_ref()),
+            None => {
+                let scopes = ask(py)?;
+                Ok(self.0.get_or_init(|| scopes).as_ref())
+            }
+        }
+    }
+}
+
+/// What `scopes` have for the module with this number.
+pub fn hooks(
+    scopes: &Bound<'_, PyTuple>,
+    module: u64,
+) -> impl Iterator<Item = Arc<Registry<Hook>>> {
+    scopes
+        .iter_borrowed()
+        .filter_map(move |scope| scope.cast::<ScopeBase>().ok()?.get().hooks(module))
+}
+
+/// Records what a compiled region lets pass: by the recorder that stands at `position` among those
+/// that fire for the module with this number in this context.
+#[pyfunction]
+pub fn record(
+    py: Python<'_>,
+    module: u64,
+    phase: PhaseName,
+    position: usize,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let scopes = Scopes::default();
+    let Some(scopes) = scopes.entered(py)? else {
+        return Ok(());
+    };
+    let snapshots: Vec<_> = hooks(scopes, module)
+        .map(|hooks| hooks.snapshot(phase.0))
+        .collect();
+    let merged = Snapshot::merged(&snapshots);
+    let recorder = |entry| match Entry::<Hook>::hook(entry).callback(py) {
+        Callback::Recorder(recorder) if entry.enabled() && !entry.removed() => {
+            Some((entry, recorder))
+        }
+        _ => None,
+    };
+    if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
+        && let Some(_inside) = entry.enter()
+    {
+        return recorder.get().record_picked(value);
+    }
+    Ok(())
+}
