@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import sysconfig
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -294,3 +295,141 @@ def test_a_second_backend_and_dynamic_shapes() -> None:
     for size in (2, 3, 5, 7):
         x = torch.randn(size, 4)
         assert torch.allclose(compiled(x), hooked(x))
+
+
+# --- Instrumented models ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["eager", "inductor"])
+def instrumented(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
+    with fh.instrument(model):
+        yield Compiled(model, request.param)
+
+
+def test_changes_of_an_instrumented_model_take_effect_at_the_next_call(
+    instrumented: Compiled,
+) -> None:
+    plain = instrumented.check()
+    inner: Any = instrumented.model.get_submodule("2.0")
+    handle = inner.register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.allclose(instrumented.check(), plain + 1)
+    handle.disable()
+    assert torch.allclose(instrumented.check(), plain)
+    handle.enable()
+    ahead = inner.register_forward_hook(lambda module, args, output: output * 0, priority=1)
+    assert torch.equal(instrumented.check(), torch.ones_like(plain))
+    ahead.remove()
+    handle.remove()
+    assert torch.allclose(instrumented.check(), plain)
+
+
+def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Compiled) -> None:
+    plain = instrumented.check()
+    inner: Any = instrumented.model.get_submodule("2.0")
+    inner.register_forward_hook(lambda module, args, output: output * 2)
+    nn.Module.register_forward_hook(inner, lambda module, args, output: output + 1)
+    nn.Module.register_forward_pre_hook(
+        inner, lambda module, args, kwargs: ((args[0] * 0,), kwargs), with_kwargs=True
+    )
+    assert torch.allclose(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
+
+
+def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:
+    plain = instrumented.check()
+    for _ in range(3):
+        with fh.scope() as scope:
+            steer = fh.register(instrumented.model, "2.0", add_one, scope=scope)
+            assert torch.allclose(instrumented.check(), plain + 1)
+            in_thread: list[Tensor] = []
+            other = threading.Thread(
+                target=lambda calls=in_thread: calls.append(instrumented.compiled(instrumented.x))
+            )
+            other.start()
+            other.join(60)
+            assert torch.allclose(in_thread[0], plain)
+        steer.remove()
+        assert torch.allclose(instrumented.check(), plain)
+
+
+def add_one(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + 1
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_capture_around_a_compiled_call(instrumented: Compiled, inputs: bool) -> None:
+    instrumented.check()
+    compiled = []
+    for _ in range(12):  # more than Dynamo would compile anew
+        before = graphs()
+        with fh.capture(instrumented.model, inputs=inputs) as acts:
+            instrumented.compiled(instrumented.x)
+        compiled.append(graphs() - before)
+        with fh.capture(instrumented.model, inputs=inputs) as eager:
+            instrumented.model(instrumented.x)
+        assert list(acts) == list(eager)
+        for name, tensor in acts.items():
+            assert torch.allclose(tensor, eager[name], atol=1e-6)
+    assert compiled == [1] + [0] * 11
+    instrumented.check()
+
+
+def test_what_a_graph_cannot_record_is_recorded_outside(instrumented: Compiled) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            y = self.linear(x)
+            return y, {"twice": y * 2}
+
+    model = nn.ModuleDict({"pair": Pair()})
+    call = torch.compile(lambda x: model["pair"](x)[0] * 3, backend="eager")
+    x = torch.randn(3, 4)
+    with fh.capture(model, "pair") as acts:
+        call(x)
+    first, rest = acts["pair"]
+    assert torch.equal(rest["twice"], first * 2)
+    with fh.capture(model, "pair.linear", detach=False) as acts:
+        call(x)
+    assert acts["pair.linear"].grad_fn is not None
+    with fh.capture(model, "pair.linear", grads=True) as acts:
+        call(x).sum().backward()
+    assert torch.equal(acts.grads["pair.linear"], torch.full((3, 4), 3.0))
+    with (
+        fh.instrument(model),
+        fh.capture(model, "pair"),
+        pytest.raises(torch._dynamo.exc.Unsupported),
+    ):
+        torch.compile(model["pair"], backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_compiled_in_place_runs_its_hooks_once(before: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    plain = model(x)
+    if before:
+        model.compile(backend="eager", fullgraph=True)
+        model(x)
+    with fh.instrument(model):
+        if not before:
+            model.compile(backend="eager", fullgraph=True)
+        handle = model.register_forward_hook(lambda module, args, output: output + 1)
+        inside = model[0].register_forward_hook(lambda module, args, output: output * 2)
+        assert torch.allclose(model(x), plain * 2 + 1)
+        assert handle.calls == 1
+        inside.remove()
+        assert torch.allclose(model(x), plain + 1)
+    compiled = graphs()
+    assert torch.allclose(model(x), plain)
+    assert graphs() <= compiled + 1
+
+
+def test_restoring_reaches_compiled_calls(instrumented: Compiled) -> None:
+    plain = instrumented.check()
+    instrumented.model[2].register_forward_hook(lambda module, args, output: output + 1)  # type: ignore[index]
+    assert torch.allclose(instrumented.check(), plain + 1)
+    fh.restore(instrumented.model)
+    assert torch.allclose(instrumented.check(), plain)

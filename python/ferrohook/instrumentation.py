@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import torch
 from torch import jit, nn
 
 from ferrohook._core import Dispatcher, HookedBase, HookHandle, Registry
@@ -54,6 +56,11 @@ class Instrumented(nn.Module):
     @__class__.setter
     def __class__(self, plain: type) -> None:
         _CLASS.__set__(self, _instrumented_class(plain))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (that of nn.Module)
+        # The module without its own hooks, which run around what was compiled.
+        call_impl = types.MethodType(nn.Module._call_impl, self)
+        self._compiled_call_impl = torch.compile(call_impl, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as the plain class; hooks are run-time state.

@@ -12,12 +12,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.nn.modules import module as module_globals
 from torch.utils.hooks import BackwardHook
 
-from ferrohook._core import HookedBase
+from ferrohook._core import HookedBase, record
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
@@ -28,38 +29,57 @@ if TYPE_CHECKING:
     from ferrohook._core import Registry
 
 
+Rows: TypeAlias = "Sequence[tuple[Any, str, bool]]"
+"""Hooks of one phase: what to call, which kind it is, and whether it takes keywords."""
+NO_TORCH_HOOKS: tuple[Rows, Rows, Rows, Rows] = ((), (), (), ())
+_GLOBAL_PRE = module_globals._global_forward_pre_hooks
+_GLOBAL = module_globals._global_forward_hooks
+
+
 def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
-    return _call(self, self._registry, self._inner, args, kwargs)
+    return _call(self, self._registry, self._inner, args, kwargs, NO_TORCH_HOOKS)
 
 
 def traced_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`__call__` of an instrumented module for Dynamo."""
-    registry = self._ferrohook_dispatcher.registry
-    hooks = self._forward_pre_hooks or self._forward_hooks
-    if hooks or self._backward_hooks or self._backward_pre_hooks:
-        # torch's hooks are not traced with ours: the call runs as it is.
+    """`__call__` and `_call_impl` of an instrumented module for Dynamo."""
+    deprecated = self._backward_hooks and not self._is_full_backward_hook
+    if deprecated or self._forward_hooks_always_called:
         torch._dynamo.graph_break()
-    return _call(self, registry, self.forward, args, kwargs)
+    torch_hooks = (
+        [
+            (hook, "plain", number in self._forward_pre_hooks_with_kwargs)
+            for number, hook in (*_GLOBAL_PRE.items(), *self._forward_pre_hooks.items())
+        ],
+        [
+            (hook, "plain", number in self._forward_hooks_with_kwargs)
+            for number, hook in (*_GLOBAL.items(), *self._forward_hooks.items())
+        ],
+        [(hook, "plain", False) for hook in self._backward_pre_hooks.values()],
+        [(hook, "plain", False) for hook in self._backward_hooks.values()],
+    )
+    registry = self._ferrohook_dispatcher.registry
+    return _call(self, registry, self.forward, args, kwargs, torch_hooks)
 
 
-def _call(
-    self: Any, registry: Registry, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+# Where it is broken, the native call runs instead: what follows a break here is not reached.
+def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
+    self: Any,
+    registry: Registry,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    torch_hooks: tuple[Rows, Rows, Rows, Rows],
 ) -> Any:
     phases, traceable = registry.traced
-    forward_pre, forward, backward_pre, backward = phases
     if not traceable:
-        # always_call and on_error speak of what happens when the graph itself fails.
+        # always_call and on_error speak of what happens when the graph itself fails; and some
+        # recorders keep what hangs on autograd's graph.
         torch._dynamo.graph_break()
-    for hook, kind, with_kwargs in forward_pre:
-        if kind == "typed":
-            args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
-        elif with_kwargs:
-            args, kwargs = _args_and_kwargs(hook(self, args, kwargs), args, kwargs)
-        else:
-            result = hook(self, args)
-            if result is not None:
-                args = result if isinstance(result, tuple) else (result,)
+    forward_pre, forward, backward_pre, backward = (
+        (*torchs, *ours) for torchs, ours in zip(torch_hooks, phases, strict=True)
+    )
+    args, kwargs = _forward_pre(self, registry, forward_pre, args, kwargs)
     tap = None
     if (backward_pre or backward) and torch.is_grad_enabled():
         if kwargs and not args:
@@ -71,7 +91,7 @@ def _call(
             [hook for hook, _, _ in backward_pre],
         )
         args = tap.setup_input_hook(args)
-    output = _forward(self, forward, args, kwargs, target(*args, **kwargs))
+    output = _forward(self, registry, forward, args, kwargs, target(*args, **kwargs))
     if tap is None:
         return output
     if not isinstance(output, torch.Tensor | tuple):
@@ -79,14 +99,40 @@ def _call(
     return tap.setup_output_hook(output)
 
 
-def _forward(
+def _forward_pre(
+    module: Any, registry: Registry, hooks: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    recorders = 0
+    for hook, kind, with_kwargs in hooks:
+        if kind == "recorder":
+            taken = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
+            _record(registry, "forward_pre", recorders, hook, taken)
+            recorders += 1
+        elif kind == "typed":
+            args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
+        elif with_kwargs:
+            args, kwargs = _args_and_kwargs(hook(module, args, kwargs), args, kwargs)
+        else:
+            result = hook(module, args)
+            if result is not None:
+                args = result if isinstance(result, tuple) else (result,)
+    return args, kwargs
+
+
+def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
     module: Any,
-    hooks: tuple[tuple[Any, str, bool], ...],
+    registry: Registry,
+    hooks: Rows,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
+    recorders = 0
     for hook, kind, with_kwargs in hooks:
+        if kind == "recorder":
+            _record(registry, "forward", recorders, hook, output)
+            recorders += 1
+            continue
         if kind == "typed":
             if hook(args[0] if len(args) == 1 else args, output) is not None:
                 msg = "a ForwardHook observes and returns None, it returned a value"
@@ -96,6 +142,30 @@ def _forward(
         if result is not None:
             output = result
     return output
+
+
+def _record(registry: Registry, phase: str, position: int, part: Any, value: Any) -> None:
+    if part is not None:
+        by_name = isinstance(part, str) and not isinstance(value, dict)
+        value = getattr(value, part) if by_name else value[part]
+    if not isinstance(value, torch.Tensor):
+        torch._dynamo.graph_break()  # the operator takes one tensor
+    torch.ops.ferrohook.record(value, registry.module, phase, position)
+
+
+@torch.library.custom_op("ferrohook::record", mutates_args=())
+def _record_op(value: torch.Tensor, module: int, phase: str, position: int) -> None:
+    # A copy: what was compiled may reuse the memory for what it computes next.
+    record(module, phase, position, value.detach().clone())
+
+
+@_record_op.register_fake
+def _(value: torch.Tensor, module: int, phase: str, position: int) -> None:
+    pass
+
+
+# Graphs are cleaned of what has neither a result nor an effect.
+torch.fx.node.has_side_effect(torch.ops.ferrohook.record.default)
 
 
 def _args_and_kwargs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

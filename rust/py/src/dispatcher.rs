@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
-use crate::invoke;
 use crate::registry::Registry;
 use crate::torch::{self, Callee, Target};
 
@@ -109,10 +108,6 @@ fn dispatch<'py>(
         return torch::call_plain(module, args, kwargs);
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
-    if through_call && let Some(compiled) = torch::compiled_call(&state)? {
-        // `_call_impl` and so the hooks are what was compiled.
-        return invoke::call_with(&compiled, args, kwargs);
-    }
     let this = dispatcher.get();
     let target = Target::of(module, state, &this.callee, through_call)?;
     call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)

@@ -511,17 +511,15 @@ impl Recorder {
 }
 
 impl Recorder {
-    /// What a trace knows of it: the part that is recorded, and nothing that differs from one
-    /// capture to the next. None where it cannot be traced, as what it keeps hangs on the graph.
-    pub fn traced<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+    /// What a trace knows of it, which does not differ from one capture to the next: the part that
+    /// is recorded, and whether a graph can have it recorded.
+    pub fn traced<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, bool) {
         let collector = self.collector.get();
-        if !collector.detach || collector.gradients {
-            return None;
-        }
-        Some(match &self.pick {
+        let part = match &self.pick {
             Pick::Whole => py.None().into_bound(py),
             Pick::Part(part) => part.bind(py).clone(),
-        })
+        };
+        (part, collector.detach && !collector.gradients)
     }
 
     /// Records a value that was picked from what passes.

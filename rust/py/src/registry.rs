@@ -240,13 +240,11 @@ impl Registry {
                 let (callback, kind) = match hook.callback(py) {
                     Callback::Plain(callback) => (callback.clone(), "plain"),
                     Callback::Typed(callback) => (callback.clone(), "typed"),
-                    Callback::Recorder(recorder) => match recorder.get().traced(py) {
-                        Some(part) => (part, "recorder"),
-                        None => {
-                            traceable = false;
-                            (recorder.as_any().clone(), "eager recorder")
-                        }
-                    },
+                    Callback::Recorder(recorder) => {
+                        let (part, in_graph) = recorder.get().traced(py);
+                        traceable &= in_graph;
+                        (part, "recorder")
+                    }
                 };
                 rows.push((callback, kind, hook.options.with_kwargs).into_pyobject(py)?);
             }

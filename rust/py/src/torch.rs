@@ -123,11 +123,14 @@ impl<'a, 'py> Target<'a, 'py> {
         if nothing_but_forward(torch, &state)? {
             return Ok(Self::Forward(callee, state));
         }
-        let own_call_impl = state.get_item(&torch.own_call_impl.name)?;
-        if let Some(call_impl) = own_call_impl
-            && through_call
-        {
-            return Ok(Self::Special(call_impl, TorchHooks::default()));
+        // What `nn.Module.compile` or somebody else put in place of torch's own call.
+        for variable in [&torch.compiled_call, &torch.own_call_impl] {
+            if through_call
+                && !variable.missing_or_empty(&state)?
+                && let Some(call_impl) = state.get_item(&variable.name)?
+            {
+                return Ok(Self::Special(call_impl, TorchHooks::default()));
+            }
         }
         // Their deprecated kind hangs on autograd's nodes: torch does that best itself.
         if any_non_full_backward_hook(torch, &state)? {
@@ -167,15 +170,6 @@ impl<'a, 'py> Target<'a, 'py> {
             _ => called,
         }
     }
-}
-
-/// What `nn.Module.compile` made of the call of the module whose instance dict is `state`.
-pub fn compiled_call<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let compiled = &Torch::get(state.py())?.compiled_call;
-    if compiled.missing_or_empty(state)? {
-        return Ok(None);
-    }
-    state.get_item(&compiled.name)
 }
 
 /// A hook from one of torch's dicts.
