@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABCMeta
 from typing import Any
 
 # Keys are the ids of the two bases, which live as long as the class that is the value.
@@ -16,7 +17,8 @@ def common_subclass(name: str, base: type, plain: type, namespace: dict[str, Any
         name: of the class.
         base: what the module gets; it comes first. Its `__init_subclass__` should keep the classes
             made here, which have a `_made_from`, from that of `plain`: they are none of the
-            subclasses that a module's class counts or checks.
+            subclasses that a module's class counts or checks. Its metaclass does not hear of them
+            either.
         plain: the class that the module has.
         namespace: of the class.
 
@@ -27,7 +29,10 @@ def common_subclass(name: str, base: type, plain: type, namespace: dict[str, Any
     made = _MADE.get(key)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **namespace}
-        made = _MADE.setdefault(key, type(name, (base, plain), namespace))
+        # Past the `__new__` and `__init__` of a metaclass of the user's.
+        metaclass: Any = type(plain)
+        make = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
+        made = _MADE.setdefault(key, make(metaclass, name, (base, plain), namespace))
     return made
 
 

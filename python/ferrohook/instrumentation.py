@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import copyreg
 import functools
+import inspect
+import sys
 import threading
 import types
 import warnings
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import jit, nn
+from torch.nn.modules import transformer
 
 from ferrohook._core import Dispatcher, HookedBase, HookHandle, Registry
 from ferrohook.classes import common_subclass, plain_class
@@ -33,10 +38,23 @@ trace_as(_CALL_IMPL, traced_dispatch)
 _CLASS = vars(object)["__class__"]
 # One thread at a time changes classes. A finaliser may come in between, so each step stands alone.
 _LOCK = threading.RLock()
+# How many calls of `instrument` hold the module. Where none does, and a hook or a capture is all
+# that it is instrumented for, its `register_*` methods stay PyTorch's: what they register is to
+# outlast that.
+_ASKED_FOR: weakref.WeakKeyDictionary[Dispatcher, int] = weakref.WeakKeyDictionary()
+# Of copies of instrumented modules, which no `Instrumentation` knows.
+_COPIES: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+# Those of them whose hooks are the original's.
+_SHALLOW: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+# Where somebody saves a module's `__dict__` by himself.
+copyreg.pickle(Dispatcher, lambda _: (type(None), ()))  # type: ignore[arg-type, return-value]
 
 
 class Instrumented(nn.Module):
-    """What the class of an instrumented module has beside that of the plain module."""
+    """What the class of an instrumented module has beside that of the plain module.
+
+    Another thread may give the module back while a method runs, so none uses `super()`.
+    """
 
     # Nothing of its own, and nn.Module's layout: a module's class can be changed to one with this.
     __slots__ = ()
@@ -55,62 +73,138 @@ class Instrumented(nn.Module):
 
     @__class__.setter
     def __class__(self, plain: type) -> None:
-        _CLASS.__set__(self, _instrumented_class(plain))
+        with _LOCK:
+            cls = plain_class(plain)
+            if vars(self).get(_KEY) is not None:
+                cls = _instrumented_class(cls)
+            _CLASS.__set__(self, cls)
+
+    @property
+    def _forward_hooks(self) -> Any:
+        """The module's own torch hooks.
+
+        TransformerEncoderLayer's fast path calls no submodules. It is taken where none has
+        torch hooks, and ours must keep it from being taken too.
+        """
+        hooks = vars(self)["_forward_hooks"]
+        if (
+            not torch.compiler.is_compiling()
+            and sys._getframe(1).f_globals is vars(transformer)
+            and _has_forward_hooks(self)
+        ):
+            return {**hooks, None: None}
+        return hooks
+
+    @_forward_hooks.setter
+    def _forward_hooks(self, hooks: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        vars(self)["_forward_hooks"] = hooks
+
+    @_forward_hooks.deleter
+    def _forward_hooks(self) -> None:
+        del vars(self)["_forward_hooks"]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (that of nn.Module)
         # The module without its own hooks, which run around what was compiled.
         call_impl = types.MethodType(nn.Module._call_impl, self)
         self._compiled_call_impl = torch.compile(call_impl, *args, **kwargs)
 
+    def __prepare_scriptable__(self) -> Any:
+        registry = find_registry(self)
+        if registry is not None and registry.list():
+            msg = "torch.jit.script cannot compile hooks: remove them or restore the model first"
+            raise HookError(msg)
+        own = getattr(plain_class(type(self)), "__prepare_scriptable__", None)
+        return self if own is None else own(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as the plain class; hooks are run-time state.
-        reduced = super().__reduce_ex__(protocol)
-        if not isinstance(reduced, tuple):
-            return reduced
-        function, arguments, *rest = (_plain(each) for each in reduced)
-        return function, tuple(_plain(each) for each in arguments), *map(_without_dispatcher, rest)
+        reduced = _reduced(self, protocol)
+        return reduced if isinstance(reduced, str) else _without_dispatcher(reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own = getattr(super(), "__deepcopy__", None)
-        if own is not None:
-            return own(memo)
-        return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
+        own = getattr(plain_class(type(self)), "__deepcopy__", None)
+        return _as_copy(self, own(self, memo) if own else _reconstruct(self, memo), memo)
 
     def __copy__(self) -> Any:
-        own = getattr(super(), "__copy__", None)
-        copied = own() if own else copy._reconstruct(self, None, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
-        registry = find_registry(copied)
-        if registry is not None:
-            # Both share the hooks, as copies of a plain module share its hook dicts.
-            vars(copied)[_KEY] = Dispatcher(registry)
-            vars(copied)[_KEY].hold()
+        own = getattr(plain_class(type(self)), "__copy__", None)
+        return _as_copy(self, own(self) if own else _reconstruct(self, None), None)
+
+
+def _reduced(module: nn.Module, protocol: int) -> Any:
+    """What the module is made of, dispatcher included, for one of its plain class."""
+    reduced = plain_class(type(module)).__reduce_ex__(module, protocol)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, *rest = map(_plain, reduced)
+    return function, tuple(map(_plain, arguments)), *rest
+
+
+def _reconstruct(module: nn.Module, memo: dict[int, Any] | None) -> Any:
+    reduced = _reduced(module, 4)
+    if isinstance(reduced, str):
+        return module
+    return copy._reconstruct(module, memo, *reduced)  # type: ignore[attr-defined]
+
+
+def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> Any:
+    """Gives a copy of a module the hooks: copies of them, or (no memo) the hooks themselves."""
+    dispatcher: Dispatcher | None = vars(original).get(_KEY)
+    if copied is original or not isinstance(copied, nn.Module):
         return copied
+    if dispatcher is None or not (
+        # What a scope or a capture wants of a module, it does not want of a copy.
+        dispatcher in _ASKED_FOR or contextvars.Context().run(dispatcher.registry.list)
+    ):
+        with _LOCK:
+            _give_back(copied)
+        return copied
+    if memo is None:
+        duplicate = Dispatcher(dispatcher.registry)
+        duplicate.hold()
+        _SHALLOW.add(duplicate)
+    else:  # that in the copy's `__dict__`, where that was copied
+        duplicate = copy.deepcopy(dispatcher, memo)
+    with _LOCK:
+        _COPIES.add(duplicate)
+        if dispatcher in _ASKED_FOR:
+            _ASKED_FOR[duplicate] = 1
+        vars(copied)[_KEY] = duplicate
+        _CLASS.__set__(copied, _instrumented_class(plain_class(type(copied))))
+    return copied
 
 
-def _registering(name: str, phase: str) -> Callable[..., HookHandle]:
-    @functools.wraps(getattr(HookedBase, name))
-    def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
-        if keeps_state_in_torch_hooks(hook):
-            plain = getattr(nn.Module, name)
-            return cast("HookHandle", plain(self, hook, *args, **options))
-        registry = find_registry(self)
-        if registry is None:  # restored by another thread meanwhile
-            return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
-        # PyTorch takes `prepend` by position in the methods for backward hooks.
-        return registry.register(
-            phase, hook, **dict(zip(("prepend",), args, strict=False)), **options
-        )
-
-    return register
+def _give_back(module: nn.Module) -> None:
+    if issubclass(type(module), Instrumented):
+        _CLASS.__set__(module, plain_class(type(module)))
+    vars(module).pop(_KEY, None)
 
 
-for _name, _phase in {
+_PHASES = {
     "register_forward_pre_hook": "forward_pre",
     "register_forward_hook": "forward",
     "register_full_backward_pre_hook": "backward_pre",
     "register_full_backward_hook": "backward",
     "register_backward_hook": "backward",
-}.items():
+}
+
+
+def _registering(name: str, phase: str) -> Callable[..., HookHandle]:
+    @functools.wraps(getattr(HookedBase, name))
+    def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
+        dispatcher: Dispatcher | None = vars(self).get(_KEY)
+        if dispatcher is None or dispatcher not in _ASKED_FOR or keeps_state_in_torch_hooks(hook):
+            return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
+        # PyTorch takes `prepend` by position in the methods for backward hooks.
+        positional = dict(zip(("prepend",), args, strict=False))
+        handle = dispatcher.registry.register(phase, hook, **positional, **options)
+        if vars(self).get(_KEY) is not dispatcher:
+            handle.remove()  # with the others, by another thread that restored meanwhile
+        return handle
+
+    return register
+
+
+for _name, _phase in _PHASES.items():
     setattr(Instrumented, _name, _registering(_name, _phase))
 
 
@@ -135,17 +229,45 @@ def registry_of(module: nn.Module) -> Registry:
     return registry
 
 
+def _has_forward_hooks(module: nn.Module) -> bool:
+    registry = find_registry(module)
+    return registry is not None and bool(registry.list("forward_pre") or registry.list("forward"))
+
+
 def _instrumented_class(plain: type[nn.Module]) -> type:
+    if plain._call_impl is not nn.Module._call_impl:
+        msg = "its class overrides _call_impl"
+        raise HookError(msg)
     namespace = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
+        # torch.jit.script compiles the others.
+        "__jit_unused_properties__": [
+            *getattr(plain, "__jit_unused_properties__", ()),
+            "_forward_hooks",
+        ],
         "_call_impl": _CALL_IMPL,
     }
     # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
     if plain.__call__ is nn.Module.__call__:
         namespace["__call__"] = _CALL
-    return common_subclass(plain.__name__, Instrumented, plain, namespace)
+    for name in (*_PHASES, "compile"):  # likewise
+        if getattr(plain, name) is not getattr(nn.Module, name):
+            namespace[name] = inspect.getattr_static(plain, name)
+    if plain.__new__ is not object.__new__:
+        namespace["__new__"] = _new
+    try:
+        return common_subclass(plain.__name__, Instrumented, plain, namespace)
+    except TypeError as error:
+        msg = f"its class cannot be changed: {error}"
+        raise HookError(msg) from error
+
+
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    # That of a GraphModule derives a class for each instance; and copies call it by itself.
+    plain = plain_class(cls)
+    return plain(*args, **kwargs) if args or kwargs else plain.__new__(plain)
 
 
 def _plain(value: Any) -> Any:
@@ -155,13 +277,17 @@ def _plain(value: Any) -> Any:
 def _without_dispatcher(state: Any) -> Any:
     if isinstance(state, dict) and _KEY in state:
         return {key: value for key, value in state.items() if key != _KEY}
-    if isinstance(state, tuple):  # with slots
+    if type(state) is tuple:  # with slots, or arguments
         return tuple(map(_without_dispatcher, state))
     return state
 
 
-def hold(module: nn.Module) -> None:
+def hold(module: nn.Module, *, asked_for: bool = False) -> None:
     """Instrument one module, once more.
+
+    Args:
+        module: the module.
+        asked_for: by `instrument`, and not only for a hook or a capture.
 
     Raises:
         HookError: that is impossible; the module is as it was.
@@ -172,42 +298,52 @@ def hold(module: nn.Module) -> None:
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
         raise HookError(msg)
-    if plain_class(cls)._call_impl is not nn.Module._call_impl:
-        msg = "its class overrides _call_impl"
-        raise HookError(msg)
-    dispatcher = Dispatcher(Registry())
+    made = _instrumented_class(plain_class(cls))
     with _LOCK:
-        dispatcher = vars(module).setdefault(_KEY, dispatcher)
-        try:
-            if not issubclass(type(module), Instrumented):
-                _CLASS.__set__(module, _instrumented_class(type(module)))
-        except TypeError as error:
-            del vars(module)[_KEY]
-            msg = f"its class cannot be changed: {error}"
-            raise HookError(msg) from error
+        state = vars(module)
+        fresh = Dispatcher(Registry())
+        dispatcher: Dispatcher = state.get(_KEY) or fresh
+        state[_KEY] = dispatcher
+        if not issubclass(type(module), Instrumented):
+            try:
+                _CLASS.__set__(module, made)
+            except TypeError as error:
+                del state[_KEY]
+                msg = f"its class cannot be changed: {error}"
+                raise HookError(msg) from error
         dispatcher.hold()
+        if asked_for:
+            _ASKED_FOR[dispatcher] = _ASKED_FOR.get(dispatcher, 0) + 1
 
 
-def release(module: nn.Module) -> None:
+def release(module: nn.Module, *, asked_for: bool = False) -> None:
     """Undo one `hold`; the last one gives the module back as it was and removes its hooks."""
     if issubclass(type(module), HookedBase):
         return
     with _LOCK:
-        dispatcher = vars(module).get(_KEY)
-        if dispatcher is None or dispatcher.release():
+        dispatcher: Dispatcher | None = vars(module).get(_KEY)
+        if dispatcher is None:
             return
-        if issubclass(type(module), Instrumented):
-            _CLASS.__set__(module, plain_class(type(module)))
-        vars(module).pop(_KEY, None)
-    dispatcher.registry.clear()
+        if asked_for:
+            _ASKED_FOR[dispatcher] = _ASKED_FOR.get(dispatcher, 1) - 1
+            if not _ASKED_FOR[dispatcher]:
+                del _ASKED_FOR[dispatcher]
+        if dispatcher.release():
+            return
+        _give_back(module)
+    if dispatcher not in _SHALLOW:
+        dispatcher.registry.clear()
 
 
-def hold_all(modules: dict[str, nn.Module], *, skip: bool = False) -> list[nn.Module]:
+def hold_all(
+    modules: dict[str, nn.Module], *, skip: bool = False, asked_for: bool = False
+) -> list[nn.Module]:
     """Instrument these modules, or none of them.
 
     Args:
         modules: by name.
         skip: leave those out that cannot be instrumented, with a warning, unless none can.
+        asked_for: by `instrument`, see `hold`.
 
     Returns:
         Those that were.
@@ -217,24 +353,27 @@ def hold_all(modules: dict[str, nn.Module], *, skip: bool = False) -> list[nn.Mo
     """
     held: list[nn.Module] = []
     refused: dict[str, HookError] = {}
-    for name, module in modules.items():
-        try:
-            hold(module)
-        except HookError as error:
-            refused[name] = error
-        else:
-            held.append(module)
-    if refused:
-        reasons = "; ".join(
-            f"{name or 'the model itself'} ({type(modules[name]).__name__}): {error}"
-            for name, error in refused.items()
-        )
-        if not (skip and held):
-            for module in held:
-                release(module)
-            msg = f"cannot be instrumented: {reasons}"
-            raise HookError(msg) from next(iter(refused.values()))
-        warnings.warn(f"left as they are: {reasons}", NotInstrumentedWarning, stacklevel=3)
+    try:
+        for name, module in modules.items():
+            try:
+                hold(module, asked_for=asked_for)
+            except HookError as error:
+                refused[name] = error
+            else:
+                held.append(module)
+        if refused:
+            reasons = "; ".join(
+                f"{name or 'the model itself'} ({type(modules[name]).__name__}): {error}"
+                for name, error in refused.items()
+            )
+            if not (skip and held):
+                msg = f"cannot be instrumented: {reasons}"
+                raise HookError(msg) from next(iter(refused.values()))  # noqa: TRY301
+            warnings.warn(f"left as they are: {reasons}", NotInstrumentedWarning, stacklevel=3)
+    except BaseException:  # the warning may be one too
+        for module in held:
+            release(module, asked_for=asked_for)
+        raise
     return held
 
 
@@ -249,7 +388,8 @@ class Instrumentation:
         # The models are not kept alive, and an id is not taken for that of a later model.
         self._model = weakref.ref(model, functools.partial(_forget, self._key))
         self._held = [weakref.ref(module) for module in held]
-        _DONE.setdefault(self._key, []).append(self)
+        with _LOCK:
+            _DONE.setdefault(self._key, []).append(self)
 
     def restore(self) -> None:
         """Undo it, once; modules that nothing else instruments lose their hooks."""
@@ -263,7 +403,7 @@ class Instrumentation:
         for reference in held:
             module = reference()
             if module is not None:
-                release(module)
+                release(module, asked_for=True)
 
     def __enter__(self) -> Self:
         return self
@@ -309,17 +449,36 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
         ...     handle = model.layers[3].mlp.register_forward_hook(steer)
         ...     model(ids)
     """
-    return Instrumentation(model, hold_all(_select(model, select), skip=select is None))
+    held = hold_all(_select(model, select), skip=select is None, asked_for=True)
+    return Instrumentation(model, held)
 
 
 def restore(model: nn.Module) -> None:
     """Undoes the latest `instrument(model)` that was not undone.
 
+    A deep copy of an instrumented model is instrumented too, once.
+
     Raises:
         HookError: there is none.
     """
-    done = _DONE.get(id(model))
-    if not done:
+    with _LOCK:
+        done = _DONE.get(id(model))
+        latest = done.pop() if done else None
+    if latest is not None:
+        latest.restore()
+    elif not (isinstance(model, nn.Module) and _restore_copies(model)):
         msg = f"restore undoes instrument, and this {type(model).__name__} was not instrumented"
         raise HookError(msg)
-    done[-1].restore()
+
+
+def _restore_copies(model: nn.Module) -> bool:
+    copies = []
+    with _LOCK:
+        for module in model.modules():
+            dispatcher: Dispatcher | None = vars(module).get(_KEY)
+            if dispatcher is not None and dispatcher in _COPIES:
+                _COPIES.discard(dispatcher)
+                copies.append((module, dispatcher in _ASKED_FOR))
+    for module, asked_for in copies:
+        release(module, asked_for=asked_for)
+    return bool(copies)
