@@ -30,7 +30,7 @@ lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show ## Formatting,
 	$(BIN)/python -m mypy.stubtest ferrohook._core
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: build $(VENV)/show ## The speed table: ratios side by side in one run
+bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
 	$(BIN)/python -m benches
 
 loom: ## Every interleaving of the core's threads, as far as loom's model goes
@@ -65,6 +65,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # A file for each group of dependencies that was installed.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

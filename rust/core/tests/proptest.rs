@@ -470,3 +470,28 @@ proptest! {
         world.finish();
     }
 }
+
+proptest! {
+    /// Hooks spread over several registries fire in the order that they have in a single one.
+    #[test]
+    fn merged_snapshots_are_in_the_order_of_one_registry(
+        hooks in prop::collection::vec((0..4_usize, -2..3_i64, any::<bool>(), any::<bool>()), 0..40),
+    ) {
+        let phase = Phase::Forward;
+        let (single, spread) = (Registry::new(), [(); 4].map(|()| Registry::new()));
+        for (nth, &(place, priority, prepend, removed)) in hooks.iter().enumerate() {
+            let placement = Placement { priority, prepend };
+            for registry in [&single, &spread[place]] {
+                let handle = registry.register(phase, nth, placement);
+                if removed {
+                    handle.remove();
+                }
+            }
+        }
+        let merged = Snapshot::merged(&spread.each_ref().map(|registry| registry.snapshot(phase)));
+        let hooks = |snapshot: &Snapshot<usize>| -> Vec<usize> {
+            snapshot.iter().map(|entry| *entry.hook()).collect()
+        };
+        prop_assert_eq!(hooks(&merged), hooks(&single.snapshot(phase)));
+    }
+}

@@ -11,7 +11,7 @@ use pyo3::types::PyTuple;
 use crate::backward;
 use crate::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
-use crate::scope::{self, ScopeArg, ScopeCount, Scopes};
+use crate::scope::{self, ScopeArg, Scoped, Scopes};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;
@@ -25,7 +25,7 @@ pub struct Registry {
     module: u64,
     /// The hooks that fire in every context.
     hooks: CoreRegistry,
-    scopes: ScopeCount,
+    scoped: Scoped,
 }
 
 impl Registry {
@@ -35,7 +35,7 @@ impl Registry {
             // Relaxed: the numbers order nothing.
             module: MODULES.fetch_add(1, Ordering::Relaxed),
             hooks,
-            scopes: ScopeCount::default(),
+            scoped: Scoped::default(),
         }
     }
 
@@ -58,7 +58,7 @@ impl Registry {
             return Ok(HookHandle(self.hooks.register(phase, hook, placement)));
         };
         let scope = scope.get();
-        let hooks = scope.hooks_to_change(py, self.module, &self.scopes)?;
+        let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped)?;
         let handle = hooks.register(phase, hook, placement);
         // It may have been closed in the meantime, without this hook.
         if let Err(closed) = scope.check_open(py) {
@@ -77,7 +77,7 @@ impl Registry {
         phase: Phase,
         scopes: &Scopes<'py>,
     ) -> PyResult<Option<Arc<Snapshot>>> {
-        if self.scopes.any()
+        if self.scoped.any(phase)
             && let Some(scopes) = scopes.entered(py)?
         {
             return Ok(self.begin_in(phase, scopes));
@@ -91,16 +91,16 @@ impl Registry {
     }
 
     fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Arc<Snapshot>> {
-        let mut snapshots: Vec<_> = scope::hooks(scopes, self.module)
+        let mut snapshots = scope::hooks(scopes, self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
-            .chain(self.begin_outside(phase))
-            .collect();
-        if snapshots.len() > 1 {
-            Some(Arc::new(Snapshot::merged(&snapshots)))
-        } else {
-            snapshots.pop()
-        }
+            .chain(self.begin_outside(phase));
+        let first = snapshots.next()?;
+        let Some(second) = snapshots.next() else {
+            return Some(first);
+        };
+        let all: Vec<_> = [first, second].into_iter().chain(snapshots).collect();
+        Some(Arc::new(Snapshot::merged(&all)))
     }
 
     /// The hooks of a phase that fire in this context.
@@ -116,7 +116,7 @@ impl Registry {
         phase: Phase,
         scopes: &Scopes<'py>,
     ) -> PyResult<bool> {
-        if self.scopes.any()
+        if self.scoped.any(phase)
             && let Some(scopes) = scopes.entered(py)?
             && scope::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
         {

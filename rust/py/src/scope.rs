@@ -1,12 +1,11 @@
 //! Scopes: hooks that fire for the calls of the contexts that entered them, and for no others.
 
 use std::cell::OnceCell;
-use std::collections::HashMap;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use ferrohook_core::{Entry, Registry, Snapshot};
+use ferrohook_core::{Entry, Phase, Registry, Snapshot};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -14,39 +13,48 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
+use rustc_hash::FxHashMap;
 
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hook::{Callback, Hook, PhaseName};
 
-/// How many scopes hold hooks for one module: while none does, its calls ask for no context.
+/// How many scopes hold hooks for one module, and for which phases any ever did: the other calls ask
+/// for no context.
 #[derive(Clone, Default)]
-pub struct ScopeCount(Arc<AtomicUsize>);
+pub struct Scoped(Arc<Counts>);
 
-impl ScopeCount {
+#[derive(Default)]
+struct Counts {
+    scopes: AtomicUsize,
+    phases: [AtomicBool; Phase::ALL.len()],
+}
+
+impl Scoped {
     #[inline]
-    pub fn any(&self) -> bool {
+    pub fn any(&self, phase: Phase) -> bool {
         // Acquire pairs with the release of whoever registers.
-        self.0.load(Ordering::Acquire) != 0
+        self.0.scopes.load(Ordering::Acquire) != 0
+            && self.0.phases[phase as usize].load(Ordering::Acquire)
     }
 }
 
 /// One scope's hooks for one module.
 struct ScopedHooks {
     hooks: Arc<Registry<Hook>>,
-    count: ScopeCount,
+    scoped: Scoped,
 }
 
 impl ScopedHooks {
-    fn new(count: ScopeCount) -> Self {
-        count.0.fetch_add(1, Ordering::Release);
+    fn new(scoped: Scoped) -> Self {
+        scoped.0.scopes.fetch_add(1, Ordering::Release);
         let hooks = Arc::default();
-        Self { hooks, count }
+        Self { hooks, scoped }
     }
 }
 
 impl Drop for ScopedHooks {
     fn drop(&mut self) {
-        self.count.0.fetch_sub(1, Ordering::Release);
+        self.scoped.0.scopes.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -54,7 +62,7 @@ impl Drop for ScopedHooks {
 ///
 /// They are kept here and not with the modules: what other contexts registered costs a call nothing.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
-pub struct ScopeBase(Mutex<Option<HashMap<u64, ScopedHooks>>>);
+pub struct ScopeBase(Mutex<Option<FxHashMap<u64, ScopedHooks>>>);
 
 impl ScopeBase {
     /// The hooks for the module with this number, if the scope has any.
@@ -68,17 +76,19 @@ impl ScopeBase {
         &self,
         py: Python<'_>,
         module: u64,
-        count: &ScopeCount,
+        phase: Phase,
+        scoped: &Scoped,
     ) -> PyResult<Arc<Registry<Hook>>> {
+        scoped.0.phases[phase as usize].store(true, Ordering::Release);
         let mut scope = self.0.lock();
         let Some(modules) = scope.as_mut() else {
             drop(scope);
             return Err(closed(py));
         };
-        let scoped = modules
+        let hooks = modules
             .entry(module)
-            .or_insert_with(|| ScopedHooks::new(count.clone()));
-        Ok(Arc::clone(&scoped.hooks))
+            .or_insert_with(|| ScopedHooks::new(scoped.clone()));
+        Ok(Arc::clone(&hooks.hooks))
     }
 
     /// An error if the scope was closed.
@@ -101,7 +111,7 @@ fn closed(py: Python<'_>) -> PyErr {
 impl ScopeBase {
     #[new]
     fn new() -> Self {
-        Self(Mutex::new(Some(HashMap::new())))
+        Self(Mutex::new(Some(FxHashMap::default())))
     }
 
     /// Whether the scope was closed.
@@ -114,14 +124,14 @@ impl ScopeBase {
     fn _close(&self) -> bool {
         // Taken under the lock, and removed and dropped after it: that runs Python code.
         let modules = self.0.lock().take();
-        for scoped in modules.iter().flat_map(HashMap::values) {
+        for scoped in modules.iter().flat_map(FxHashMap::values) {
             scoped.hooks.clear(None);
         }
         modules.is_some()
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for scoped in self.0.lock().iter().flat_map(HashMap::values) {
+        for scoped in self.0.lock().iter().flat_map(FxHashMap::values) {
             scoped.hooks.visit(|hook| visit.call(hook.given()))?;
         }
         Ok(())
