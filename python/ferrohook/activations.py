@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy as shallow_copy
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from ferrohook import shards
 from ferrohook._core import Collector, Recorder
-from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
@@ -21,7 +24,6 @@ from ferrohook.selection import select, select_names
 
 if TYPE_CHECKING:
     import os
-    import re
     from types import EllipsisType
 
     from torch import nn
@@ -71,7 +73,16 @@ class ActivationCache(Mapping[str, Any]):
             SelectionError: no module of that name was selected, or it never ran.
             StaleActivationError: a tensor was changed in place after it was captured.
         """
-        return self._activations[name]
+        try:
+            return self._activations[name]
+        except SelectionError:
+            raise
+        except KeyError:
+            raise _missing(name, "is not among", self) from None
+
+    def __contains__(self, name: object) -> bool:
+        # Without reading: what was changed in place is there too.
+        return name in self._activations
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._activations)
@@ -85,6 +96,7 @@ class ActivationCache(Mapping[str, Any]):
 
         A tensor's is a tensor, or None where none came; that of a structure is a list with an entry
         for each of its tensors.
+        Empty where gradients were not asked for.
         """
         return ActivationCache(self._grads)
 
@@ -106,8 +118,12 @@ class ActivationCache(Mapping[str, Any]):
 
         Raises:
             SelectionError: the pattern matches none of the names.
+            HookTypeError: `pattern` is none of these.
             RuntimeError: the shapes differ.
         """
+        if not isinstance(pattern, str | re.Pattern):
+            msg = f"stack takes a name, a glob or a compiled regex, got {type(pattern).__name__}"
+            raise HookTypeError(msg)
         names = select_names(self, pattern)
         if not names:
             msg = f"{pattern!r} matches none of what was captured: {', '.join(self) or 'nothing'}"
@@ -166,37 +182,63 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return value.values()
     if isinstance(value, tuple | list):
         return value
-    if hasattr(value, "__dataclass_fields__"):
+    if _is_dataclass(value):
         return [getattr(value, name, None) for name in value.__dataclass_fields__]
     return ()
 
 
 def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with other tensors; classes other than tuples and lists become dicts."""
+    """The same structure, of the same classes, with other tensors."""
     if isinstance(value, Tensor):
         return convert(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(convert, item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         items = [map_tensors(convert, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if hasattr(value, "__dataclass_fields__"):
-        fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
-        return map_tensors(convert, fields)
+        if isinstance(value, list):
+            return items
+        # As a named tuple is made.
+        return getattr(type(value), "_make", tuple)(items)
+    if isinstance(value, dict):
+        copied = shallow_copy(value)
+        for key, item in value.items():
+            copied[key] = map_tensors(convert, item)
+        return copied
+    if _is_dataclass(value):
+        copied = shallow_copy(value)
+        for name in value.__dataclass_fields__:
+            if hasattr(value, name):
+                # It may be frozen.
+                object.__setattr__(copied, name, map_tensors(convert, getattr(value, name)))
+        return copied
     return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
+
+
+def _missing(name: object, state: str, names: Iterable[str]) -> SelectionError:
+    return SelectionError(f"{name!r} {state} what was captured: {', '.join(names) or 'nothing'}")
 
 
 class _Collected(Mapping[str, Any]):
     """What a collector holds, by name."""
 
-    def __init__(self, names: list[str], kept: _Kept, read: Callable[..., list[Any]]) -> None:
-        self._names = names
-        self._kept = kept
+    def __init__(
+        self,
+        places: dict[str, int],
+        collector: Collector,
+        read: Callable[..., list[Any]],
+        *,
+        only_last: bool,
+    ) -> None:
+        self._places = places
+        self._collector = collector
         self._read = read
+        self._only_last = only_last
 
     def __getitem__(self, name: str) -> Any:
         return self._value(name)
@@ -206,49 +248,46 @@ class _Collected(Mapping[str, Any]):
         return self._value(name, stale=True)
 
     def _value(self, name: str, **options: bool) -> Any:
-        index = self._names.index(name) if name in self._names else -1
-        if index not in self._kept.collector.ran():
-            state = "never ran" if index >= 0 else "was not selected"
-            msg = f"{name!r} {state}; captured: {', '.join(self) or 'nothing'}"
-            raise SelectionError(msg)
-        self._kept.finish_copies()
-        values = self._read(index, **options)
-        return values[-1] if self._kept.only_last else values
+        place = self._places.get(name)
+        values = [] if place is None else self._read(place, **options)
+        if not values:
+            state = "was not selected" if place is None else "never ran"
+            raise _missing(name, f"{state} and is not among", self)
+        return values[-1] if self._only_last else values
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([self._names[index] for index in self._kept.collector.ran()])
+        names = list(self._places)
+        return iter([names[place] for place in self._collector.ran()])
 
     def __len__(self) -> int:
-        return len(self._kept.collector.ran())
+        return len(self._collector.ran())
 
 
-class _Kept:
-    """A capture's collector, and the copies from GPUs that are under way."""
+class _HostCopies:
+    """A capture's copies from GPUs, made beside what those compute."""
 
-    collector: Collector
+    def __init__(self) -> None:
+        self._streams: set[torch.cuda.Stream] = set()
 
-    def __init__(self, *, only_last: bool) -> None:
-        self.only_last = only_last
-        self._copies: list[torch.cuda.Event] = []
+    def finish(self) -> None:
+        """Waits until all are complete."""
+        for stream in list(self._streams):
+            stream.synchronize()
 
-    def finish_copies(self) -> None:
-        """Waits until what was copied from a GPU is complete."""
-        while self._copies:
-            self._copies.pop(0).synchronize()
-
-    def to_host(self, tensor: Tensor, *, clone: bool) -> Tensor:
-        """Starts a copy from a GPU into pinned memory, beside what the GPU computes."""
+    def start(self, tensor: Tensor, *, clone: bool) -> Tensor:
+        """Starts a copy into pinned memory."""
         # On the stream that computes: what it writes in place later must not reach the copy.
         source = tensor.clone() if clone else tensor
         stream = _side_stream(tensor.device)
+        self._streams.add(stream)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             host = torch.empty_like(source, device="cpu", pin_memory=True)
             host.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
         source.record_stream(stream)
-        self._copies.append(done)
         return host
 
 
@@ -258,12 +297,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _converter(
-    kept: _Kept,
+    copies: _HostCopies,
     device: torch.device | None,
     dtype: torch.dtype | None,
     index: Index,
     copy: str,
 ) -> Callable[[Tensor], Tensor] | None:
+    # Holds the copies and not the collector, which holds it: tensors are not to wait for the
+    # garbage collector.
     if device is None and dtype is None and index is None:
         return None
 
@@ -271,15 +312,23 @@ def _converter(
         result = tensor if index is None else tensor[index]
         if dtype is not None and result.is_floating_point():
             result = result.to(dtype)
-        own = result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         if device is not None and device != result.device:
             if device.type == "cpu" and result.is_cuda and not result.requires_grad:
-                return kept.to_host(result, clone=not own and copy != "ref")
-            return result.to(device)
+                return copies.start(result, clone=copy != "ref" and _share(result, tensor))
+            result = result.to(device)
         # A slice is not to keep all of the tensor alive.
-        return result if own or (copy != "clone" and index is None) else result.clone()
+        own = copy == "clone" or index is not None
+        return result.clone() if own and _share(result, tensor) else result
 
     return convert
+
+
+def _share(result: Tensor, tensor: Tensor) -> bool:
+    if result is tensor:
+        return True
+    if result.layout != torch.strided or tensor.layout != torch.strided:
+        return False  # of several storages, and never views
+    return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class _Capture:
@@ -289,59 +338,74 @@ class _Capture:
         self,
         model: nn.Module,
         modules: dict[str, nn.Module],
-        kept: _Kept,
-        recording: Callable[[int | None], tuple[Collector, Callable[[int], Recorder]]],
+        recording: Callable[[int | None], tuple[Collector, ActivationCache]],
+        recorder: Callable[[Collector, int], Recorder],
         *,
         stop: bool,
     ) -> None:
         self._model = model
         self._modules = modules
-        self._kept = kept
         self._recording = recording
+        self._recorder = recorder
         self._stop = stop
+        self._scope = Scope()
+        self._held: list[nn.Module] = []
 
     def __enter__(self) -> ActivationCache:
-        modules = self._modules | ({"": self._model} if self._stop else {})
-        self._held = hold_all(modules)
         try:
-            self._scope = Scope().__enter__()
-            root = registry_of(self._model).module if self._stop else None
-            collector, recorder = self._recording(root)
-            self._kept.collector = collector
-            for index, module in enumerate(self._modules.values()):
-                hook = recorder(index)
-                registry_of(module).register(
-                    hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope
-                )
+            self._scope.__enter__()
+        except HookError as error:
+            msg = "a capture is entered once: call capture() again for another"
+            raise HookError(msg) from error
+        self._scope._when_left(id(self), self._release)
+        try:
+            return self._begin()
         except BaseException:
-            self._leave()
+            self._scope.__exit__(None, None, None)
             raise
-        names = list(self._modules)
-        return ActivationCache(
-            _Collected(names, self._kept, collector.values),
-            _Collected(names, self._kept, self._gradients),
-        )
 
-    def _gradients(self, index: int, **_options: bool) -> list[Any]:
-        calls = self._kept.collector.gradients(index)
-        return [call[0] if len(call) == 1 else call for call in calls]
+    def _begin(self) -> ActivationCache:
+        self._held = hold_all(self._modules | ({"": self._model} if self._stop else {}))
+        root = registry_of(self._model).module if self._stop else None
+        self._collector, cache = self._recording(root)
+        for index, module in enumerate(self._modules.values()):
+            hook = self._recorder(self._collector, index)
+            registry_of(module).register(hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope)
+        return cache
 
-    def _leave(self) -> None:
-        scope = getattr(self, "_scope", None)
-        try:
-            if scope is not None:
-                scope.__exit__(None, None, None)
-        finally:
-            for module in self._held:
-                release(module)
+    def _release(self) -> None:
+        for module in self._held:
+            release(module)
+        self._held = []
 
     def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
-        self._leave()
+        self._scope.__exit__(error, *exc_info)
         names = list(self._modules)
-        silent = sorted({*range(len(names))} - {*self._kept.collector.ran()})
+        silent = sorted({*range(len(names))} - {*self._collector.ran()})
         if silent and error is None:
             message = explain(self._model, [names[index] for index in silent])
             warnings.warn(message, NeverFiredWarning, stacklevel=2)
+
+
+def _values(
+    copies: _HostCopies, collector: Collector, place: int, *, stale: bool = False
+) -> list[Any]:
+    values = collector.values(place, stale=stale)
+    copies.finish()
+    return values
+
+
+def _gradients(
+    copies: _HostCopies, collector: Collector, place: int, **_options: bool
+) -> list[Any]:
+    calls = collector.gradients(place)
+    copies.finish()
+    values = collector.values(place, stale=True)
+    # In step, but for a call that another thread ends in between.
+    return [
+        gradients[0] if isinstance(value, Tensor) else gradients
+        for value, gradients in zip(values, calls, strict=False)
+    ]
 
 
 def capture(  # noqa: PLR0913 (all but the first two by keyword)
@@ -390,8 +454,11 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     Raises:
         SelectionError: `what` matches nothing.
         HookTypeError: an option of the wrong type.
-        ValueError: an unknown `copy` or `keep`, or a `max_bytes` or `keep` below 1.
-        HookError: when entered, if a module cannot be instrumented.
+        ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
+            below 1.
+        RuntimeError: `device` is none, or not there.
+        HookError: when entered, if a module cannot be instrumented; or entered for the second time,
+            or left where it was not entered.
 
     Examples:
         >>> with fh.capture(model, "layers.*.mlp", max_bytes=2**30) as acts:
@@ -399,50 +466,94 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         >>> acts["layers.0.mlp"].shape
     """
     modules = select(model, what)
-    if copy not in {"checked", "clone", "ref"}:
+    if copy not in ("checked", "clone", "ref"):
         msg = f"copy is checked, clone or ref, got {copy!r}"
         raise ValueError(msg)
-    if slice is not None and not isinstance(slice, _INDEX_TYPES):
-        msg = f"slice is what a tensor can be indexed by, got {type(slice).__name__}"
-        raise HookTypeError(msg)
-    kept = _Kept(only_last=keep == "last")
+    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
+    for name, flag in flags.items():
+        _expect(flag, bool, f"{name} is a bool")
+    if isinstance(output_index, bool):
+        _expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+    if dtype is not None:
+        _expect(dtype, torch.dtype, "dtype is a torch.dtype")
+    _check_index(slice)
+    copies = _HostCopies()
+    # Made on it: one that is not there is refused here, and "cuda" gets its number.
+    target = None if device is None else torch.empty(0, device=device).device
     options: dict[str, Any] = {
         "detach": detach,
         "copy": copy,
         "keep": _how_many(keep),
-        "convert": _converter(
-            kept, None if device is None else torch.device(device), dtype, slice, copy
-        ),
+        "convert": _converter(copies, target, dtype, slice, copy),
         "grads": grads,
         "max_bytes": None if max_bytes is None else _at_least_one("max_bytes", max_bytes),
     }
 
-    def recording(stop: int | None) -> tuple[Collector, Callable[[int], Recorder]]:
+    only_last = keep == "last"
+
+    def recording(stop: int | None) -> tuple[Collector, ActivationCache]:
         collector = Collector(list(modules), stop=stop, **options)
-        return collector, lambda index: Recorder(collector, index, inputs, output_index)
 
-    return _Capture(model, modules, kept, recording, stop=stop)
+        def collected(read: Callable[..., list[Any]]) -> _Collected:
+            places = {name: place for place, name in enumerate(modules)}
+            read = functools.partial(read, copies, collector)
+            return _Collected(places, collector, read, only_last=only_last)
 
+        return collector, ActivationCache(
+            collected(_values), collected(_gradients) if grads else None
+        )
 
-_INDEX_TYPES = (int, type(slice(None)), type(...), Tensor, list, tuple)
+    def recorder(collector: Collector, index: int) -> Recorder:
+        return Recorder(collector, index, inputs, output_index)
 
-
-def _how_many(keep: Keep) -> int | None:
-    if keep == "last":
-        return 1
-    if keep == "all":
-        return None
-    if not isinstance(keep, str):
-        return _at_least_one("keep", keep)
-    msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
-    raise ValueError(msg)
+    return _Capture(model, modules, recording, recorder, stop=stop)
 
 
-def _at_least_one(name: str, value: Any) -> int:
+_Slice = slice
+
+
+def _expect(value: object, types: type | tuple[type, ...], expected: str) -> None:
+    if not isinstance(value, types):
+        msg = f"{expected}, got {type(value).__name__}"
+        raise HookTypeError(msg)
+
+
+def _check_index(index: Any, *, inside: bool = False) -> None:
+    """Refuses what no tensor can be indexed by."""
+    if isinstance(index, _Slice):
+        for bound in (index.start, index.stop, index.step):
+            if isinstance(bound, bool) or not (bound is None or hasattr(bound, "__index__")):
+                _expect(bound, (), "the bounds of a slice are whole numbers")
+        if index.step is not None and not isinstance(index.step, Tensor) and index.step < 1:
+            msg = f"the step of a slice of a tensor is at least 1, got {index.step}"
+            raise ValueError(msg)
+    elif isinstance(index, tuple | list):
+        for each in index:
+            _check_index(each, inside=True)
+    elif not isinstance(index, int | type(...) | Tensor | None) or (
+        # In a mask, not by itself: that adds a dimension.
+        isinstance(index, bool) and not inside
+    ):
+        _expect(index, (), "slice is what a tensor can be indexed by")
+
+
+def _how_many(keep: Any) -> int | None:
+    if isinstance(keep, str):
+        if keep in _NAMED:
+            return _NAMED[keep]
+        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
+        raise ValueError(msg)
+    return _at_least_one("keep", keep, "'last', 'all' or a number of calls")
+
+
+_NAMED = {"last": 1, "all": None}
+
+
+def _at_least_one(name: str, value: Any, expected: str = "a whole number") -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        msg = f"{name} is a whole number, got {type(value).__name__}"
+        msg = f"{name} is {expected}, got {type(value).__name__}"
         raise HookTypeError(msg)
     if value < 1:
         msg = f"{name} is at least 1, got {value}"
         raise ValueError(msg)
-    return value
+    return min(value, sys.maxsize)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
+import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from ferrohook._core import TypedHook
+from torch import nn
+
+from ferrohook._core import HookHandle, TypedHook
 from ferrohook.activations import capture as _capture
-from ferrohook.errors import NeverFiredWarning
+from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from torch import nn
-
-    from ferrohook._core import HookHandle
     from ferrohook.selection import Selector
 
 
@@ -30,11 +34,17 @@ class HandleGroup:
     """
 
     def __init__(
-        self, model: nn.Module, handles: dict[str, HookHandle], held: list[nn.Module]
+        self,
+        model: nn.Module,
+        handles: dict[str, HookHandle],
+        held: list[nn.Module],
+        scope: Scope | None = None,
     ) -> None:
         self._model = model
         self._handles = handles
-        self._held = held
+        # Weak: the scope below is not to keep the modules alive.
+        self._held = [weakref.ref(module) for module in held]
+        self._scope = scope
 
     @property
     def names(self) -> list[str]:
@@ -59,22 +69,21 @@ class HandleGroup:
             timeout: how many seconds to wait at most for each.
 
         Raises:
-            HookError: `wait=True` from inside one of the hooks.
+            HookError: `wait=True` from inside one of the hooks; all are removed.
             TimeoutError: a thread was still inside one; all are removed.
+            HookTypeError: an option of the wrong type; none is removed.
+            ValueError: a `timeout` below 0 or without `wait`; none is removed.
         """
-        try:
-            if wait:
-                # All of them before waiting for the first.
-                for handle in self:
-                    handle.disable()
-            for handle in self:
-                handle.remove(wait=wait, timeout=timeout)
-        finally:
-            for handle in self:
-                handle.remove()
-            held, self._held = self._held, []
-            for module in held:
-                release(module)
+        # Refuses what they would refuse, and waits for nobody.
+        HookHandle._removed("forward").remove(wait=wait, timeout=timeout)
+        # All of them before waiting for the first.
+        for handle in self:
+            handle.remove()
+        if self._scope is not None:
+            self._scope._forget(id(self._held))
+        _give_back(self._held)
+        for handle in self:
+            handle.remove(wait=wait, timeout=timeout)
 
     def disable(self) -> None:
         """Keeps the hooks and their places, and skips them until `enable`."""
@@ -93,20 +102,45 @@ class HandleGroup:
         return len(self._handles)
 
     def __getitem__(self, name: str) -> HookHandle:
-        return self._handles[name]
+        try:
+            return self._handles[name]
+        except KeyError:
+            msg = f"{name!r} has no hook in this group, only {', '.join(map(repr, self._handles))}"
+            raise SelectionError(msg) from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
-        silent = [name for name, handle in self._handles.items() if not handle.calls]
+        # A hook that was disabled or removed says nothing of its module.
+        silent = [
+            name
+            for name, handle in self._handles.items()
+            if not handle.calls and handle.enabled and not handle.removed
+        ]
         self.remove()
         if silent and error is None:
-            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=2)
+            warnings.warn(self._told(silent), NeverFiredWarning, stacklevel=2)
+
+    def _told(self, silent: list[str]) -> str:
+        phase = self._handles[silent[0]].phase
+        if phase.startswith("forward"):
+            return explain(self._model, silent)
+        names = ", ".join(map(repr, silent))
+        return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
     def __repr__(self) -> str:
         state = "removed" if self.removed else "registered"
         return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
+
+
+def _give_back(held: list[weakref.ref[nn.Module]]) -> None:
+    """Undoes what `hold` did, once, whichever threads ask for it."""
+    while held:
+        with contextlib.suppress(IndexError):  # another thread was first
+            module = held.pop()()
+            if module is not None:
+                release(module)
 
 
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
@@ -125,8 +159,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
 
-    Modules that are not instrumented are, for as long as the hook is registered. A hook on a
-    `HookedModule` inside the model is registered with the wrapper.
+    Modules that are not instrumented are, for as long as the hook is registered: until it is
+    removed, or the scope is left. A hook on a `HookedModule` inside the model is registered with
+    the wrapper.
 
     Args:
         model: any module.
@@ -156,7 +191,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     handles: dict[str, HookHandle] = {}
-    group = HandleGroup(model, handles, hold_all(modules))
+    group = HandleGroup(model, handles, hold_all(modules), scope)
     try:
         for name, module in modules.items():
             handles[name] = registry_of(module).register(
@@ -171,8 +206,12 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
                 scope=scope,
             )
     except BaseException:
+        group._scope = None  # what it is was not found out
         group.remove()
         raise
+    if scope is not None:
+        held = group._held
+        scope._when_left(id(held), functools.partial(_give_back, held))
     return group
 
 
@@ -193,6 +232,8 @@ def run(
         capture: which modules' outputs to keep, see `select`; None for none.
         **kwargs: for the model.
 
+    Warns with `NeverFiredWarning` of modules that never ran.
+
     Returns:
         The model's output; with `capture` a tuple of it and the `ActivationCache`.
 
@@ -203,16 +244,17 @@ def run(
     Examples:
         >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
     """
-    groups: list[HandleGroup] = []
-    with Scope() as own:
-        try:
-            for what, hook in (hooks or {}).items():
-                groups.append(register(model, what, hook, scope=own))
-            if capture is None:
-                return model(*args, **kwargs)
-            with _capture(model, capture) as acts:
-                output = model(*args, **kwargs)
-            return output, acts
-        finally:
-            for group in groups:
-                group.remove()
+    if not isinstance(model, nn.Module):
+        msg = f"run calls an instance of nn.Module, got {_describe(model)}"
+        raise HookTypeError(msg)
+    if not isinstance(hooks, Mapping | None):
+        msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
+        raise HookTypeError(msg)
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(Scope())
+        for what, hook in (hooks or {}).items():
+            stack.enter_context(register(model, what, hook, scope=own))
+        if capture is None:
+            return model(*args, **kwargs)
+        acts = stack.enter_context(_capture(model, capture))
+        return model(*args, **kwargs), acts

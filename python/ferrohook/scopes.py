@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from ferrohook._core import ScopeBase, active_scopes
-from ferrohook.errors import HookError
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,14 +25,18 @@ class Scope(ScopeBase):
     A context manager: entering it makes it one of the scopes of the current context
     (`contextvars`), and leaving it removes the hooks that were registered with it, and no others.
     Scopes nest. Tasks of asyncio and `asyncio.to_thread` inherit the scopes that were entered when
-    they were made; other threads get them by `wrap` or `activate`.
+    they were made; other threads get them by `wrap` or `activate`. A scope that is dropped without
+    being left stays entered for as long as the context lives.
     """
 
     def __init__(self) -> None:
+        self._once = threading.Lock()
         self._entered: tuple[Token[tuple[ScopeBase, ...]], tuple[ScopeBase, ...]] | None = None
+        # What is to be done when the hooks are gone, by whoever asked for it.
+        self._after: dict[int, Callable[[], None]] = {}
 
     def __enter__(self) -> Self:
-        if self._entered is not None or self.closed:
+        if self.closed or not self._once.acquire(blocking=False):
             msg = "a scope is entered once: use activate() for other threads, scope() for another"
             raise HookError(msg)
         scopes: tuple[ScopeBase, ...] = (*active_scopes.get(), self)
@@ -41,15 +47,40 @@ class Scope(ScopeBase):
         if self.closed or self._entered is None:
             msg = "this scope is not entered, or was left before"
             raise HookError(msg)
-        token, scopes = self._entered
-        if active_scopes.get() is not scopes:
+        token, _ = self._entered
+        active = active_scopes.get()
+        # Contexts are copied, scopes and all: only the token tells which one it was.
+        try:
+            active_scopes.reset(token)
+        except ValueError as error:
             msg = (
-                "a scope is left where it was entered (the same thread and task), "
-                "after the scopes that were entered inside it"
+                "a scope is left where it was entered, in the same thread and task: "
+                "it is still entered there"
+            )
+            raise HookError(msg) from error
+        others = tuple(each for each in active if each is not self)
+        if active_scopes.get() != others:  # left out of order, this one or one inside it
+            active_scopes.set(others)
+        self._close()
+        while self._after:
+            with contextlib.suppress(KeyError):  # another thread was first
+                self._after.popitem()[1]()
+        if active[-1:] != (self,):
+            msg = (
+                "a scope is left after the scopes that were entered inside it: "
+                "it was left all the same, and they were not"
             )
             raise HookError(msg)
-        self._close()
-        active_scopes.reset(token)
+
+    def _when_left(self, key: int, act: Callable[[], None]) -> None:
+        """Has `act` called after the scope was left, at once if it was, unless `_forget` is."""
+        self._after[key] = act
+        if self.closed:
+            with contextlib.suppress(KeyError):  # the thread that left it was first
+                self._after.pop(key)()
+
+    def _forget(self, key: int) -> None:
+        self._after.pop(key, None)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -58,7 +89,7 @@ class Scope(ScopeBase):
         The scopes around this one come along. Leaving ends that for the context alone.
 
         Raises:
-            HookError: the scope was not entered, or left.
+            HookError: the scope was not entered, or left; or the context is another one at the end.
         """
         if self.closed or self._entered is None:
             msg = "only a scope that is entered can be activated elsewhere"
@@ -69,14 +100,36 @@ class Scope(ScopeBase):
         try:
             yield
         finally:
-            active_scopes.reset(token)
+            try:
+                active_scopes.reset(token)
+            except ValueError as error:
+                msg = "what was activated ends in the same thread and task"
+                raise HookError(msg) from error
 
     def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn`, for executors: whichever thread calls it, the scope is active meanwhile.
 
+        A coroutine function becomes one that has the scope active while its coroutine runs.
+
         Raises:
+            HookTypeError: `fn` cannot be called, or is a generator function, whose body runs when
+                the call is over: activate the scope inside it.
             HookError: when called, if the scope is not entered.
         """
+        if not callable(fn):
+            msg = f"wrap takes a callable, got {type(fn).__name__}"
+            raise HookTypeError(msg)
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            msg = "a generator's body runs after the call: use activate() inside it, not wrap()"
+            raise HookTypeError(msg)
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def wrapped_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with self.activate():
+                    return await fn(*args, **kwargs)
+
+            return cast("Callable[P, R]", wrapped_coroutine)
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ def _safetensors() -> ModuleType:
     except ModuleNotFoundError as error:
         msg = "this needs the package safetensors: install ferrohook[safetensors]"
         raise HookError(msg) from error
-    return safetensors.torch
+    return safetensors
 
 
 def save(path: str | os.PathLike[str], value: Any) -> None:
@@ -40,13 +40,13 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     structure = json.dumps(_described(value, tensors, ""))
     library = _safetensors()
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    os.close(descriptor)
+    # Not one of `tempfile`, whose files nobody else may read.
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
-        library.save_file(tensors, name, metadata={_KEY: structure})
-        Path(name).replace(target)
+        library.torch.save_file(tensors, part, metadata={_KEY: structure})
+        part.replace(target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
@@ -57,19 +57,24 @@ def load(path: str | os.PathLike[str]) -> Any:
         HookError: another kind of file.
     """
     library = _safetensors()
-    with library.safe_open(path, framework="pt") as file:
-        structure = (file.metadata() or {}).get(_KEY)
-        if structure is None:
-            msg = f"{os.fspath(path)} holds no activations that ferrohook saved"
-            raise HookError(msg)
-        return _built(json.loads(structure), file)
+    msg = f"{os.fspath(path)} holds no activations that ferrohook saved"
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            structure = (file.metadata() or {}).get(_KEY)
+            if structure is None:
+                raise HookError(msg)
+            return _built(json.loads(structure), file)
+    except library.SafetensorError as error:
+        raise HookError(msg) from error
 
 
 def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """The structure as JSON; its tensors go into `tensors`, by their paths."""
     if isinstance(value, Tensor):
+        while path in tensors:  # a key may have a slash in it
+            path += "'"
         # Copied where the format asks for memory of its own.
-        own = value.detach().contiguous()
+        own = value.detach().resolve_conj().resolve_neg().contiguous()
         tensors[path] = own.clone() if own.data_ptr() == value.data_ptr() else own
         return {"tensor": path}
     if isinstance(value, Mapping):

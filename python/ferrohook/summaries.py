@@ -36,15 +36,21 @@ def summary(model: nn.Module) -> Tree:
     if not isinstance(model, nn.Module):
         msg = f"summary shows an instance of nn.Module, got {_describe(model)}"
         raise HookTypeError(msg)
-    hooks = {name: _hooks(module) for name, module in select(model).items()}
-    nodes = {"": Tree(_title("", model))}
-    for name, module in select(model).items():
-        below = f"{name}." if name else ""
-        if name and not any(hooks[each] for each in hooks if f"{each}.".startswith(below)):
+    modules = select(model)
+    hooks = {name: _hooks(module) for name, module in modules.items()}
+    shown = {""}
+    for name, rows in hooks.items():
+        above = name
+        while rows and above not in shown:
+            shown.add(above)
+            above = above.rpartition(".")[0]
+    nodes: dict[str, Tree] = {}
+    for name, module in modules.items():
+        if name not in shown:
             continue
-        if name:
-            parent, _, last = name.rpartition(".")
-            nodes[name] = nodes[parent].add(_title(last, module))
+        parent, _, last = name.rpartition(".")
+        title = _title(last, module)
+        nodes[name] = nodes[parent].add(title) if name else Tree(title)
         for hook in hooks[name]:
             nodes[name].add(_line(*hook))
     return nodes[""]
@@ -57,8 +63,8 @@ def _hooks(module: nn.Module) -> list[tuple[HookInfo, float | None]]:
 
 
 def _title(name: str, module: nn.Module) -> str:
-    kind = module._get_name()
-    return f"[bold]{name}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
+    kind = _escaped(module._get_name())
+    return f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
 
 
 def _line(hook: HookInfo, seconds: float | None) -> str:
