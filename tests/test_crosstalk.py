@@ -1,0 +1,566 @@
+"""Cross-talk: threads and tasks that share one model, each with its own steering and captures.
+
+What each call has to give is known before: from single-threaded runs of a plain copy with PyTorch's
+hooks. The numbers are whole, so that they are the same in whatever order they are added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import faulthandler
+import gc
+import queue
+import random
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+from ferrohook._core import Dispatcher, active_scopes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+THREADS = 4
+CALLS = 300
+"""Of each thread."""
+LIMIT = 60.0
+"""Seconds that any wait of these tests may take."""
+LAYERS = [f"layers.{index}" for index in range(4)]
+FAILS = 2
+"""The layer at which calls fail that are to fail."""
+
+
+@pytest.fixture(autouse=True)
+def _watchdog() -> Iterator[None]:
+    # A deadlock in native code may hold the GIL, and then nothing written in Python ends it.
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def together(*targets: Callable[[], Any]) -> list[Any]:
+    """What the targets return, run in a thread each that start from one barrier."""
+    barrier = threading.Barrier(len(targets))
+
+    def run(target: Callable[[], Any]) -> Any:
+        barrier.wait(LIMIT)
+        return target()
+
+    with ThreadPoolExecutor(len(targets)) as pool:
+        return [done.result(LIMIT) for done in [pool.submit(run, target) for target in targets]]
+
+
+def in_threads(work: Callable[[int], Any], *others: Callable[[], Any]) -> list[Any]:
+    """`work` in each thread, and what it returned there."""
+    own = [lambda thread=thread: work(thread) for thread in range(THREADS)]
+    return together(*own, *others)[:THREADS]
+
+
+# --- What each call has to give -----------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Linear layers over whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in LAYERS)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).copy_(torch.randint(-2, 3, parameter.shape))
+
+    def forward(self, x: torch.Tensor, error: BaseException | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == FAILS and error is not None:
+                raise error
+            x = layer(x)
+        return x
+
+
+def given(thread: int, call: int) -> torch.Tensor:
+    return torch.tensor([[thread + 1, call, call % 7, 1]], dtype=torch.float64)
+
+
+def steered_layer(thread: int) -> str:
+    # Two threads steer one layer, and two steer another.
+    return LAYERS[1 + thread % 2]
+
+
+class Steering:
+    """A thread's own forward hook, which counts."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.calls = 0
+
+    def __call__(self, _module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (self.thread + 2) + self.thread
+
+
+class Right(NamedTuple):
+    output: torch.Tensor
+    activations: dict[str, torch.Tensor]
+
+    def check(self, output: torch.Tensor, acts: Any) -> bool:
+        return (
+            torch.equal(output, self.output)
+            and list(acts) == LAYERS
+            and all(torch.equal(acts[name], self.activations[name]) for name in LAYERS)
+        )
+
+
+@pytest.fixture(scope="module")
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+@pytest.fixture(scope="module")
+def right(stack: Stack) -> list[list[Right]]:
+    """By thread and call."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def run(plain: Stack, thread: int, call: int) -> Right:
+        output = plain(given(thread, call))
+        return Right(output, dict(seen))
+
+    results: list[list[Right]] = []
+    for thread in range(THREADS):
+        plain = copy.deepcopy(stack)
+        plain.get_submodule(steered_layer(thread)).register_forward_hook(Steering(thread))
+        for name in LAYERS:
+            plain.get_submodule(name).register_forward_hook(
+                lambda _module, _args, output, name=name: seen.update({name: output})
+            )
+        results.append([run(plain, thread, call) for call in range(CALLS)])
+    different = {str(each) for calls in results for each in calls}
+    assert len(different) == THREADS * CALLS
+    return results
+
+
+KINDS = ("instrumented", "plain", "HookedModule")
+
+
+@pytest.fixture(params=KINDS)
+def model(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """The model that is shared; what a test leaves behind fails it."""
+
+    def put(layers: list[nn.Module]) -> None:
+        for index, layer in enumerate(layers):
+            stack.layers[index] = layer
+
+    if request.param == "instrumented":
+        with fh.instrument(stack):
+            yield stack
+    elif request.param == "plain":
+        yield stack
+    else:
+        hooked = [fh.HookedModule(layer) for layer in stack.layers]
+        put(hooked)
+        yield stack
+        assert [layer.hooks() for layer in hooked] == [[]] * len(LAYERS)
+        put([layer.into_inner() for layer in hooked])
+    assert active_scopes.get() == ()
+    for module in stack.modules():
+        assert type(module) in {Stack, nn.ModuleList, nn.Linear}
+        assert Dispatcher.KEY not in vars(module)
+        assert not module._forward_hooks
+
+
+# --- Threads ------------------------------------------------------------------------------------
+
+
+def a_scope_for_each_call(model: Stack, thread: int, right: list[Right]) -> int:
+    rights = 0
+    for call in range(CALLS):
+        steering = Steering(thread)
+        with (
+            fh.scope() as scope,
+            fh.register(model, steered_layer(thread), steering, scope=scope) as group,
+            fh.capture(model, "layers.*") as acts,
+        ):
+            output = model(given(thread, call))
+        assert steering.calls == group.calls == 1
+        rights += right[call].check(output, acts)
+    return rights
+
+
+def one_scope_for_all_calls(model: Stack, thread: int, right: list[Right]) -> int:
+    steering = Steering(thread)
+    with (
+        fh.scope() as scope,
+        fh.register(model, steered_layer(thread), steering, scope=scope) as group,
+        fh.capture(model, "layers.*", keep="all") as acts,
+    ):
+        outputs = [model(given(thread, call)) for call in range(CALLS)]
+    assert steering.calls == group.calls == CALLS
+    assert [len(acts[name]) for name in acts] == [CALLS] * len(LAYERS)
+    return sum(
+        right[call].check(output, {name: acts[name][call] for name in acts})
+        for call, output in enumerate(outputs)
+    )
+
+
+def scopes_that_take_their_hooks_along(model: Stack, thread: int, right: list[Right]) -> int:
+    rights = 0
+    for call in range(CALLS):
+        with fh.scope() as scope:
+            group = fh.register(model, steered_layer(thread), Steering(thread), scope=scope)
+            with fh.capture(model, "layers.*") as acts:
+                output = model(given(thread, call))
+        assert group.removed
+        assert group.calls == 1
+        rights += right[call].check(output, acts)
+    return rights
+
+
+def runs(model: Stack, thread: int, right: list[Right]) -> int:
+    steering = Steering(thread)
+    hooks = {steered_layer(thread): steering}
+    results = [
+        fh.run(model, given(thread, call), hooks=hooks, capture="layers.*") for call in range(CALLS)
+    ]
+    assert steering.calls == CALLS
+    return sum(right[call].check(*result) for call, result in enumerate(results))
+
+
+WAYS = (a_scope_for_each_call, one_scope_for_all_calls, scopes_that_take_their_hooks_along, runs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("interval", [5e-3, 1e-6], ids=["as usual", "switching often"])
+def test_threads_with_their_own_steering_and_captures(
+    model: Stack,
+    right: list[list[Right]],
+    way: Callable[..., int],
+    interval: float,
+    switch_often: None,
+) -> None:
+    sys.setswitchinterval(interval)  # the fixture puts back what was
+    assert in_threads(lambda thread: way(model, thread, right[thread])) == [CALLS] * THREADS
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_calls_outside_of_the_scopes_are_as_without_hooks(
+    model: Stack, stack: Stack, right: list[list[Right]]
+) -> None:
+    plain = [copy.deepcopy(stack)(given(0, call)) for call in range(CALLS)]
+    assert not any(torch.equal(output, right[0][call].output) for call, output in enumerate(plain))
+    rights: list[int] = []
+
+    def call_plainly() -> None:
+        rights.append(sum(torch.equal(model(given(0, call)), plain[call]) for call in range(CALLS)))
+
+    in_threads(
+        lambda thread: a_scope_for_each_call(model, thread, right[thread]),
+        call_plainly,
+        call_plainly,
+    )
+    assert rights == [CALLS] * 2
+
+
+# --- Tasks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_tasks_with_their_own_steering_and_captures(model: Stack, right: list[list[Right]]) -> None:
+    async def task(thread: int) -> int:
+        rights = 0
+        steering = Steering(thread)
+        layer = steered_layer(thread)
+        with fh.scope() as scope, fh.register(model, layer, steering, scope=scope) as group:
+            for call in range(CALLS):
+                with fh.capture(model, "layers.*") as acts:
+                    # On the loop's own thread, and on another.
+                    if call % 3 == 0:
+                        await asyncio.sleep(0)
+                        output = model(given(thread, call))
+                        await asyncio.sleep(0)
+                    else:
+                        output = await asyncio.to_thread(model, given(thread, call))
+                rights += right[thread][call].check(output, acts)
+        assert steering.calls == group.calls == CALLS
+        return rights
+
+    async def tasks() -> list[int]:
+        return await asyncio.gather(*map(task, range(THREADS)))
+
+    assert asyncio.run(asyncio.wait_for(tasks(), LIMIT)) == [CALLS] * THREADS
+
+
+# --- Failures -----------------------------------------------------------------------------------
+
+
+class FailureError(Exception):
+    pass
+
+
+class Halt(BaseException):
+    pass
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_exceptions_at_random_reach_their_own_caller_alone(
+    model: Stack, right: list[list[Right]]
+) -> None:
+    always: list[None] = []
+    everywhere = fh.register(model, "", lambda *_: always.append(None), always_call=True)
+
+    def work(thread: int) -> tuple[int, int]:
+        chance = random.Random(thread)  # noqa: S311
+        rights = failed = 0
+        for call in range(CALLS):
+            where = chance.choice(["nowhere", "forward_pre", "forward", "model"])
+            error = chance.choice([FailureError, Halt])(thread, call)
+
+            def fail(*_: Any, error: BaseException = error) -> None:
+                raise error
+
+            caught: BaseException | None = None
+            output = torch.empty(0)
+            try:
+                with fh.scope() as scope:
+                    layer = steered_layer(thread)
+                    steering = fh.register(model, layer, Steering(thread), scope=scope)
+                    groups = [steering]
+                    if where in {"forward_pre", "forward"}:
+                        # Ahead of the steering, where that is on the same layer.
+                        groups.append(
+                            fh.register(
+                                model, LAYERS[FAILS], fail, phase=where, scope=scope, prepend=True
+                            )
+                        )
+                    try:
+                        with fh.capture(model, "layers.*", copy="clone") as acts:
+                            output = model(given(thread, call), error if where == "model" else None)
+                    finally:
+                        for group in groups:
+                            group.remove()
+            except (FailureError, Halt) as raised:
+                caught = raised
+            own = right[thread][call]
+            if where == "nowhere":
+                assert caught is None
+                rights += own.check(output, acts)
+            else:
+                assert caught is error
+                # What came before is kept, and is right.
+                assert list(acts) == LAYERS[:FAILS]
+                rights += all(torch.equal(acts[name], own.activations[name]) for name in acts)
+                failed += 1
+        return rights, failed
+
+    results = in_threads(work)
+    assert [rights for rights, _ in results] == [CALLS] * THREADS
+    assert all(CALLS / 2 < failed < CALLS for _, failed in results)
+    assert len(always) == everywhere.calls == THREADS * CALLS
+    everywhere.remove()
+
+
+# --- Global hooks -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_global_hooks_that_come_and_go_meanwhile(model: Stack, right: list[list[Right]]) -> None:
+    stayed: list[None] = []
+    staying = fh.register(model, "layers.*", lambda *_: stayed.append(None))
+    working = threading.Semaphore(THREADS)
+    fired: list[None] = []
+    called: list[int] = []
+
+    def work(thread: int) -> int:
+        try:
+            return a_scope_for_each_call(model, thread, right[thread])
+        finally:
+            working.acquire()
+
+    def replace(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        fired.append(None)
+        return output.clone()
+
+    def come_and_go() -> None:
+        chance = random.Random(0)  # noqa: S311
+        while working.acquire(blocking=False):
+            working.release()
+            phase = chance.choice(["forward_pre", "forward"])
+            hook = replace if phase == "forward" else lambda *_: fired.append(None)
+            priority = chance.choice([-1, 0, 1])
+            with fh.instrument(model, "layers.*"):
+                group = fh.register(model, "layers.*", hook, phase=phase, priority=priority)
+            before = len(fired)
+            for _ in range(1000):
+                if len(fired) > before:
+                    break
+            group.remove(wait=True, timeout=LIMIT)
+            gone = len(fired)
+            called.append(group.calls)
+            assert gone == sum(called)
+
+    rights = in_threads(work, come_and_go)
+    assert rights == [CALLS] * THREADS
+    assert len(stayed) == staying.calls == THREADS * CALLS * len(LAYERS)
+    assert len(fired) == sum(called) > 0
+    staying.remove()
+
+
+# --- Backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_backward_hooks_fire_in_the_scope_of_the_forward_whichever_thread_runs_them(
+    model: Stack, stack: Stack
+) -> None:
+    def steering(thread: int, seen: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor]]:
+        def steer(_module: Any, grad_input: Any, grad_output: Any) -> tuple[torch.Tensor]:
+            seen.append(grad_output[0])
+            return (grad_input[0] * (thread + 2) + thread,)
+
+        return steer
+
+    expected: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for thread in range(THREADS):
+        # Built of plain layers, whatever the shared model is made of.
+        plain = Stack()
+        plain.load_state_dict(stack.state_dict())
+        steered: list[torch.Tensor] = []
+        layer = plain.get_submodule(steered_layer(thread))
+        layer.register_full_backward_hook(steering(thread, steered))
+        x = given(thread, 0).requires_grad_()
+        plain(x).sum().backward()
+        assert x.grad is not None
+        expected.append((x.grad, steered[0]))
+    assert len({str(each) for each in expected}) == THREADS
+
+    inboxes: list[queue.Queue[tuple[torch.Tensor, threading.Event]]] = [
+        queue.Queue() for _ in range(THREADS)
+    ]
+
+    def work(thread: int) -> int:
+        rights = 0
+        grad, grad_output = expected[thread]
+        for call in range(CALLS):
+            seen: list[torch.Tensor] = []
+            steer = steering(thread, seen)
+            layer = steered_layer(thread)
+            with (
+                fh.scope() as scope,
+                fh.register(model, layer, steer, phase="backward", scope=scope) as group,
+            ):
+                x = given(thread, call).requires_grad_()
+                done = threading.Event()
+                inboxes[(thread + 1) % THREADS].put((model(x).sum(), done))
+                # Another thread's, in this one's scope.
+                loss, others_done = inboxes[thread].get(timeout=LIMIT)
+                loss.backward()
+                others_done.set()
+                assert done.wait(LIMIT)
+            assert group.calls == len(seen) == 1
+            rights += torch.equal(x.grad, grad) and torch.equal(seen[0], grad_output)
+        return rights
+
+    assert in_threads(work) == [CALLS] * THREADS
+
+
+# --- Leaks --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checked": {},
+    "clone": {"copy": "clone"},
+    "all": {"keep": "all"},
+    "gradients": {"grads": True},
+    "attached": {"detach": False},
+    "attached gradients": {"detach": False, "grads": True},
+    "converted": {"dtype": torch.float32, "slice": 0},
+    "over budget": {"max_bytes": 100},
+}
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def references(acts: fh.ActivationCache) -> list[weakref.ref[Any]]:
+    """To the captured tensors, of all calls."""
+    values = [value if isinstance(value, list) else [value] for value in acts.values()]
+    return [weakref.ref(value) for calls in values for value in calls]
+
+
+HELD = pytest.mark.xfail(strict=True, reason="a tensor's hook holds the collector of its capture")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param(each, marks=HELD if each == "attached gradients" else ()) for each in OPTIONS],
+)
+def test_a_thousand_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) -> None:
+    each = 1000 // THREADS
+    before = tensors_alive()
+
+    def work(thread: int) -> list[weakref.ref[Any]]:
+        left: list[weakref.ref[Any]] = []
+        for call in range(each):
+            x = given(thread, call).requires_grad_()
+            error = FailureError() if call % 5 == 0 else None
+            steering = Steering(thread)
+            layer = steered_layer(thread)
+            try:
+                with (
+                    fh.scope() as scope,
+                    fh.register(model, layer, steering, scope=scope) as group,
+                    fh.capture(model, "layers.*", **OPTIONS[option]) as acts,
+                ):
+                    model(x, error).sum().backward()
+            except (FailureError, fh.CaptureBudgetError) as caught:
+                caught.__traceback__ = None
+            assert group.removed
+            assert len(acts) >= FAILS
+            left += [weakref.ref(each) for each in (scope, acts, steering)]
+            left += references(acts)
+        return left
+
+    left = [reference for thread in in_threads(work) for reference in thread]
+    assert tensors_alive() == before
+    assert len(left) >= 5 * THREADS * each
+    assert not any(reference() is not None for reference in left)
+
+
+@pytest.mark.parametrize("option", [each for each in OPTIONS if each != "attached gradients"])
+def test_captured_tensors_go_with_the_cache_without_the_garbage_collector(
+    stack: Stack, option: str
+) -> None:
+    x = given(0, 0).requires_grad_()
+    gc.disable()
+    try:
+        try:
+            with fh.capture(stack, "layers.*", **OPTIONS[option]) as acts:
+                stack(x).sum().backward()
+        except fh.CaptureBudgetError as caught:
+            caught.__traceback__ = None
+        left = references(acts)
+        assert len(left) >= 3
+        assert all(reference() is not None for reference in left)
+        del acts
+        assert not any(reference() is not None for reference in left)
+    finally:
+        gc.enable()
+
+
+@HELD
+def test_captured_copies_go_with_the_cache_though_the_output_stays(stack: Stack) -> None:
+    with fh.capture(stack, "layers.*", copy="clone", grads=True) as acts:
+        output = stack(given(0, 0).requires_grad_())
+    left = references(acts)
+    assert len(left) == len(LAYERS)
+    del acts
+    gc.collect()
+    assert output.requires_grad
+    assert not any(reference() is not None for reference in left)
