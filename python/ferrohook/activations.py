@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook._core import Collector, Recorder
+from ferrohook._core import Collector, HookHandle, Recorder
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.never_fired import explain
@@ -350,6 +350,7 @@ class _Capture:
         self._stop = stop
         self._scope = Scope()
         self._held: list[nn.Module] = []
+        self._handles: list[HookHandle] = []
 
     def __enter__(self) -> ActivationCache:
         try:
@@ -370,7 +371,11 @@ class _Capture:
         self._collector, cache = self._recording(root)
         for index, module in enumerate(self._modules.values()):
             hook = self._recorder(self._collector, index)
-            registry_of(module).register(hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope)
+            self._handles.append(
+                registry_of(module).register(
+                    hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope
+                )
+            )
         return cache
 
     def _release(self) -> None:
@@ -380,11 +385,17 @@ class _Capture:
 
     def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
         self._scope.__exit__(error, *exc_info)
-        names = list(self._modules)
-        silent = sorted({*range(len(names))} - {*self._collector.ran()})
-        if silent and error is None:
-            message = explain(self._model, [names[index] for index in silent])
-            warnings.warn(message, NeverFiredWarning, stacklevel=2)
+        if error is not None:
+            return
+        # In compiled regions calls are not counted; those that failed left nothing.
+        ran = {*self._collector.ran()}
+        silent = [
+            name
+            for index, (name, handle) in enumerate(zip(self._modules, self._handles, strict=True))
+            if index not in ran and not handle.calls
+        ]
+        if silent:
+            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=2)
 
 
 def _values(

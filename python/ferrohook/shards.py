@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ferrohook.errors import HookError, HookTypeError
@@ -40,10 +41,12 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     structure = json.dumps(_described(value, tensors, ""))
     library = _safetensors()
     target = Path(path)
-    # Not one of `tempfile`, whose files nobody else may read.
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode  # the library makes files that nobody else may read
         library.torch.save_file(tensors, part, metadata={_KEY: structure})
+        part.chmod(mode)
         part.replace(target)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -73,6 +76,9 @@ def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if isinstance(value, Tensor):
         while path in tensors:  # a key may have a slash in it
             path += "'"
+        if value.layout != torch.strided:
+            msg = f"{path}: a tensor of layout {value.layout} cannot be saved"
+            raise HookTypeError(msg)
         # Copied where the format asks for memory of its own.
         own = value.detach().resolve_conj().resolve_neg().contiguous()
         tensors[path] = own.clone() if own.data_ptr() == value.data_ptr() else own
