@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from abc import ABCMeta
-from typing import Any
+from typing import Any, Generic, Protocol
 
 # Keys are the ids of the two bases, which live as long as the class that is the value.
 _MADE: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
 
 
-def common_subclass(name: str, base: type, plain: type, namespace: dict[str, Any]) -> type:
+def common_subclass(
+    name: str, base: type, plain: type, namespace: dict[str, Any], *, in_place: bool = False
+) -> type:
     """The subclass of `base` and `plain`: one and the same for as long as it is used.
 
     Args:
@@ -21,6 +23,8 @@ def common_subclass(name: str, base: type, plain: type, namespace: dict[str, Any
             either.
         plain: the class that the module has.
         namespace: of the class.
+        in_place: instances of `plain` have their class changed to this one. Where their layout
+            demands that, `base` comes last.
 
     Raises:
         TypeError: Python cannot derive one class from both.
@@ -29,11 +33,34 @@ def common_subclass(name: str, base: type, plain: type, namespace: dict[str, Any
     made = _MADE.get(key)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **namespace}
-        # Past the `__new__` and `__init__` of a metaclass of the user's.
-        metaclass: Any = type(plain)
-        make = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
-        made = _MADE.setdefault(key, make(metaclass, name, (base, plain), namespace))
+        made = _make(name, (base, plain), namespace)
+        # `class Mine(ABC, nn.Module)` has another layout than what begins with an nn.Module.
+        if in_place and _layout(made) is not _layout(plain) and _hears_of_no_subclasses(plain):
+            made = _make(name, (plain, base), namespace)
+        made = _MADE.setdefault(key, made)
     return made
+
+
+def _make(name: str, bases: tuple[type, type], namespace: dict[str, Any]) -> Any:
+    # Past the `__new__` and `__init__` of a metaclass of the user's.
+    _, plain = namespace["_made_from"]
+    metaclass: Any = type(plain)
+    make = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
+    return make(metaclass, name, bases, dict(namespace))
+
+
+def _layout(cls: type) -> type:
+    """The class that gave the instances of `cls` their layout in memory."""
+    sizes = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
+    base = cls.__base__
+    if base is not None and all(getattr(cls, size) == getattr(base, size) for size in sizes):
+        return _layout(base)
+    return cls
+
+
+def _hears_of_no_subclasses(cls: type) -> bool:
+    heard = next(base for base in cls.__mro__ if "__init_subclass__" in vars(base))
+    return heard in {object, Generic, Protocol}
 
 
 def plain_class(cls: type) -> Any:

@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from torch import jit, nn
+from torch import fx, jit, nn
 from torch.nn.modules import transformer
 
 from ferrohook._core import Dispatcher, HookedBase, HookHandle, Registry
@@ -96,11 +96,14 @@ class Instrumented(nn.Module):
         return hooks
 
     @_forward_hooks.setter
-    def _forward_hooks(self, hooks: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _forward_hooks(self, hooks: Any) -> None:
+        if _KEY not in vars(self):
+            # `nn.Module.__init__` of what somebody makes by `type(module)(...)`.
+            _CLASS.__set__(self, plain_class(type(self)))
         vars(self)["_forward_hooks"] = hooks
 
     @_forward_hooks.deleter
-    def _forward_hooks(self) -> None:
+    def _forward_hooks(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         del vars(self)["_forward_hooks"]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (that of nn.Module)
@@ -238,7 +241,8 @@ def _instrumented_class(plain: type[nn.Module]) -> type:
     if plain._call_impl is not nn.Module._call_impl:
         msg = "its class overrides _call_impl"
         raise HookError(msg)
-    namespace = {
+    namespace = {name: value for name, value in vars(Instrumented).items() if name not in _KEEP}
+    namespace |= {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
@@ -255,19 +259,36 @@ def _instrumented_class(plain: type[nn.Module]) -> type:
     for name in (*_PHASES, "compile"):  # likewise
         if getattr(plain, name) is not getattr(nn.Module, name):
             namespace[name] = inspect.getattr_static(plain, name)
-    if plain.__new__ is not object.__new__:
-        namespace["__new__"] = _new
+    if issubclass(plain, fx.GraphModule):
+        for name in ("recompile", "_real_recompile"):
+            if hasattr(plain, name):
+                namespace[name] = _on_plain_class(name)
+        namespace["__new__"] = _new_graph_module
     try:
-        return common_subclass(plain.__name__, Instrumented, plain, namespace)
+        return common_subclass(plain.__name__, Instrumented, plain, namespace, in_place=True)
     except TypeError as error:
         msg = f"its class cannot be changed: {error}"
         raise HookError(msg) from error
 
 
-def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    # That of a GraphModule derives a class for each instance; and copies call it by itself.
+_KEEP = {"__slots__", "__init_subclass__", "__dict__", "__weakref__", "__annotations__"}
+
+
+def _on_plain_class(name: str) -> Callable[..., Any]:
+    """A method that changes `type(self)`, which is to be the plain class."""
+
+    def method(self: Any, *args: Any) -> Any:
+        twin = object.__new__(plain_class(type(self)))
+        object.__setattr__(twin, "__dict__", vars(self))
+        return getattr(twin, name)(*args)
+
+    return method
+
+
+def _new_graph_module(cls: type, *_args: Any, **_kwargs: Any) -> Any:
+    # Each gets a class of its own, derived from this one if that were not known for plain.
     plain = plain_class(cls)
-    return plain(*args, **kwargs) if args or kwargs else plain.__new__(plain)
+    return plain.__new__(plain)
 
 
 def _plain(value: Any) -> Any:
