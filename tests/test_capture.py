@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import re
@@ -1260,8 +1261,9 @@ def test_copies_to_the_cpu_are_complete_when_they_are_read(
 def test_copies_to_the_cpu_do_not_wait_for_the_gpu(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
     model, x = on_gpu
     with torch.no_grad(), fh.capture(model, "0", device="cpu") as acts:
-        model(x)
-        acts["0"]  # memory is pinned when it is first needed, and that does wait
+        for _ in range(3):
+            model(x)
+            acts["0"]  # memory is pinned when it is first needed, and that does wait
         torch.cuda._sleep(2_000_000_000)
         model(x)
         assert not torch.cuda.current_stream().query()
@@ -1325,6 +1327,12 @@ def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks_on_a_gpu() ->
     x = torch.ones(2, 4, device="cuda", requires_grad=True)
     with fh.scope() as s:
         fh.register(model, "0", lambda *_: fired.append("x"), phase="forward_pre", scope=s)
-        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        # Autograd's threads for GPUs are in no context.
+        out = torch.utils.checkpoint.checkpoint(
+            model,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), s.activate()),
+        )
         out.sum().backward()
     assert fired == ["x", "x"]

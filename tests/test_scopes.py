@@ -557,6 +557,23 @@ def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks(module: Any) 
     assert hook.count == 2
 
 
+def test_checkpointing_takes_the_scope_to_the_thread_of_the_backward(
+    module: Any, elsewhere: ThreadPoolExecutor
+) -> None:
+    hook = Counting()
+    x = torch.ones(1, 2, requires_grad=True)
+    with fh.scope() as s:
+        register(module, "forward_pre", hook, scope=s)
+        out = torch.utils.checkpoint.checkpoint(
+            module,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), s.activate()),
+        )
+        elsewhere.submit(out.sum().backward).result(LIMIT)
+    assert hook.count == 2
+
+
 # Misuse
 
 

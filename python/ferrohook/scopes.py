@@ -27,6 +27,10 @@ class Scope(ScopeBase):
     Scopes nest. Tasks of asyncio and `asyncio.to_thread` inherit the scopes that were entered when
     they were made; other threads get them by `wrap` or `activate`. A scope that is dropped without
     being left stays entered for as long as the context lives.
+
+    Backward hooks fire for the calls that were recorded in the scope, wherever the backward runs.
+    What `torch.utils.checkpoint` calls again in a backward on another thread (with GPUs: always) is
+    outside, and needs `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
     """
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Set as AbstractSet
 from difflib import SequenceMatcher
@@ -72,7 +73,7 @@ def select_names(names: Iterable[str], pattern: str | re.Pattern[str]) -> list[s
 def _pattern_fits(pattern: str | re.Pattern[str], name: str) -> bool:
     """Whether a glob or a compiled regex matches a path."""
     if isinstance(pattern, str):
-        return _fits(pattern.split("."), name.split(".") if name else [])
+        return _fits(pattern, name)
     return pattern.search(name) is not None
 
 
@@ -157,7 +158,9 @@ def _criterion(what: object) -> Callable[[str, nn.Module], object]:
     raise HookTypeError(msg)
 
 
-def _fits(glob: list[str], segments: list[str]) -> bool:
+@functools.lru_cache(maxsize=2**14)  # a capture for each call asks the same each time
+def _fits(pattern: str, name: str) -> bool:
+    glob, segments = pattern.split("."), name.split(".") if name else []
     # How many segments the parts of the glob so far may have matched.
     ends = {0}
     for part in glob:

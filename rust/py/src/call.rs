@@ -59,7 +59,10 @@ fn steps<'s, 'py>(
     snapshot: Option<&'s Arc<Snapshot<Hook>>>,
 ) -> impl Iterator<Item = Step<'s, 'py>> {
     let own = snapshot.into_iter().flat_map(|snapshot| snapshot.iter());
-    torch_hooks.iter().map(Step::Torch).chain(own.map(Step::Own))
+    torch_hooks
+        .iter()
+        .map(Step::Torch)
+        .chain(own.map(Step::Own))
 }
 
 impl<'py> Call<'_, 'py> {
@@ -141,11 +144,7 @@ impl<'py> Call<'_, 'py> {
             .clone()
     }
 
-    fn forward_pre(
-        &mut self,
-        snapshot: &Snapshot<Hook>,
-        target: &Target<'_, 'py>,
-    ) -> PyResult<()> {
+    fn forward_pre(&mut self, snapshot: &Snapshot<Hook>, target: &Target<'_, 'py>) -> PyResult<()> {
         for entry in snapshot.iter() {
             let Some(inside) = entry.enter() else {
                 continue;

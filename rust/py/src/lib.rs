@@ -4,9 +4,9 @@
 
 mod backward;
 mod call;
-mod dispatcher;
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 mod depth;
+mod dispatcher;
 mod error;
 mod handle;
 mod heap_type;

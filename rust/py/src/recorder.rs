@@ -168,11 +168,7 @@ impl Collector {
 
     /// The gradients of what `values` gives: a list for each call, with an entry for each of its
     /// tensors, None where no gradient came.
-    fn gradients<'py>(
-        &self,
-        py: Python<'py>,
-        index: usize,
-    ) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
+    fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
         let gradient = |tensor: &Tensor| Some(tensor.gradient.as_ref()?.bind(py).clone());
         store.kept[index]
@@ -308,7 +304,9 @@ impl Collector {
         let py = tensor.py();
         // Inference tensors count no versions. Raising and catching takes longer than asking.
         if self.inference.load(Ordering::Relaxed)
-            && tensor.call_method0(intern!(py, "is_inference"))?.is_truthy()?
+            && tensor
+                .call_method0(intern!(py, "is_inference"))?
+                .is_truthy()?
         {
             return Ok((tensor.call_method0(intern!(py, "clone"))?, None));
         }
@@ -560,7 +558,8 @@ impl Recorder {
                 format!(
                     "{:?} has no output_index {}: it is of type {}",
                     self.collector.get().names[self.index],
-                    part.repr().map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
+                    part.repr()
+                        .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
                     error::type_name(value)
                 ),
             );

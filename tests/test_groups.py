@@ -1,0 +1,564 @@
+"""One hook on many modules, one call with hooks and a capture, and a look at what is hooked."""
+
+from __future__ import annotations
+
+import gc
+import io
+import re
+import sys
+import threading
+import time
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import rich
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMIT = 30.0
+"""Seconds that a test waits at most for another thread."""
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(2, 3)
+
+
+def ignore(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def add(amount: float) -> Callable[..., Any]:
+    return lambda _module, _args, output: output + amount
+
+
+def instrumented(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if "_ferrohook_dispatcher" in vars(each)]
+
+
+# register
+
+
+def test_a_plain_model_is_instrumented_while_the_hook_is_there(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    expected = model(x)
+    group = fh.register(model, "1", add(1))
+    assert instrumented(model) == ["1"]
+    assert torch.equal(model(x), expected + 1)
+    group.remove()
+    assert instrumented(model) == []
+    assert type(model[1]) is nn.Sequential
+    assert torch.equal(model(x), expected)
+
+
+def test_a_model_that_was_instrumented_stays_so(model: nn.Sequential, x: Tensor) -> None:
+    with fh.instrument(model):
+        first, second = (fh.register(model, nn.Linear, ignore) for _ in range(2))
+        first.remove()
+        first.remove()
+        model(x)
+        assert (first.calls, second.calls) == (0, 2)
+        second.remove()
+        assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
+    assert instrumented(model) == []
+
+
+@pytest.mark.parametrize("phase", ["forward_pre", "forward", "backward_pre", "backward"])
+def test_hooks_of_each_phase(model: nn.Sequential, phase: str) -> None:
+    with fh.register(model, ["0", "1.0"], ignore, phase=phase) as group:
+        model(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    assert [(handle.phase, handle.calls) for handle in group] == [(phase, 1)] * 2
+
+
+def test_a_typed_hook_knows_its_phase_and_a_plain_one_is_a_forward_hook(
+    model: nn.Sequential,
+) -> None:
+    typed = {
+        "forward_pre": fh.ForwardPreHook(lambda x: x),
+        "forward": fh.ForwardHook(ignore),
+        "backward": fh.BackwardHook(ignore),
+    }
+    for phase, hook in [*typed.items(), ("forward", ignore)]:
+        (handle,) = fh.register(model, "0", hook)
+        assert handle.phase == phase
+        handle.remove()
+    with pytest.raises(fh.HookTypeError):
+        fh.register(model, "0", typed["forward"], phase="forward_pre")
+
+
+def test_the_options_are_those_of_the_methods(model: nn.Sequential, x: Tensor) -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *it: order.append(f"{name}{len(it)}")
+
+    fh.register(model, "0", note("plain"))
+    fh.register(model, "0", note("kwargs"), with_kwargs=True, prepend=True)
+    fh.register(model, "0", note("first"), priority=1)
+    fh.register(model, "0", lambda *_: 1 / 0, on_error="ignore", priority=2)
+    model(x)
+    assert order == ["first3", "kwargs4", "plain3"]
+    fh.register(model, "0", note("always"), always_call=True, priority=-1)
+    fh.register(model, "0", lambda *_: 1 / 0)
+    order.clear()
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    assert order == ["first3", "kwargs4", "plain3", "always3"]
+
+
+def test_a_wrapper_inside_the_model_has_the_hook(x: Tensor) -> None:
+    wrapper = fh.HookedModule(nn.Linear(3, 3))
+    model = nn.Sequential(wrapper)
+    with fh.register(model, "0", ignore) as group:
+        model(x)
+        assert [row.id for row in wrapper.hooks()] == [group["0"].id]
+        assert instrumented(model) == []
+    assert wrapper.hooks() == []
+
+
+def test_a_shared_module_has_the_hook_once(x: Tensor) -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, shared)
+    with fh.register(model, nn.Linear, ignore) as group:
+        model(x)
+    assert (group.names, group.calls) == (["0"], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hook": 3}, fh.HookTypeError),
+        ({"hook": None}, fh.HookTypeError),
+        ({"phase": "sideways"}, ValueError),
+        ({"phase": 3}, fh.HookTypeError),
+        ({"on_error": "explode"}, ValueError),
+        ({"priority": "high"}, fh.HookTypeError),
+        ({"prepend": 1}, TypeError),
+        ({"timed": None}, TypeError),
+        ({"scope": "s"}, fh.HookTypeError),
+        ({"what": "nope"}, fh.SelectionError),
+        ({"what": []}, fh.SelectionError),
+        ({"what": 3}, fh.HookTypeError),
+        ({"model": "model"}, fh.HookTypeError),
+        ({"unknown": 1}, TypeError),
+    ],
+)
+def test_bad_input_is_refused_and_registers_nothing(
+    model: nn.Sequential, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        fh.register(**{"model": model, "what": None, "hook": ignore, **options})
+    assert instrumented(model) == []
+
+
+def test_a_module_that_cannot_be_instrumented_leaves_the_others_as_they_were() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU()))
+    with pytest.raises(fh.HookError, match="TorchScript"):
+        fh.register(model, None, ignore)
+    assert instrumented(model) == []
+
+
+# With a scope
+
+
+def test_leaving_the_scope_gives_the_modules_back(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    with fh.scope() as s:
+        fh.register(model, "0", ignore, scope=s)  # the group is not kept
+        group = fh.register(model, "1", add(1), scope=s)
+        assert torch.equal(model(x), expected + 1)
+    assert instrumented(model) == []
+    assert group.removed
+    group.remove()
+    with fh.instrument(model):
+        group.remove()
+        assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
+
+
+def test_removing_first_and_leaving_then_gives_back_once(model: nn.Sequential) -> None:
+    with fh.instrument(model):
+        with fh.scope() as s:
+            for _ in range(3):
+                fh.register(model, "0", ignore, scope=s).remove()
+        assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
+
+
+def test_a_left_scope_is_refused(model: nn.Sequential) -> None:
+    with fh.scope() as s:
+        pass
+    with pytest.raises(fh.HookError, match="this scope was left"):
+        fh.register(model, None, ignore, scope=s)
+    assert instrumented(model) == []
+
+
+def test_a_scope_does_not_keep_the_model_alive() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    freed = weakref.ref(model)
+    with fh.scope() as s:
+        fh.register(model, None, ignore, scope=s)
+        del model
+        gc.collect()
+        assert freed() is None
+
+
+# The group
+
+
+def test_a_group_is_its_handles(model: nn.Sequential, x: Tensor) -> None:
+    group = fh.register(model, nn.Linear, ignore)
+    model(x)
+    assert (len(group), group.names, group.calls) == (2, ["0", "1.0"], 2)
+    assert [group[name] for name in group.names] == list(group)
+    assert not group.removed
+    assert repr(group) == "<HandleGroup of 2 hooks, registered, calls=2>"
+    group["0"].remove()
+    assert not group.removed
+    group.remove()
+    assert group.removed
+    assert repr(group) == "<HandleGroup of 2 hooks, removed, calls=2>"
+    with pytest.raises(fh.SelectionError, match=r"'nope' has no hook .* only '0', '1.0'"):
+        group["nope"]
+
+
+def test_disable_and_enable(model: nn.Sequential, x: Tensor) -> None:
+    group = fh.register(model, nn.Linear, ignore)
+    group.disable()
+    model(x)
+    assert [(handle.enabled, handle.calls) for handle in group] == [(False, 0)] * 2
+    group.enable()
+    model(x)
+    assert [(handle.enabled, handle.calls) for handle in group] == [(True, 1)] * 2
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_with_removes_on_an_exception_too(model: nn.Sequential, error: type[BaseException]) -> None:
+    group = fh.register(model, None, ignore)
+    with pytest.raises(error), group:
+        raise error
+    assert group.removed
+    assert instrumented(model) == []
+
+
+def test_a_hook_may_remove_its_group(model: nn.Sequential, x: Tensor) -> None:
+    def remove(*_: Any) -> None:
+        group.remove()
+
+    group = fh.register(model, nn.Linear, remove)
+    expected = model(x)
+    assert torch.equal(model(x), expected)
+    assert (group.calls, instrumented(model)) == (1, [])
+
+
+def test_waiting_from_inside_raises_and_all_are_removed(model: nn.Sequential, x: Tensor) -> None:
+    def remove(*_: Any) -> None:
+        group.remove(wait=True)
+
+    group = fh.register(model, nn.Linear, remove)
+    with pytest.raises(fh.HookError, match="inside"):
+        model(x)
+    assert group.removed
+    assert instrumented(model) == []
+
+
+def test_remove_waits_for_threads_inside(model: nn.Sequential, x: Tensor) -> None:
+    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
+
+    def block(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(LIMIT)
+        left.set()
+
+    group = fh.register(model, ["0", "1"], block)
+    thread = threading.Thread(target=model, args=(x,))
+    thread.start()
+    assert inside.wait(LIMIT)
+    with pytest.raises(TimeoutError):
+        group.remove(wait=True, timeout=0.01)
+    assert group.removed
+    assert instrumented(model) == []
+    threading.Timer(0.05, go_on.set).start()
+    group.remove(wait=True, timeout=LIMIT)
+    assert left.is_set()
+    thread.join(LIMIT)
+    assert group.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"wait": True, "timeout": -1}, ValueError),
+        ({"timeout": 1}, ValueError),
+        ({"wait": True, "timeout": "1"}, fh.HookTypeError),
+        ({"wait": "yes"}, TypeError),
+    ],
+)
+def test_wrong_options_of_remove_remove_nothing(
+    model: nn.Sequential, options: dict[str, Any], error: type[Exception]
+) -> None:
+    group = fh.register(model, nn.Linear, ignore)
+    with pytest.raises(error):
+        group.remove(**options)
+    assert [(handle.removed, handle.enabled) for handle in group] == [(False, True)] * 2
+    assert instrumented(model) == ["0", "1.0"]
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_that_remove_at_once_give_the_modules_back_once(model: nn.Sequential) -> None:
+    with fh.instrument(model):
+        for _ in range(50):
+            group = fh.register(model, None, ignore)
+            start = threading.Barrier(4, timeout=LIMIT)
+
+            def remove(group: fh.HandleGroup = group, start: threading.Barrier = start) -> None:
+                start.wait()
+                group.remove()
+
+            threads = [threading.Thread(target=remove) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT)
+        assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
+    assert instrumented(model) == []
+
+
+def test_a_dropped_group_leaves_its_hooks(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    fh.register(model, "", add(1))
+    gc.collect()
+    assert torch.equal(model(x), expected + 1)
+    fh.instrument(model).restore()
+    assert torch.equal(model(x), expected + 1)
+
+
+def test_groups_leave_nothing_behind(model: nn.Sequential, x: Tensor) -> None:
+    freed = []
+    for _ in range(100):
+        hook = add(0)
+        freed.append(weakref.ref(hook))
+        with (
+            fh.scope() as s,
+            fh.register(model, None, hook),
+            fh.register(model, "0", hook, scope=s),
+        ):
+            model(x)
+    del hook
+    assert sum(each() is not None for each in freed) == 0
+
+
+# What never fired
+
+
+def test_modules_that_never_ran_are_told_at_exit(model: nn.Sequential, x: Tensor) -> None:
+    with (
+        pytest.warns(fh.NeverFiredWarning, match=r"^'1', '1\.1' were selected and never") as told,
+        fh.register(model, ["1", "1.1", "0"], ignore),
+    ):
+        model[0](x)
+    assert told[0].filename == __file__
+
+
+def test_the_warning_as_an_error_removes_all_the_same(model: nn.Sequential) -> None:
+    with pytest.raises(fh.NeverFiredWarning), fh.register(model, None, ignore) as group:
+        pass
+    assert group.removed
+    assert instrumented(model) == []
+
+
+def test_nothing_is_told_of_hooks_that_were_disabled_or_removed(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    with fh.register(model, nn.Linear, ignore) as group:
+        group["0"].disable()
+        group["1.0"].remove()
+        model(x)
+    assert group.calls == 0
+
+
+def test_nothing_is_told_without_with(model: nn.Sequential) -> None:
+    fh.register(model, nn.Linear, ignore).remove()
+
+
+def test_backward_hooks_that_never_fired_are_told_as_such(model: nn.Sequential, x: Tensor) -> None:
+    with (
+        pytest.warns(fh.NeverFiredWarning, match="no gradient reached '0' in this context"),
+        fh.register(model, "0", ignore, phase="backward"),
+    ):
+        model(x)
+
+
+# run
+
+
+def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    output = fh.run(model, x, hooks={"1": add(1), "": add(10)})
+    assert torch.equal(output, expected + 11)
+    output, acts = fh.run(model, x, hooks={"1": add(1)}, capture=["0", "1"])
+    assert torch.equal(output, acts["1"])
+    assert torch.equal(output, expected + 1)
+    assert torch.equal(fh.run(model, x), expected)
+    assert torch.equal(fh.run(model, input=x), expected)
+    assert instrumented(model) == []
+    assert list(acts) == ["0", "1"]
+
+
+def test_run_takes_what_select_takes_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
+    seen: list[str] = []
+    hooks: dict[Any, Any] = {
+        nn.Linear: lambda *_: seen.append("class"),
+        re.compile("^0$"): fh.ForwardPreHook(lambda x: x * 0),
+        ("1", "1.1"): fh.ForwardHook(lambda *_: seen.append("tuple")),
+    }
+    _, acts = fh.run(model, x, hooks=hooks, capture="0")
+    assert seen == ["class", "class", "tuple", "tuple"]
+    assert torch.equal(acts["0"], model[0](x * 0))
+
+
+def test_run_is_seen_by_no_other_thread(model: nn.Sequential, x: Tensor) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    expected = model(x)
+    seen: list[Tensor] = []
+
+    def work() -> None:
+        assert inside.wait(LIMIT)
+        seen.append(model(x))
+        go_on.set()
+
+    def block(*_: Any) -> Tensor:
+        inside.set()
+        assert go_on.wait(LIMIT)
+        return torch.zeros(2, 3)
+
+    thread = threading.Thread(target=work)
+    thread.start()  # before the hooks are there
+    output = fh.run(model, x, hooks={"": block})
+    thread.join(LIMIT)
+    assert torch.equal(seen[0], expected)
+    assert torch.equal(output, torch.zeros(2, 3))
+
+
+def test_run_tells_of_what_never_ran_where_it_was_called(model: nn.Sequential, x: Tensor) -> None:
+    model.register_module("unused", nn.Identity())
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.warns(fh.NeverFiredWarning) as told:
+        fh.run(model, x, hooks={"0": ignore}, capture=["", "1.1"])
+    assert sorted(str(each.message)[:6] for each in told) == ["'0' wa", "'1.1' "]
+    assert {each.filename for each in told} == {__file__}
+    assert instrumented(model) == []
+
+
+def test_exceptions_of_the_model_leave_nothing_behind(model: nn.Sequential) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        fh.run(model, torch.ones(2, 7), hooks={"0": ignore}, capture="**")
+    assert instrumented(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hooks": {"nope": ignore}}, fh.SelectionError),
+        ({"hooks": {"0": ignore, "1": 3}}, fh.HookTypeError),
+        ({"hooks": [("0", ignore)]}, fh.HookTypeError),
+        ({"hooks": "0"}, fh.HookTypeError),
+        ({"capture": "nope"}, fh.SelectionError),
+        ({"capture": 3}, fh.HookTypeError),
+    ],
+)
+def test_run_refuses_bad_input(
+    model: nn.Sequential, x: Tensor, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        fh.run(model, x, **options)
+    with pytest.raises(fh.HookTypeError, match="run calls an instance of nn.Module, got"):
+        fh.run(nn.Linear, x)  # type: ignore[arg-type]
+    assert instrumented(model) == []
+
+
+# summary
+
+
+def shown(model: nn.Module) -> list[str]:
+    file = io.StringIO()
+    rich.print(fh.summary(model), file=file)
+    return file.getvalue().splitlines()
+
+
+def test_the_summary_is_a_tree_of_what_is_hooked(model: nn.Sequential, x: Tensor) -> None:
+    assert shown(model) == ["Sequential"]
+    group = fh.register(model, "1.0", ignore, priority=3)
+    with fh.scope() as s:
+        fh.register(model, ["1.0", ""], ignore, phase="forward_pre", scope=s)
+        model(x)
+        group.disable()
+        assert shown(model) == [
+            "Sequential",
+            "├── forward_pre ignore (1 calls)",
+            "└── 1 Sequential",
+            "    └── 0 Linear",
+            "        ├── forward_pre ignore (1 calls)",
+            "        └── forward ignore (1 calls, priority 3, disabled)",
+        ]
+    assert len(shown(model)) == 4
+    group.remove()
+    assert shown(model) == ["Sequential"]
+
+
+def test_the_summary_tells_the_time_where_it_is_counted(model: nn.Sequential, x: Tensor) -> None:
+    with fh.register(model, "0", lambda *_: time.sleep(0.01), timed=True):
+        model(x)
+        (line,) = [line for line in shown(model) if "lambda" in line]
+    milliseconds = re.search(r"1 calls, ([\d.]+) ms\)", line)
+    assert milliseconds is not None
+    assert 10 <= float(milliseconds[1]) < 5_000
+
+
+def test_the_summary_shows_wrappers_captures_and_markup_as_they_are(x: Tensor) -> None:
+    model = nn.ModuleDict({"[red]a[/red]": fh.HookedModule(nn.Identity())})
+    wrapper = model["[red]a[/red]"]
+    wrapper.register_forward_hook(lambda *_: None)
+    with fh.capture(wrapper, "") as acts:
+        wrapper(x)
+        lines = shown(model)
+    assert "" in acts
+    assert lines[0] == "ModuleDict"
+    assert lines[1].startswith("└── [red]a[/red] ")
+    assert "test_the_summary_shows_wrappers" in lines[2]
+    assert "forward capture of" in lines[3]
+
+
+def test_the_summary_of_many_modules_is_fast() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Identity()) for _ in range(2_000)])
+    with fh.instrument(model):
+        for each in model:
+            fh.register(each, "0", ignore)
+        start = time.perf_counter()
+        tree = fh.summary(model)
+        took = time.perf_counter() - start
+    assert len(tree.children) == 2_000
+    assert took < 3  # comparing each name with each takes longer
+
+
+def test_the_summary_refuses_what_is_no_module() -> None:
+    with pytest.raises(fh.HookTypeError, match="summary shows an instance of nn.Module, got"):
+        fh.summary("model")  # type: ignore[arg-type]
+
+
+def test_the_summary_needs_rich(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.tree", None)
+    with pytest.raises(fh.HookError, match=r"install ferrohook\[rich\]"):
+        fh.summary(model)
