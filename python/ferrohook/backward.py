@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.nn.modules.module import _WrappedHook
 from torch.utils.hooks import BackwardHook
 
 if TYPE_CHECKING:
@@ -93,3 +94,21 @@ class BackwardPass:
         for key, value in zip(list(keys), tapped, strict=True):
             output[key] = value
         return output
+
+
+def hook_non_full(module: nn.Module, hooks: list[Hook], args: tuple[Any, ...], output: Any) -> None:
+    """Hangs backward hooks of torch's deprecated kind where `nn.Module` would.
+
+    That is on the autograd node which made the first tensor of the output.
+    """
+    tensor = output
+    while not isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, dict):
+            tensor = next(value for value in tensor.values() if isinstance(value, torch.Tensor))
+        else:
+            tensor = tensor[0]
+    if tensor.grad_fn is None:
+        return
+    for hook in hooks:
+        tensor.grad_fn.register_hook(_WrappedHook(hook, module))
+    module._maybe_warn_non_full_backward_hook(args, output, tensor.grad_fn)

@@ -112,15 +112,19 @@ class HandleGroup:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        silent = self._silent()
+        self.remove()
+        if silent and error is None:
+            warnings.warn(self._told(silent), NeverFiredWarning, stacklevel=2)
+
+    def _silent(self) -> list[str]:
+        """The names of the modules that never ran."""
         # A hook that was disabled or removed says nothing of its module.
-        silent = [
+        return [
             name
             for name, handle in self._handles.items()
             if not handle.calls and handle.enabled and not handle.removed
         ]
-        self.remove()
-        if silent and error is None:
-            warnings.warn(self._told(silent), NeverFiredWarning, stacklevel=2)
 
     def _told(self, silent: list[str]) -> str:
         phase = self._handles[silent[0]].phase
@@ -250,11 +254,18 @@ def run(
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(Scope())
-        for what, hook in (hooks or {}).items():
-            stack.enter_context(register(model, what, hook, scope=own))
-        if capture is None:
-            return model(*args, **kwargs)
-        acts = stack.enter_context(_capture(model, capture))
-        return model(*args, **kwargs), acts
+    recording = None if capture is None else _capture(model, capture)
+    with Scope() as own:
+        groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
+        acts = None if recording is None else recording.open()
+        try:
+            output = model(*args, **kwargs)
+        finally:
+            if recording is not None:
+                recording.close()
+        told = [group._told(silent) for group in groups if (silent := group._silent())]
+    if recording is not None and (silent := recording.silent()):
+        told.append(explain(model, silent))
+    for text in told:
+        warnings.warn(text, NeverFiredWarning, stacklevel=2)
+    return output if acts is None else (output, acts)

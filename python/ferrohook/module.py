@@ -122,7 +122,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         Raises:
             ValueError: an unknown phase.
         """
-        return [HookInfo(*row) for *row, _seconds in self._registry.list(phase)]
+        return [HookInfo(*row[:-1]) for row in self._registry.list(phase)]
 
     def clear_hooks(self, phase: str | None = None) -> None:
         """Removes the hooks of one phase, or of all; the module's own torch hooks stay.

@@ -59,7 +59,7 @@ def summary(model: nn.Module) -> Tree:
 def _hooks(module: nn.Module) -> list[tuple[HookInfo, float | None]]:
     registry = find_registry(module)
     rows = [] if registry is None else registry.list()
-    return [(HookInfo(*row), seconds) for *row, seconds in rows]
+    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
 
 
 def _title(name: str, module: nn.Module) -> str:

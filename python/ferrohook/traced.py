@@ -15,6 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.fx.node import has_side_effect
 from torch.nn.modules import module as module_globals
 from torch.utils.hooks import BackwardHook
 
@@ -165,7 +166,7 @@ def _(value: torch.Tensor, module: int, phase: str, position: int) -> None:
 
 
 # Graphs are cleaned of what has neither a result nor an effect.
-torch.fx.node.has_side_effect(torch.ops.ferrohook.record.default)
+has_side_effect(torch.ops.ferrohook.record.default)
 
 
 def _args_and_kwargs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -165,6 +165,19 @@ impl<H> Registry<H> {
 pub struct Active(Vec<Arc<HookState>>);
 
 impl Active {
+    /// Whether there were none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Both.
+    #[must_use]
+    pub fn and(mut self, others: Self) -> Self {
+        self.0.extend(others.0);
+        self
+    }
+
     /// Waits until, for each of the hooks, there was a moment without a thread inside.
     ///
     /// # Errors

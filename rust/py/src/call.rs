@@ -13,7 +13,7 @@ use crate::invoke;
 use crate::recorder;
 use crate::registry::Registry;
 use crate::scope::Scopes;
-use crate::torch::{self, Target, TorchHook, TorchHooks};
+use crate::torch::{self, Target, TorchBackward, TorchHook, TorchHooks};
 
 /// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.
 pub fn call<'py>(
@@ -30,7 +30,7 @@ pub fn call<'py>(
         args: args.clone(),
         kwargs: kwargs.cloned(),
     };
-    call.run(target, target.torch_hooks()).or_else(|error| {
+    call.run(target).or_else(|error| {
         if recorder::stops(module.py(), &error, registry.get().module()) {
             torch::stopped(module.py())
         } else {
@@ -66,58 +66,57 @@ fn steps<'s, 'py>(
 }
 
 impl<'py> Call<'_, 'py> {
-    fn run(
-        mut self,
-        target: &Target<'_, 'py>,
-        torch_hooks: Option<&TorchHooks<'py>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let torch_forward = torch_hooks.map_or(&[][..], |hooks| &hooks.forward);
-        let result = self.run_module(target, torch_hooks);
+    fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+        let result = self.run_module(target);
         let snapshot = self.begin(Phase::Forward)?;
+        let torch_hooks = target.torch_hooks().map(TorchHooks::forward).transpose()?;
+        let torch_hooks = torch_hooks.unwrap_or_default();
         let (output, backward) = match result {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(steps(torch_forward, snapshot.as_ref()), None);
+                self.run_always_called(steps(&torch_hooks, snapshot.as_ref()), None);
                 return Err(error);
             }
         };
-        let output = match (&snapshot, torch_forward) {
+        let output = match (&snapshot, &*torch_hooks) {
             (None, []) => output,
             (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
-            _ => self.forward(steps(torch_forward, snapshot.as_ref()), output)?,
+            _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
         };
         match backward {
             None => Ok(output),
-            Some(backward) => {
-                let tap = backward.getattr(intern!(output.py(), "tap_outputs"))?;
-                invoke::call(&tap, [&output])
-            }
+            Some(tap) => self.tap_output(&tap, output),
         }
     }
 
-    /// Up to the module's output, with what taps the gradients where a backward hook wants them.
+    /// Up to the module's output, with what taps its gradients where a backward hook wants them.
     fn run_module(
         &mut self,
         target: &Target<'_, 'py>,
-        torch_hooks: Option<&TorchHooks<'py>>,
-    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
-        for hook in torch_hooks.iter().flat_map(|hooks| &hooks.forward_pre) {
-            let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
-            self.replace_input(replaced);
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Tap<'py>>)> {
+        let mut torch_backward = TorchBackward::default();
+        if let Some(hooks) = target.torch_hooks() {
+            torch_backward = hooks.backward()?;
+            for hook in hooks.forward_pre()? {
+                let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
+                self.replace_input(replaced);
+            }
         }
         if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
             self.forward_pre(&snapshot, target)?;
         }
-        let backward = if torch_hooks.is_some_and(TorchHooks::any_backward)
+        let full = if torch_backward.any_full()
             || self.occupied(Phase::BackwardPre)?
             || self.occupied(Phase::Backward)?
         {
-            self.tap_inputs(torch_hooks)?
+            self.tap_inputs(&torch_backward)?
         } else {
             None
         };
+        let non_full = torch_backward.non_full;
+        let tap = (full.is_some() || !non_full.is_empty()).then_some(Tap { full, non_full });
         let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
-        Ok((output, backward))
+        Ok((output, tap))
     }
 
     fn begin(&self, phase: Phase) -> PyResult<Option<Arc<Snapshot<Hook>>>> {
@@ -358,7 +357,7 @@ impl<'py> Call<'_, 'py> {
     /// are recorded at all.
     fn tap_inputs(
         &mut self,
-        torch_hooks: Option<&TorchHooks<'py>>,
+        torch_hooks: &TorchBackward<'py>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.module.py();
         if !torch::is_grad_enabled(py)? {
@@ -375,6 +374,29 @@ impl<'py> Call<'_, 'py> {
         self.kwargs = Some(kwargs);
         Ok(Some(backward))
     }
+
+    fn tap_output(
+        &self,
+        tap: &Tap<'py>,
+        mut output: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(backward) = &tap.full {
+            let tap_output = backward.getattr(intern!(output.py(), "tap_outputs"))?;
+            output = invoke::call(&tap_output, [&output])?;
+        }
+        if !tap.non_full.is_empty() {
+            torch::hook_non_full(self.module, &tap.non_full, &self.args, &output)?;
+        }
+        Ok(output)
+    }
+}
+
+/// What backward hooks of one call fire from.
+struct Tap<'py> {
+    /// The call's `BackwardPass`.
+    full: Option<Bound<'py, PyAny>>,
+    /// Torch's hooks of the deprecated kind.
+    non_full: Vec<Bound<'py, PyAny>>,
 }
 
 /// New positional arguments, and new keyword arguments where the hook returned those too.

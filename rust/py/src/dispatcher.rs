@@ -11,8 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
+use crate::invoke;
 use crate::registry::Registry;
-use crate::torch::{self, Callee, Target};
+use crate::torch::{self, Callee, Replaced, Target};
 
 /// What instrumenting puts into a module's `__dict__`: its hooks, and what calling it comes down to.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
@@ -109,6 +110,9 @@ fn dispatch<'py>(
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
     let this = dispatcher.get();
+    if through_call && let Some(call) = this.callee.replaced(module, Replaced::Call)? {
+        return invoke::call_with_first(&call, module, args, kwargs);
+    }
     let target = Target::of(module, state, &this.callee, through_call)?;
     call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
 }
@@ -142,8 +146,8 @@ fn method<'py>(
 /// # Safety
 ///
 /// A live object, a tuple, and a dict or null.
-unsafe fn enter<'py>(
-    py: Python<'py>,
+unsafe fn enter(
+    py: Python<'_>,
     module: *mut ffi::PyObject,
     args: *mut ffi::PyObject,
     kwargs: *mut ffi::PyObject,

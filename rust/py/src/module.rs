@@ -204,6 +204,7 @@ impl HookedBase {
         signature = (hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
         text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
     fn register_forward_hook(
         &self,
         hook: &Bound<'_, PyAny>,

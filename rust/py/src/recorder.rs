@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ThreadId};
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
@@ -9,7 +10,10 @@ use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{
+    PyDict, PyList, PyString, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference,
+};
+use rustc_hash::FxHashSet;
 
 use crate::error;
 use crate::torch;
@@ -34,17 +38,22 @@ enum CopyMode {
 }
 
 /// A tensor that was kept, and its version where reading checks that.
-struct Tensor {
-    tensor: Py<PyAny>,
+struct KeptTensor {
+    value: Py<PyAny>,
     version: Option<i64>,
-    gradient: Option<Py<PyAny>>,
+    gradient: Option<Gradient>,
+}
+
+struct Gradient {
+    value: Py<PyAny>,
+    bytes: usize,
 }
 
 /// What one module's one call left.
 struct Kept {
     serial: u64,
     value: Py<PyAny>,
-    tensors: Vec<Tensor>,
+    tensors: Vec<KeptTensor>,
     bytes: usize,
 }
 
@@ -56,6 +65,40 @@ struct Store {
     ran: Vec<usize>,
     serial: u64,
     bytes: usize,
+    /// Of the module whose calls are to be ended.
+    calls: Vec<RootCall>,
+}
+
+/// A call that ends when all names have run in it.
+struct RootCall {
+    thread: ThreadId,
+    ran: FxHashSet<usize>,
+}
+
+impl Store {
+    /// Notes that a name ran; whether that ends a call which is under way on this thread.
+    fn ends_call(&mut self, index: usize, names: usize) -> bool {
+        let thread = thread::current().id();
+        let own = self.calls.iter().rposition(|call| call.thread == thread);
+        // On another thread: what that was started for by the forward counts, and ends nothing.
+        let latest = self.calls.len().checked_sub(1);
+        let Some(call) = own.or(latest).map(|at| &mut self.calls[at]) else {
+            return false;
+        };
+        call.ran.insert(index);
+        own.is_some() && call.ran.len() == names
+    }
+
+    /// Whether `more` bytes in place of `freed` ones stay within the budget, which they then count
+    /// for.
+    fn afford(&mut self, more: usize, freed: usize, budget: Option<usize>) -> bool {
+        let held = self.bytes - freed + more;
+        let affordable = budget.is_none_or(|most| held <= most);
+        if affordable {
+            self.bytes = held;
+        }
+        affordable
+    }
 }
 
 /// What one `capture` keeps, and how.
@@ -144,7 +187,7 @@ impl Collector {
             let kept = &store.kept[index];
             for each in kept.iter().flat_map(|kept| &kept.tensors) {
                 if !stale && let Some(version) = each.version {
-                    versions.push((each.tensor.bind(py).clone(), version));
+                    versions.push((each.value.bind(py).clone(), version));
                 }
             }
             kept.iter()
@@ -170,11 +213,33 @@ impl Collector {
     /// tensors, None where no gradient came.
     fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
-        let gradient = |tensor: &Tensor| Some(tensor.gradient.as_ref()?.bind(py).clone());
+        let gradient = |tensor: &KeptTensor| Some(tensor.gradient.as_ref()?.value.bind(py).clone());
         store.kept[index]
             .iter()
             .map(|kept| kept.tensors.iter().map(gradient).collect())
             .collect()
+    }
+
+    /// A forward pre-hook: a call begins of the module whose calls end when all names have run.
+    fn begin(&self, _module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) {
+        self.store.lock().calls.push(RootCall {
+            thread: thread::current().id(),
+            ran: FxHashSet::default(),
+        });
+    }
+
+    /// A forward hook, always called: it is over.
+    fn end(
+        &self,
+        _module: &Bound<'_, PyAny>,
+        _args: &Bound<'_, PyAny>,
+        _output: &Bound<'_, PyAny>,
+    ) {
+        let thread = thread::current().id();
+        let mut store = self.store.lock();
+        if let Some(at) = store.calls.iter().rposition(|call| call.thread == thread) {
+            store.calls.remove(at);
+        }
     }
 
     /// Lets all go that was kept.
@@ -190,8 +255,8 @@ impl Collector {
         for kept in self.store.lock().kept.iter().flatten() {
             visit.call(&kept.value)?;
             for each in &kept.tensors {
-                visit.call(&each.tensor)?;
-                visit.call(&each.gradient)?;
+                visit.call(&each.value)?;
+                visit.call(each.gradient.as_ref().map(|gradient| &gradient.value))?;
             }
         }
         Ok(())
@@ -233,20 +298,32 @@ impl Collector {
         };
         let bytes = kept.bytes;
         match this.put(index, kept) {
-            Put::OverBudget(_refused) => Err(error::capture_budget(
-                py,
-                format!(
-                    "keeping {bytes} more bytes of {:?} would exceed max_bytes={}: what was \
-                     captured before stays readable",
-                    this.names[index],
-                    this.max_bytes.unwrap_or_default()
-                ),
-            )),
-            Put::Kept { all: true, .. } if this.stop.is_some() => {
-                Err(Stop::new_err((slf.clone().unbind(),)))
-            }
+            Put::OverBudget(_refused) => Err(this.over_budget(py, index, bytes)),
+            Put::Kept {
+                ends_call: true, ..
+            } => Err(Stop::new_err((slf.clone().unbind(),))),
             Put::Kept { .. } => Ok(()),
         }
+    }
+
+    fn over_budget(&self, py: Python<'_>, index: usize, bytes: usize) -> PyErr {
+        error::capture_budget(
+            py,
+            format!(
+                "keeping {bytes} more bytes of {:?} would exceed max_bytes={}: what was captured \
+                 before stays readable",
+                self.names[index],
+                self.max_bytes.unwrap_or_default()
+            ),
+        )
+    }
+
+    /// The bytes of a tensor, where they are counted.
+    fn bytes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if self.max_bytes.is_none() {
+            return Ok(0);
+        }
+        tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
     }
 
     fn put(&self, index: usize, kept: Kept) -> Put {
@@ -259,22 +336,42 @@ impl Collector {
             None
         };
         let freed = replaced.as_ref().map_or(0, |oldest| oldest.bytes);
-        let held = store.bytes - freed + kept.bytes;
-        if self.max_bytes.is_some_and(|most| held > most) {
+        if !store.afford(kept.bytes, freed, self.max_bytes) {
             if let Some(oldest) = replaced {
                 store.kept[index].push_front(oldest);
             }
             return Put::OverBudget(kept);
         }
-        store.bytes = held;
         store.kept[index].push_back(kept);
         if first {
             store.ran.push(index);
         }
         Put::Kept {
-            all: store.ran.len() == self.names.len(),
+            ends_call: self.stop.is_some() && store.ends_call(index, self.names.len()),
             _replaced: replaced,
         }
+    }
+
+    /// Keeps a gradient where its tensor is kept; what it replaces.
+    fn put_gradient(
+        &self,
+        slot: &GradientSlot,
+        gradient: Gradient,
+    ) -> Result<Option<Gradient>, OverBudget> {
+        let mut store = self.store.lock();
+        let calls = &store.kept[slot.index];
+        let Some(at) = calls.iter().position(|kept| kept.serial == slot.serial) else {
+            return Ok(None);
+        };
+        // A second backward leaves another.
+        let earlier = &calls[at].tensors[slot.position].gradient;
+        let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
+        if !store.afford(gradient.bytes, freed, self.max_bytes) {
+            return Err(OverBudget);
+        }
+        let kept = &mut store.kept[slot.index][at];
+        kept.bytes = kept.bytes - freed + gradient.bytes;
+        Ok(kept.tensors[slot.position].gradient.replace(gradient))
     }
 
     /// A tensor as it is to be kept.
@@ -310,20 +407,24 @@ impl Collector {
         {
             return Ok((tensor.call_method0(intern!(py, "clone"))?, None));
         }
-        match version(&tensor) {
-            Ok(version) => Ok((tensor, Some(version))),
-            Err(_) => {
-                self.inference.store(true, Ordering::Relaxed);
-                Ok((tensor.call_method0(intern!(py, "clone"))?, None))
-            }
+        if let Ok(version) = version(&tensor) {
+            return Ok((tensor, Some(version)));
         }
+        self.inference.store(true, Ordering::Relaxed);
+        Ok((tensor.call_method0(intern!(py, "clone"))?, None))
     }
 }
+
+/// It would exceed `max_bytes`.
+struct OverBudget;
 
 /// What became of what was to be kept. What it holds is dropped after the lock was released:
 /// tensors run code when they go.
 enum Put {
-    Kept { all: bool, _replaced: Option<Kept> },
+    Kept {
+        ends_call: bool,
+        _replaced: Option<Kept>,
+    },
     OverBudget(Kept),
 }
 
@@ -332,7 +433,7 @@ struct Keeping<'a, 'py> {
     collector: &'a Bound<'py, Collector>,
     index: usize,
     serial: u64,
-    tensors: Vec<Tensor>,
+    tensors: Vec<KeptTensor>,
     bytes: usize,
 }
 
@@ -356,8 +457,10 @@ impl<'py> Keeping<'_, 'py> {
                 Ok(items.into_any())
             } else if let Some(make) = value.getattr_opt(intern!(py, "_make"))? {
                 make.call1((items,)) // a named tuple
+            } else if value.hasattr(intern!(py, "n_sequence_fields"))? {
+                value.get_type().call1((items,)) // one of torch.return_types
             } else {
-                value.get_type().call1((items,))
+                Ok(items.into_any()) // how others are made, they alone know
             };
         }
         if let Ok(list) = value.cast::<PyList>() {
@@ -398,19 +501,16 @@ impl<'py> Keeping<'_, 'py> {
         let (kept, version) = this.checked(this.keep_tensor(tensor)?)?;
         if this.gradients && requires_grad(tensor)? {
             let slot = GradientSlot {
-                collector: self.collector.clone().unbind(),
+                collector: PyWeakrefReference::new(self.collector)?.unbind(),
                 index: self.index,
                 serial: self.serial,
                 position: self.tensors.len(),
             };
             tensor.call_method1(intern!(py, "register_hook"), (Bound::new(py, slot)?,))?;
         }
-        if this.max_bytes.is_some() {
-            let bytes: usize = kept.getattr(intern!(py, "nbytes"))?.extract()?;
-            self.bytes += bytes;
-        }
-        self.tensors.push(Tensor {
-            tensor: kept.clone().unbind(),
+        self.bytes += this.bytes(&kept)?;
+        self.tensors.push(KeptTensor {
+            value: kept.clone().unbind(),
             version,
             gradient: None,
         });
@@ -421,7 +521,8 @@ impl<'py> Keeping<'_, 'py> {
 /// Takes the gradient of a tensor that was kept.
 #[pyclass(frozen)]
 struct GradientSlot {
-    collector: Py<Collector>,
+    /// Weak: autograd's graph, which holds this, may outlive what was captured, or be part of it.
+    collector: Py<PyWeakrefReference>,
     index: usize,
     serial: u64,
     position: usize,
@@ -429,27 +530,29 @@ struct GradientSlot {
 
 #[pymethods]
 impl GradientSlot {
-    fn __call__(&self, py: Python<'_>, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
-        let collector = self.collector.get();
-        let gradient = match &collector.convert {
-            Some(convert) => convert.bind(py).call1((gradient,))?,
-            None => gradient.clone(),
+    fn __call__(&self, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = gradient.py();
+        let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
+            return Ok(());
         };
-        let gradient = gradient.call_method0(intern!(py, "detach"))?.unbind();
-        // Dropped after the lock was released.
-        let _replaced = {
-            let mut store = collector.store.lock();
-            store.kept[self.index]
-                .iter_mut()
-                .find(|kept| kept.serial == self.serial)
-                .and_then(|kept| kept.tensors.get_mut(self.position))
-                .map(|tensor| tensor.gradient.replace(gradient))
+        let collector = collector.get();
+        let mut gradient = gradient.clone();
+        if let Some(convert) = &collector.convert {
+            gradient = convert.bind(py).call1((gradient,))?;
+        }
+        // The tensor itself where that is possible: autograd adds in place to what nobody else has.
+        if requires_grad(&gradient)? {
+            gradient = gradient.call_method0(intern!(py, "detach"))?;
+        }
+        let bytes = collector.bytes(&gradient)?;
+        let gradient = Gradient {
+            value: gradient.unbind(),
+            bytes,
         };
-        Ok(())
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.collector)
+        match collector.put_gradient(self, gradient) {
+            Ok(_replaced) => Ok(()),
+            Err(OverBudget) => Err(collector.over_budget(py, self.index, bytes)),
+        }
     }
 }
 
@@ -533,7 +636,7 @@ impl Recorder {
         }
     }
 
-    pub fn record<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<()> {
+    pub fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         match &self.pick {
             Pick::Whole => self.record_picked(value),
             Pick::Part(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),

@@ -151,7 +151,11 @@ impl Registry {
         signature = (phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
         text_signature = "($self, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
     )]
-    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "the options, by keyword"
+    )]
     fn py_register(
         &self,
         phase: PhaseName,
@@ -197,20 +201,28 @@ impl Registry {
         Ok(rows)
     }
 
-    /// Removes the hooks of one phase or of all.
+    /// Removes the hooks of one phase or of all, those of scopes included.
     #[pyo3(signature = (phase = None))]
     fn clear(&self, phase: Option<PhaseName>) {
-        self.hooks.clear(phase.map(|phase| phase.0));
+        let phase = phase.map(|phase| phase.0);
+        self.hooks.clear(phase);
+        for scoped in self.scoped.hooks() {
+            scoped.clear(phase);
+        }
     }
 
-    /// Waits until no thread is inside any of the hooks, those removed before included.
+    /// Waits until no thread is inside any of the hooks, those of scopes and those removed before
+    /// included.
     ///
     /// Raises:
     ///     HookError: called from inside one of the hooks.
     ///     TimeoutError: a thread was still inside one after `timeout` seconds.
     #[pyo3(signature = (timeout = None))]
     fn quiesce(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
-        let active = self.hooks.active();
+        let scoped = self.scoped.hooks();
+        let active = scoped.iter().fold(self.hooks.active(), |active, hooks| {
+            active.and(hooks.active())
+        });
         wait_interruptibly(py, timeout, |timeout| active.wait_idle(timeout))
     }
 

@@ -2,8 +2,8 @@
 
 use std::cell::OnceCell;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use ferrohook_core::{Entry, Phase, Registry, Snapshot};
 use parking_lot::Mutex;
@@ -18,15 +18,18 @@ use rustc_hash::FxHashMap;
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hook::{Callback, Hook, PhaseName};
 
-/// How many scopes hold hooks for one module, and for which phases any ever did: the other calls ask
-/// for no context.
-#[derive(Clone, Default)]
-pub struct Scoped(Arc<Counts>);
+/// What a module knows of the scopes that have hooks for it.
+#[derive(Default)]
+pub struct Scoped(Arc<Known>);
 
 #[derive(Default)]
-struct Counts {
+struct Known {
+    /// How many scopes have hooks, and for which phases any ever did: the other calls ask for no
+    /// context.
     scopes: AtomicUsize,
     phases: [AtomicBool; Phase::ALL.len()],
+    /// Their hooks; those of closed scopes for as long as a thread is inside one.
+    hooks: Mutex<Vec<Arc<Registry<Hook>>>>,
 }
 
 impl Scoped {
@@ -36,39 +39,85 @@ impl Scoped {
         self.0.scopes.load(Ordering::Acquire) != 0
             && self.0.phases[phase as usize].load(Ordering::Acquire)
     }
+
+    /// The hooks of all scopes, those included that were closed while a thread was inside.
+    pub fn hooks(&self) -> Vec<Arc<Registry<Hook>>> {
+        self.0.hooks.lock().clone()
+    }
 }
 
 /// One scope's hooks for one module.
 struct ScopedHooks {
     hooks: Arc<Registry<Hook>>,
-    scoped: Scoped,
+    /// Weak: gone with the module.
+    module: Weak<Known>,
 }
 
 impl ScopedHooks {
-    fn new(scoped: Scoped) -> Self {
-        scoped.0.scopes.fetch_add(1, Ordering::Release);
-        let hooks = Arc::default();
-        Self { hooks, scoped }
+    fn new(Scoped(module): &Scoped) -> Self {
+        let hooks: Arc<Registry<Hook>> = Arc::default();
+        let mut known = module.hooks.lock();
+        known.retain(|each| Arc::strong_count(each) > 1 || !each.active().is_empty());
+        known.push(Arc::clone(&hooks));
+        module.scopes.fetch_add(1, Ordering::Release);
+        Self {
+            hooks,
+            module: Arc::downgrade(module),
+        }
     }
 }
 
 impl Drop for ScopedHooks {
     fn drop(&mut self) {
-        self.scoped.0.scopes.fetch_sub(1, Ordering::Release);
+        let Some(module) = self.module.upgrade() else {
+            return;
+        };
+        module.scopes.fetch_sub(1, Ordering::Release);
+        if self.hooks.active().is_empty() {
+            let mut known = module.hooks.lock();
+            known.retain(|each| !Arc::ptr_eq(each, &self.hooks));
+        }
     }
 }
+
+/// A scope's hooks, by the numbers of the modules.
+#[derive(Default)]
+struct Modules {
+    hooks: FxHashMap<u64, ScopedHooks>,
+    /// How many there may be before those of modules that are gone are looked for.
+    most: usize,
+}
+
+impl Modules {
+    /// Those of modules that are gone, where it is time to look for them.
+    fn gone(&mut self) -> Vec<ScopedHooks> {
+        if self.hooks.len() < self.most {
+            return Vec::new();
+        }
+        let gone = self
+            .hooks
+            .extract_if(|_, scoped| scoped.module.strong_count() == 0)
+            .map(|(_, scoped)| scoped)
+            .collect();
+        self.most = FEW.max(2 * self.hooks.len());
+        gone
+    }
+}
+
+/// Up to this many modules a scope does not look for those that are gone.
+const FEW: usize = 32;
 
 /// The hooks of a scope, until it is closed.
 ///
 /// They are kept here and not with the modules: what other contexts registered costs a call nothing.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
-pub struct ScopeBase(Mutex<Option<FxHashMap<u64, ScopedHooks>>>);
+pub struct ScopeBase(Mutex<Option<Modules>>);
 
 impl ScopeBase {
     /// The hooks for the module with this number, if the scope has any.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
         let scope = self.0.lock();
-        Some(Arc::clone(&scope.as_ref()?.get(&module)?.hooks))
+        Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
     }
 
     /// The hooks for the module with this number, to register with.
@@ -85,10 +134,15 @@ impl ScopeBase {
             drop(scope);
             return Err(closed(py));
         };
+        let gone = modules.gone();
         let hooks = modules
+            .hooks
             .entry(module)
-            .or_insert_with(|| ScopedHooks::new(scoped.clone()));
-        Ok(Arc::clone(&hooks.hooks))
+            .or_insert_with(|| ScopedHooks::new(scoped));
+        let hooks = Arc::clone(&hooks.hooks);
+        drop(scope);
+        drop(gone); // runs Python code
+        Ok(hooks)
     }
 
     /// An error if the scope was closed.
@@ -111,7 +165,7 @@ fn closed(py: Python<'_>) -> PyErr {
 impl ScopeBase {
     #[new]
     fn new() -> Self {
-        Self(Mutex::new(Some(FxHashMap::default())))
+        Self(Mutex::new(Some(Modules::default())))
     }
 
     /// Whether the scope was closed.
@@ -121,24 +175,30 @@ impl ScopeBase {
     }
 
     /// Removes the scope's hooks, for good. Returns whether it was this call that did so.
-    fn _close(&self) -> bool {
+    #[pyo3(name = "_close")]
+    fn close(&self) -> bool {
         // Taken under the lock, and removed and dropped after it: that runs Python code.
         let modules = self.0.lock().take();
-        for scoped in modules.iter().flat_map(FxHashMap::values) {
+        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
             scoped.hooks.clear(None);
         }
         modules.is_some()
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for scoped in self.0.lock().iter().flat_map(FxHashMap::values) {
+        for scoped in self
+            .0
+            .lock()
+            .iter()
+            .flat_map(|modules| modules.hooks.values())
+        {
             scoped.hooks.visit(|hook| visit.call(hook.given()))?;
         }
         Ok(())
     }
 
     fn __clear__(&self) {
-        self._close();
+        self.close();
     }
 }
 
@@ -210,13 +270,11 @@ impl<'py> Scopes<'py> {
     /// The scopes as a tuple, or None where the context has entered none.
     #[inline]
     pub fn entered(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyTuple>>> {
-        match self.0.get() {
-            Some(scopes) => Ok(scopes.as_ref()),
-            None => {
-                let scopes = ask(py)?;
-                Ok(self.0.get_or_init(|| scopes).as_ref())
-            }
+        if let Some(scopes) = self.0.get() {
+            return Ok(scopes.as_ref());
         }
+        let scopes = ask(py)?;
+        Ok(self.0.get_or_init(|| scopes).as_ref())
     }
 }
 

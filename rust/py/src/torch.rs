@@ -98,6 +98,8 @@ struct PlainClass {
     forward: Py<PyFunction>,
     /// Whether `__call__` is `nn.Module`'s.
     calls_forward: bool,
+    /// Whether it is for the class that an instrumented module had before.
+    called_by_torch: bool,
 }
 
 /// What stands between the hooks before and the hooks after.
@@ -120,6 +122,10 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Self> {
         let py = module.py();
         let torch = Torch::get(py)?;
+        if let Some(call_impl) = callee.replaced(module, Replaced::CallImpl)? {
+            let bound = call_impl.call_method1(intern!(py, "__get__"), (module,))?;
+            return Ok(Self::Special(bound, TorchHooks::none()));
+        }
         if nothing_but_forward(torch, &state)? {
             return Ok(Self::Forward(callee, state));
         }
@@ -129,18 +135,12 @@ impl<'a, 'py> Target<'a, 'py> {
                 && !variable.missing_or_empty(&state)?
                 && let Some(call_impl) = state.get_item(&variable.name)?
             {
-                return Ok(Self::Special(call_impl, TorchHooks::default()));
+                return Ok(Self::Special(call_impl, TorchHooks::none()));
             }
-        }
-        // Their deprecated kind hangs on autograd's nodes: torch does that best itself.
-        if any_non_full_backward_hook(torch, &state)? {
-            let call_impl = torch.module_call_impl.bind(py);
-            let bound = call_impl.call_method1(intern!(py, "__get__"), (module,))?;
-            return Ok(Self::Special(bound, TorchHooks::default()));
         }
         // Notes the name of the module while torch.jit traces, and else just calls forward.
         let forward = module.getattr(intern!(py, "_slow_forward"))?;
-        Ok(Self::Special(forward, TorchHooks::of(torch, &state)?))
+        Ok(Self::Special(forward, TorchHooks(Some(state))))
     }
 
     pub fn call(
@@ -156,6 +156,7 @@ impl<'a, 'py> Target<'a, 'py> {
         }
     }
 
+    /// Torch's hooks that run beside the module's own, if any do.
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
             Self::Special(_, hooks) => Some(hooks),
@@ -196,70 +197,127 @@ impl TorchHook<'_> {
     }
 }
 
-/// The hooks that torch's dicts hold for one module, those for all modules ahead of its own.
+/// The hooks that torch's dicts hold for one module, whose instance dict this is, read when their
+/// phase begins: those for all modules go ahead of its own.
+pub struct TorchHooks<'py>(Option<Bound<'py, PyDict>>);
+
+/// Torch's backward hooks for one call.
 #[derive(Default)]
-pub struct TorchHooks<'py> {
-    pub forward_pre: Vec<TorchHook<'py>>,
-    pub forward: Vec<TorchHook<'py>>,
-    pub backward_pre: Vec<Bound<'py, PyAny>>,
-    pub backward: Vec<Bound<'py, PyAny>>,
+pub struct TorchBackward<'py> {
+    pub pre: Vec<Bound<'py, PyAny>>,
+    pub full: Vec<Bound<'py, PyAny>>,
+    /// Of the deprecated kind, which hangs on the autograd node that made the output.
+    pub non_full: Vec<Bound<'py, PyAny>>,
 }
 
 impl<'py> TorchHooks<'py> {
-    fn of(torch: &Torch, state: &Bound<'py, PyDict>) -> PyResult<Self> {
-        let py = state.py();
-        let [forward, forward_pre, backward, backward_pre] = [0, 1, 2, 3].map(|kind| {
-            let own = &torch.module_hooks[kind].name;
-            hooks_in([
-                Some(torch.global_hooks[kind].bind(py).clone()),
-                dict_in(state, own.bind(py))?,
-            ])
-        });
-        let global = torch.module.bind(py).dict();
-        let has = |namespace: &Bound<'py, PyDict>, name: &str, id: &Bound<'py, PyAny>| {
-            let ids = dict_in(namespace, PyString::new(py, name).as_any())?;
-            ids.map_or(Ok(false), |ids| ids.contains(id))
-        };
-        let callback = |(_, callback)| callback;
-        Ok(Self {
-            forward_pre: forward_pre?
-                .into_iter()
-                .map(|(id, callback)| {
-                    Ok(TorchHook {
-                        with_kwargs: has(state, "_forward_pre_hooks_with_kwargs", &id)?,
-                        always_call: false,
-                        callback,
-                    })
-                })
-                .collect::<PyResult<_>>()?,
-            forward: forward?
-                .into_iter()
-                .map(|(id, callback)| {
-                    Ok(TorchHook {
-                        with_kwargs: has(state, "_forward_hooks_with_kwargs", &id)?
-                            || has(&global, "_global_forward_hooks_with_kwargs", &id)?,
-                        always_call: has(state, "_forward_hooks_always_called", &id)?
-                            || has(&global, "_global_forward_hooks_always_called", &id)?,
-                        callback,
-                    })
-                })
-                .collect::<PyResult<_>>()?,
-            backward_pre: backward_pre?.into_iter().map(callback).collect(),
-            backward: backward?.into_iter().map(callback).collect(),
-        })
+    /// Those that what is called runs by itself.
+    fn none() -> Self {
+        Self(None)
     }
 
-    pub fn any_backward(&self) -> bool {
-        !(self.backward_pre.is_empty() && self.backward.is_empty())
+    pub fn forward_pre(&self) -> PyResult<Vec<TorchHook<'py>>> {
+        let Some(state) = &self.0 else {
+            return Ok(Vec::new());
+        };
+        let torch = Torch::get(state.py())?;
+        let hooks = torch.hooks_in(state, FORWARD_PRE)?.into_iter();
+        hooks
+            .map(|(id, callback)| {
+                Ok(TorchHook {
+                    with_kwargs: lists(state, "_forward_pre_hooks_with_kwargs", &id)?,
+                    always_call: false,
+                    callback,
+                })
+            })
+            .collect()
+    }
+
+    pub fn forward(&self) -> PyResult<Vec<TorchHook<'py>>> {
+        let Some(state) = &self.0 else {
+            return Ok(Vec::new());
+        };
+        let torch = Torch::get(state.py())?;
+        let global = torch.module.bind(state.py()).dict();
+        let hooks = torch.hooks_in(state, FORWARD)?.into_iter();
+        hooks
+            .map(|(id, callback)| {
+                Ok(TorchHook {
+                    with_kwargs: lists(state, "_forward_hooks_with_kwargs", &id)?
+                        || lists(&global, "_global_forward_hooks_with_kwargs", &id)?,
+                    always_call: lists(state, "_forward_hooks_always_called", &id)?
+                        || lists(&global, "_global_forward_hooks_always_called", &id)?,
+                    callback,
+                })
+            })
+            .collect()
+    }
+
+    pub fn backward(&self) -> PyResult<TorchBackward<'py>> {
+        let Some(state) = &self.0 else {
+            return Ok(TorchBackward::default());
+        };
+        let py = state.py();
+        let torch = Torch::get(py)?;
+        let mut hooks = TorchBackward::default();
+        let pre = torch.hooks_in(state, BACKWARD_PRE)?;
+        hooks.pre = pre.into_iter().map(|(_, hook)| hook).collect();
+        let global = torch.global_hooks[BACKWARD].bind(py).clone();
+        let own = dict_in(state, torch.module_hooks[BACKWARD].name.bind(py))?;
+        let is_full = [
+            torch
+                .module
+                .bind(py)
+                .dict()
+                .get_item("_global_is_full_backward_hook")?,
+            state.get_item("_is_full_backward_hook")?,
+        ];
+        for (dict, is_full) in [Some(global), own].into_iter().zip(is_full) {
+            let non_full = is_full.is_some_and(|full| full.is(PyBool::new(py, false)));
+            let kind = if non_full {
+                &mut hooks.non_full
+            } else {
+                &mut hooks.full
+            };
+            kind.extend(dict.iter().flat_map(PyDictMethods::values));
+        }
+        Ok(hooks)
     }
 }
 
-/// The (id, hook) pairs of several dicts.
-fn hooks_in<'py>(
-    dicts: [Option<Bound<'py, PyDict>>; 2],
-) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
-    let items = dicts.into_iter().flatten().flat_map(|dict| dict.items());
-    items.map(|item| item.extract()).collect()
+impl TorchBackward<'_> {
+    pub fn any_full(&self) -> bool {
+        !(self.pre.is_empty() && self.full.is_empty())
+    }
+}
+
+/// The places of the kinds of hooks in [`Torch::global_hooks`] and [`Torch::module_hooks`].
+const FORWARD: usize = 0;
+const FORWARD_PRE: usize = 1;
+const BACKWARD: usize = 2;
+const BACKWARD_PRE: usize = 3;
+
+impl Torch {
+    /// The (id, hook) pairs of a kind, for the module whose instance dict is `state`.
+    fn hooks_in<'py>(
+        &self,
+        state: &Bound<'py, PyDict>,
+        kind: usize,
+    ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        let global = self.global_hooks[kind].bind(state.py()).clone();
+        let own = dict_in(state, self.module_hooks[kind].name.bind(state.py()))?;
+        let dicts = [Some(global), own].into_iter().flatten();
+        dicts
+            .flat_map(|dict| dict.items())
+            .map(|item| item.extract())
+            .collect()
+    }
+}
+
+/// Whether the dict that `namespace` has under `name` has `id`.
+fn lists(namespace: &Bound<'_, PyDict>, name: &str, id: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let ids = dict_in(namespace, PyString::new(namespace.py(), name).as_any())?;
+    ids.map_or(Ok(false), |ids| ids.contains(id))
 }
 
 fn dict_in<'py>(
@@ -270,21 +328,12 @@ fn dict_in<'py>(
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// Whether a backward hook of torch's deprecated kind is registered.
-fn any_non_full_backward_hook(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<bool> {
-    let py = state.py();
-    let non_full = |namespace: &Bound<'_, PyDict>, name| -> PyResult<bool> {
-        let full = namespace.get_item(name)?;
-        full.map_or(Ok(false), |full| Ok(full.is(PyBool::new(py, false))))
-    };
-    let own = torch.module_hooks[2].missing_or_empty(state)?;
-    let global = torch.global_hooks[2].bind(py).is_empty();
-    Ok(!own && non_full(state, "_is_full_backward_hook")?
-        || !global
-            && non_full(
-                &torch.module.bind(py).dict(),
-                "_global_is_full_backward_hook",
-            )?)
+/// What somebody may have replaced in a class or in `nn.Module`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Replaced {
+    /// `__call__`, which ends in `_call_impl`.
+    Call,
+    CallImpl,
 }
 
 impl Callee {
@@ -335,6 +384,28 @@ impl Callee {
         }
     }
 
+    /// What stands in place of torch's own method in the class that an instrumented module had
+    /// before, or in the bases of that.
+    pub fn replaced<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        which: Replaced,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = module.py();
+        let torch = Torch::get(py)?;
+        let class = module.get_type();
+        let known = self.plain_class(torch, &class)?;
+        if known.is_some_and(|known| known.called_by_torch) {
+            return Ok(None);
+        }
+        let (name, own) = match which {
+            Replaced::Call => (intern!(py, "__call__"), &torch.module_call),
+            Replaced::CallImpl => (intern!(py, "_call_impl"), &torch.module_call_impl),
+        };
+        let found = plain_class(&class)?.getattr(name)?;
+        Ok((!found.is(own)).then_some(found))
+    }
+
     /// What is known of `class`, if it is still as it was.
     fn plain_class(
         &self,
@@ -365,6 +436,7 @@ impl PlainClass {
         if !getattribute.is(&torch.plain_getattribute) {
             return Ok(None);
         }
+        let called_by_torch = calls_forward(torch, &plain_class(class)?)?;
         let calls_forward = calls_forward(torch, class)?;
         let forward = raw_attribute(class, "forward")?;
         Ok(match forward.map(Bound::cast_into::<PyFunction>) {
@@ -374,6 +446,7 @@ impl PlainClass {
                     version: version_before,
                     forward: forward.unbind(),
                     calls_forward,
+                    called_by_torch,
                 })
             }
             _ => None,
@@ -390,6 +463,14 @@ fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
         && class
             .getattr(intern!(py, "_call_impl"))?
             .is(&torch.module_call_impl))
+}
+
+/// The class that the modules of an instrumented class had before; any other class itself.
+fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
+    match class.getattr_opt(intern!(class.py(), "_made_from"))? {
+        Some(bases) => Ok(bases.get_item(1)?.cast_into()?),
+        None => Ok(class.clone()),
+    }
 }
 
 /// What the class or the nearest of its bases has under `name`, itself and not what it is bound to.
@@ -549,14 +630,29 @@ pub fn backward_pass<'py>(
     module: &Bound<'py, PyAny>,
     registry: &Bound<'py, PyAny>,
     scopes: &Bound<'py, PyTuple>,
-    torch_hooks: Option<&TorchHooks<'py>>,
+    torch_hooks: &TorchBackward<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     let class = Torch::get(py)?.backward_pass.bind(py);
-    let (torch_pre, torch) = torch_hooks.map_or((&[][..], &[][..]), |hooks| {
-        (&hooks.backward_pre, &hooks.backward)
-    });
-    class.call1((module, registry, scopes, torch_pre, torch))
+    class.call1((
+        module,
+        registry,
+        scopes,
+        &torch_hooks.pre,
+        &torch_hooks.full,
+    ))
+}
+
+/// Hangs torch's deprecated backward hooks on the autograd node that made the output.
+pub fn hook_non_full<'py>(
+    module: &Bound<'py, PyAny>,
+    hooks: &[Bound<'py, PyAny>],
+    args: &Bound<'py, PyTuple>,
+    output: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let backward = module.py().import("ferrohook.backward")?;
+    backward.call_method1("hook_non_full", (module, hooks, args, output))?;
+    Ok(())
 }
 
 /// What a call returns that a capture has ended.
