@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import gc
 import re
@@ -739,6 +740,25 @@ def test_a_submodule_called_by_itself_is_not_stopped(model: nn.Sequential, x: Te
         except BaseException as error:  # noqa: BLE001 (it is none that one should have to catch)
             pytest.fail(repr(error))
     assert torch.equal(acts["0"], out)
+
+
+def test_what_other_threads_run_for_a_call_counts_for_its_stop(x: Tensor) -> None:
+    class Forking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helped, self.own, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            context = contextvars.copy_context()
+            with ThreadPoolExecutor(1) as pool:
+                helped = pool.submit(context.run, self.helped, x).result()
+            return self.last(self.own(x) + helped)  # type: ignore[no-any-return]
+
+    model = Forking()
+    with fh.capture(model, ["helped", "own"], stop=True, keep="all") as acts:
+        assert model(x) is fh.STOPPED
+        assert model(x) is fh.STOPPED
+    assert [len(calls) for calls in acts.values()] == [2, 2]
 
 
 # What never ran

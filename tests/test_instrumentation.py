@@ -654,6 +654,28 @@ def test_a_replaced_class_call_is_honoured_at_the_next_call(
         assert torch.equal(mine(x()), mine.forward(x()))
 
 
+def test_a_class_may_change_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    with fh.instrument(mine := Mine(4, 4)):
+        handle = mine.register_forward_hook(lambda *_: None)
+        for factor in range(10):
+            monkeypatch.setattr(Mine, "forward", lambda _self, input, by=factor: input * by)
+            for _ in range(3):
+                assert torch.equal(mine(x()), x() * factor)
+        assert handle.calls == 30
+
+
+def test_restoring_removes_the_hooks_of_scopes_too() -> None:
+    linear = nn.Linear(4, 4)
+    with fh.scope() as s:
+        fh.instrument(linear)
+        handle = linear.register_forward_hook(lambda *_: None, scope=s)  # type: ignore[call-arg]
+        fh.restore(linear)
+        assert handle.removed  # type: ignore[attr-defined]
+
+
 def test_fx_traces_the_same_graph() -> None:
     plain, ours = small(), small()
     with fh.instrument(ours):

@@ -9,6 +9,7 @@ from typing_extensions import disjoint_base
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
+    "Callee",
     "Collector",
     "Dispatcher",
     "HookHandle",
@@ -107,9 +108,15 @@ class Registry:
     ) -> Any: ...
 
 @final
+class Callee:
+    def __new__(cls) -> Self: ...
+
+@final
 class Dispatcher:
     KEY: Final = "_ferrohook_dispatcher"
-    def __new__(cls, registry: Registry) -> Self: ...
+    def __new__(cls, registry: Registry, callee: Callee) -> Self: ...
+    @property
+    def callee(self) -> Callee: ...
     @property
     def registry(self) -> Registry: ...
     @staticmethod

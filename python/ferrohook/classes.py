@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import weakref
 from abc import ABCMeta
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Keys are the ids of the two bases, which live as long as the class that is the value.
 _MADE: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
 
 
 def common_subclass(
-    name: str, base: type, plain: type, namespace: dict[str, Any], *, in_place: bool = False
+    name: str,
+    base: type,
+    plain: type,
+    members: Callable[[], dict[str, Any]],
+    *,
+    in_place: bool = False,
 ) -> type:
     """The subclass of `base` and `plain`: one and the same for as long as it is used.
 
@@ -22,7 +30,7 @@ def common_subclass(
             subclasses that a module's class counts or checks. Its metaclass does not hear of them
             either.
         plain: the class that the module has.
-        namespace: of the class.
+        members: makes what the class has beside what its bases have.
         in_place: instances of `plain` have their class changed to this one. Where their layout
             demands that, `base` comes last.
 
@@ -32,7 +40,7 @@ def common_subclass(
     key = id(base), id(plain)
     made = _MADE.get(key)
     if made is None:
-        namespace = {"__slots__": (), "_made_from": (base, plain), **namespace}
+        namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
         made = _make(name, (base, plain), namespace)
         # `class Mine(ABC, nn.Module)` has another layout than what begins with an nn.Module.
         if in_place and _layout(made) is not _layout(plain) and _hears_of_no_subclasses(plain):

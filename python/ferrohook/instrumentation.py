@@ -18,7 +18,7 @@ import torch
 from torch import fx, jit, nn
 from torch.nn.modules import transformer
 
-from ferrohook._core import Dispatcher, HookedBase, HookHandle, Registry
+from ferrohook._core import Callee, Dispatcher, HookedBase, HookHandle, Registry
 from ferrohook.classes import common_subclass, plain_class
 from ferrohook.errors import HookError, NotInstrumentedWarning
 from ferrohook.module import keeps_state_in_torch_hooks
@@ -162,7 +162,7 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
             _give_back(copied)
         return copied
     if memo is None:
-        duplicate = Dispatcher(dispatcher.registry)
+        duplicate = Dispatcher(dispatcher.registry, dispatcher.callee)
         duplicate.hold()
         _SHALLOW.add(duplicate)
     else:  # that in the copy's `__dict__`, where that was copied
@@ -237,10 +237,19 @@ def _has_forward_hooks(module: nn.Module) -> bool:
     return registry is not None and bool(registry.list("forward_pre") or registry.list("forward"))
 
 
-def _instrumented_class(plain: type[nn.Module]) -> type:
+def _instrumented_class(plain: type[nn.Module]) -> Any:
     if plain._call_impl is not nn.Module._call_impl:
         msg = "its class overrides _call_impl"
         raise HookError(msg)
+    members = functools.partial(_members, plain)
+    try:
+        return common_subclass(plain.__name__, Instrumented, plain, members, in_place=True)
+    except TypeError as error:
+        msg = f"its class cannot be changed: {error}"
+        raise HookError(msg) from error
+
+
+def _members(plain: type[nn.Module]) -> dict[str, Any]:
     namespace = {name: value for name, value in vars(Instrumented).items() if name not in _KEEP}
     namespace |= {
         "__module__": plain.__module__,
@@ -252,6 +261,7 @@ def _instrumented_class(plain: type[nn.Module]) -> type:
             "_forward_hooks",
         ],
         "_call_impl": _CALL_IMPL,
+        "_callee": Callee(),
     }
     # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
     if plain.__call__ is nn.Module.__call__:
@@ -264,11 +274,7 @@ def _instrumented_class(plain: type[nn.Module]) -> type:
             if hasattr(plain, name):
                 namespace[name] = _on_plain_class(name)
         namespace["__new__"] = _new_graph_module
-    try:
-        return common_subclass(plain.__name__, Instrumented, plain, namespace, in_place=True)
-    except TypeError as error:
-        msg = f"its class cannot be changed: {error}"
-        raise HookError(msg) from error
+    return namespace
 
 
 _KEEP = {"__slots__", "__init_subclass__", "__dict__", "__weakref__", "__annotations__"}
@@ -322,8 +328,7 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
     made = _instrumented_class(plain_class(cls))
     with _LOCK:
         state = vars(module)
-        fresh = Dispatcher(Registry())
-        dispatcher: Dispatcher = state.get(_KEY) or fresh
+        dispatcher: Dispatcher = state.get(_KEY) or Dispatcher(Registry(), made._callee)
         state[_KEY] = dispatcher
         if not issubclass(type(module), Instrumented):
             try:
@@ -407,7 +412,7 @@ class Instrumentation:
     def __init__(self, model: nn.Module, held: Iterable[nn.Module]) -> None:
         self._key = id(model)
         # The models are not kept alive, and an id is not taken for that of a later model.
-        self._model = weakref.ref(model, functools.partial(_forget, self._key))
+        self._model = weakref.ref(model, functools.partial(_forget, _DONE, self._key))
         self._held = [weakref.ref(module) for module in held]
         with _LOCK:
             _DONE.setdefault(self._key, []).append(self)
@@ -437,8 +442,9 @@ class Instrumentation:
 _DONE: dict[int, list[Instrumentation]] = {}
 
 
-def _forget(key: int, _model: object) -> None:
-    _DONE.pop(key, None)
+# Given the dict: at the interpreter's end the module has no variables any more.
+def _forget(done: dict[int, list[Instrumentation]], key: int, _model: object) -> None:
+    done.pop(key, None)
 
 
 def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:

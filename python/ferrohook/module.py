@@ -125,7 +125,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         return [HookInfo(*row[:-1]) for row in self._registry.list(phase)]
 
     def clear_hooks(self, phase: str | None = None) -> None:
-        """Removes the hooks of one phase, or of all; the module's own torch hooks stay.
+        """Removes the hooks of one phase, or of all, those of scopes too; torch's own hooks stay.
 
         Args:
             phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
@@ -253,9 +253,12 @@ def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedMo
         or not (issubclass(cls, HookedModule) or _OWN_NAMES.isdisjoint(dir(module)))
     ):
         return wrapper
-    names = {"__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+
+    def members() -> dict[str, Any]:
+        return {"__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
+
     try:
-        return common_subclass(wrapper.__name__, wrapper, cls, names)
+        return common_subclass(wrapper.__name__, wrapper, cls, members)
     except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
         return wrapper
 

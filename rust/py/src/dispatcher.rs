@@ -11,15 +11,15 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
-use crate::invoke;
 use crate::registry::Registry;
-use crate::torch::{self, Callee, Replaced, Target};
+use crate::torch::{self, Callee, Target};
 
 /// What instrumenting puts into a module's `__dict__`: its hooks, and what calling it comes down to.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Dispatcher {
     registry: Py<Registry>,
-    callee: Callee,
+    /// Shared by the modules of a class.
+    callee: Py<Callee>,
     /// How often the module was instrumented.
     holds: AtomicUsize,
 }
@@ -27,10 +27,10 @@ pub struct Dispatcher {
 #[pymethods]
 impl Dispatcher {
     #[new]
-    fn new(registry: Py<Registry>) -> Self {
+    fn new(registry: Py<Registry>, callee: Py<Callee>) -> Self {
         Self {
             registry,
-            callee: Callee::default(),
+            callee,
             holds: AtomicUsize::new(0),
         }
     }
@@ -50,6 +50,12 @@ impl Dispatcher {
     #[getter]
     fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
         self.registry.bind(py)
+    }
+
+    /// What calling the module comes down to.
+    #[getter]
+    fn callee<'py>(&self, py: Python<'py>) -> &Bound<'py, Callee> {
+        self.callee.bind(py)
     }
 
     /// The key in a module's `__dict__`.
@@ -81,14 +87,15 @@ impl Dispatcher {
         let copy = py
             .import("functools")?
             .call_method("partial", (deepcopy,), Some(&options))?;
-        let copied = Self::new(Py::new(py, self.registry.get().fork(&copy)?)?);
+        let registry = Py::new(py, self.registry.get().fork(&copy)?)?;
+        let copied = Self::new(registry, self.callee.clone_ref(py));
         copied.hold();
         Ok(copied)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.registry)?;
-        self.callee.traverse(&visit)
+        visit.call(&self.callee)
     }
 }
 
@@ -110,10 +117,11 @@ fn dispatch<'py>(
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
     let this = dispatcher.get();
-    if through_call && let Some(call) = this.callee.replaced(module, Replaced::Call)? {
-        return invoke::call_with_first(&call, module, args, kwargs);
+    let callee = this.callee.get();
+    let target = Target::of(module, state, callee, through_call)?;
+    if let Target::Outer(_) = target {
+        return target.call(module, args, kwargs);
     }
-    let target = Target::of(module, state, &this.callee, through_call)?;
     call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
 }
 

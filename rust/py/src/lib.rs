@@ -38,6 +38,8 @@ mod _core {
     #[pymodule_export]
     use crate::scope::{ScopeBase, record};
     #[pymodule_export]
+    use crate::torch::Callee;
+    #[pymodule_export]
     use crate::typed::TypedHook;
 
     #[pymodule_init]

@@ -5,7 +5,7 @@
 //! `nn.Module.__call__` is seen by the next call.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -89,11 +89,17 @@ impl Torch {
 ///
 /// CPython gives a class (its bases included) a new version number when it changes, and never the
 /// same number twice: an equal number means that looking up again would find the same.
+#[pyclass(frozen, module = "ferrohook._core")]
 #[derive(Default)]
-pub struct Callee(OnceLock<PlainClass>);
+pub struct Callee {
+    /// What was found, for one version of the class after the other. After the last one looking up
+    /// is never spared again.
+    examined: [OnceLock<PlainClass>; 4],
+    latest: AtomicUsize,
+}
 
 /// A class whose `forward` is a plain function.
-struct PlainClass {
+pub struct PlainClass {
     version: u32,
     forward: Py<PyFunction>,
     /// Whether `__call__` is `nn.Module`'s.
@@ -106,10 +112,13 @@ struct PlainClass {
 pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole: with its own torch hooks and whatever else.
     Module(&'a Bound<'py, PyAny>, &'a Callee),
-    /// The module's own `forward`.
-    Forward(&'a Callee, Bound<'py, PyDict>),
+    /// The module's own `forward`; its class, where that is known; its instance dict.
+    Forward(Option<&'a PlainClass>, Bound<'py, PyDict>),
     /// The same, where torch's hooks have to run too or something stands in for `forward`.
     Special(Bound<'py, PyAny>, TorchHooks<'py>),
+    /// What somebody put in place of `nn.Module.__call__`: it comes back by `_call_impl`, and no
+    /// hook runs around it.
+    Outer(Bound<'py, PyAny>),
 }
 
 impl<'a, 'py> Target<'a, 'py> {
@@ -122,12 +131,21 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Self> {
         let py = module.py();
         let torch = Torch::get(py)?;
-        if let Some(call_impl) = callee.replaced(module, Replaced::CallImpl)? {
-            let bound = call_impl.call_method1(intern!(py, "__get__"), (module,))?;
-            return Ok(Self::Special(bound, TorchHooks::none()));
+        let class = module.get_type();
+        let known = callee.known(torch, &class)?;
+        if !known.is_some_and(|known| known.called_by_torch) {
+            let plain = plain_class(&class)?;
+            let call = plain.getattr(intern!(py, "__call__"))?;
+            if through_call && !call.is(&torch.module_call) {
+                return Ok(Self::Outer(bind(&call, module)?));
+            }
+            let call_impl = plain.getattr(intern!(py, "_call_impl"))?;
+            if !call_impl.is(&torch.module_call_impl) {
+                return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
+            }
         }
         if nothing_but_forward(torch, &state)? {
-            return Ok(Self::Forward(callee, state));
+            return Ok(Self::Forward(known, state));
         }
         // What `nn.Module.compile` or somebody else put in place of torch's own call.
         for variable in [&torch.compiled_call, &torch.own_call_impl] {
@@ -151,8 +169,10 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Self::Module(inner, callee) => callee.call(inner, args, kwargs),
-            Self::Forward(callee, state) => callee.call_forward(module, state, args, kwargs),
-            Self::Special(callable, _) => invoke::call_with(callable, args, kwargs),
+            Self::Forward(known, state) => call_forward(*known, module, state, args, kwargs),
+            Self::Special(callable, _) | Self::Outer(callable) => {
+                invoke::call_with(callable, args, kwargs)
+            }
         }
     }
 
@@ -160,7 +180,7 @@ impl<'a, 'py> Target<'a, 'py> {
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
             Self::Special(_, hooks) => Some(hooks),
-            Self::Module(..) | Self::Forward(..) => None,
+            Self::Module(..) | Self::Forward(..) | Self::Outer(_) => None,
         }
     }
 
@@ -328,14 +348,6 @@ fn dict_in<'py>(
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// What somebody may have replaced in a class or in `nn.Module`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Replaced {
-    /// `__call__`, which ends in `_call_impl`.
-    Call,
-    CallImpl,
-}
-
 impl Callee {
     /// Calls `module` as `module(*args, **kwargs)` does.
     ///
@@ -350,81 +362,99 @@ impl Callee {
     ) -> PyResult<Bound<'py, PyAny>> {
         let torch = Torch::get(module.py())?;
         let class = module.get_type();
-        let calls_forward = match self.plain_class(torch, &class)? {
+        let known = self.known(torch, &class)?;
+        let calls_forward = match known {
             Some(plain) => plain.calls_forward,
             None => calls_forward(torch, &class)?,
         };
         if calls_forward {
             let state = instance_dict(module)?;
             if nothing_but_forward(torch, &state)? {
-                return self.call_forward(module, &state, args, kwargs);
+                return call_forward(known, module, &state, args, kwargs);
             }
         }
         invoke::call_with(module, args, kwargs)
     }
 
-    /// Calls `module.forward`, for a module whose instance dict is `state`.
-    fn call_forward<'py>(
-        &self,
-        module: &Bound<'py, PyAny>,
-        state: &Bound<'py, PyDict>,
-        args: &Bound<'py, PyTuple>,
-        kwargs: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = module.py();
-        let torch = Torch::get(py)?;
-        match self.plain_class(torch, &module.get_type())? {
-            Some(plain) if torch.own_forward.missing_or_empty(state)? => {
-                invoke::call_with_first(plain.forward.bind(py), module, args, kwargs)
+    /// What is known of `class` as it is now.
+    fn known(&self, torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<&PlainClass>> {
+        // Acquire pairs with the release below.
+        let latest = self.latest.load(Ordering::Acquire);
+        let mut free = latest;
+        if let Some(plain) = self.examined[latest].get() {
+            if plain.version == version(class) {
+                return Ok(Some(plain));
             }
-            _ => {
-                let forward = module.getattr(intern!(py, "forward"))?;
-                invoke::call_with(&forward, args, kwargs)
-            }
+            free = latest + 1;
         }
+        self.learn(torch, class, free)
     }
 
-    /// What stands in place of torch's own method in the class that an instrumented module had
-    /// before, or in the bases of that.
-    pub fn replaced<'py>(
-        &self,
-        module: &Bound<'py, PyAny>,
-        which: Replaced,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = module.py();
-        let torch = Torch::get(py)?;
-        let class = module.get_type();
-        let known = self.plain_class(torch, &class)?;
-        if known.is_some_and(|known| known.called_by_torch) {
-            return Ok(None);
-        }
-        let (name, own) = match which {
-            Replaced::Call => (intern!(py, "__call__"), &torch.module_call),
-            Replaced::CallImpl => (intern!(py, "_call_impl"), &torch.module_call_impl),
-        };
-        let found = plain_class(&class)?.getattr(name)?;
-        Ok((!found.is(own)).then_some(found))
-    }
-
-    /// What is known of `class`, if it is still as it was.
-    fn plain_class(
+    #[cold]
+    fn learn(
         &self,
         torch: &Torch,
         class: &Bound<'_, PyType>,
+        free: usize,
     ) -> PyResult<Option<&PlainClass>> {
-        if let Some(plain) = self.0.get() {
-            return Ok((plain.version == version(class)).then_some(plain));
-        }
+        let Some(slot) = self.examined.get(free) else {
+            return Ok(None);
+        };
         let Some(plain) = PlainClass::examine(torch, class)? else {
             return Ok(None);
         };
-        Ok(Some(self.0.get_or_init(|| plain)))
+        let plain = slot.get_or_init(|| plain);
+        self.latest.fetch_max(free, Ordering::Release);
+        // Another thread may have examined another version.
+        Ok((plain.version == version(class)).then_some(plain))
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.0
-            .get()
-            .map_or(Ok(()), |plain| visit.call(&plain.forward))
+        let mut examined = self.examined.iter().filter_map(OnceLock::get);
+        examined.try_for_each(|plain| visit.call(&plain.forward))
+    }
+}
+
+#[pymethods]
+impl Callee {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.traverse(&visit)
+    }
+}
+
+/// Calls `module.forward`, for a module whose instance dict is `state`.
+fn call_forward<'py>(
+    known: Option<&PlainClass>,
+    module: &Bound<'py, PyAny>,
+    state: &Bound<'py, PyDict>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    match known {
+        Some(plain) if Torch::get(py)?.own_forward.missing_or_empty(state)? => {
+            invoke::call_with_first(plain.forward.bind(py), module, args, kwargs)
+        }
+        _ => {
+            let forward = module.getattr(intern!(py, "forward"))?;
+            invoke::call_with(&forward, args, kwargs)
+        }
+    }
+}
+
+/// A method of a class, for one instance.
+fn bind<'py>(
+    method: &Bound<'py, PyAny>,
+    module: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match method.getattr_opt(intern!(module.py(), "__get__"))? {
+        Some(get) => get.call1((module,)),
+        None => Ok(method.clone()),
     }
 }
 
