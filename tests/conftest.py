@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,9 +28,13 @@ def switch_often() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none, visibly."""
-    if torch.cuda.is_available():
-        return
+    """Skips what cannot be tested here, visibly."""
+    skipped = {}
+    if not torch.cuda.is_available():
+        skipped["cuda"] = "needs a GPU, and torch sees none"
+    if sysconfig.get_config_var("Py_GIL_DISABLED") and sys.version_info < (3, 14):
+        skipped["frees_classes"] = "free-threaded CPython 3.13 makes classes immortal"
     for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

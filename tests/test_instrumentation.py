@@ -1476,6 +1476,7 @@ def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None
 # Lifetimes
 
 
+@pytest.mark.frees_classes
 def test_instrumenting_leaves_nothing_behind() -> None:
     class Mine(nn.Linear):  # torch.jit keeps the classes that it has seen
         pass
@@ -1504,6 +1505,7 @@ def test_instrumenting_leaves_nothing_behind() -> None:
     assert state_of(model) == before
 
 
+@pytest.mark.frees_classes
 def test_models_and_their_classes_are_collected() -> None:
     class Mine(nn.Linear):
         pass

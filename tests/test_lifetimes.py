@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import sysconfig
 import threading
 import weakref
 from pathlib import Path
@@ -22,10 +21,6 @@ import ferrohook as fh
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FREE_THREADED_3_13 = bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (
-    3,
-    14,
-)
 LIMIT = 60.0
 """Seconds that any wait of these tests may take."""
 MIB = 2**20
@@ -311,7 +306,7 @@ def test_giving_the_module_back_frees_the_hooks() -> None:
     assert inner(3) == 3
 
 
-@pytest.mark.skipif(FREE_THREADED_3_13, reason="makes classes immortal")
+@pytest.mark.frees_classes
 def test_a_class_that_refers_to_its_wrapped_instance_goes_with_it() -> None:
     def make() -> list[weakref.ref[object]]:
         class Net(nn.Module):
