@@ -69,9 +69,11 @@ impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
         let result = self.run_module(target);
         let snapshot = self.begin(Phase::Forward)?;
-        let torch_hooks = target.torch_hooks().map(TorchHooks::forward).transpose()?;
-        let torch_hooks = torch_hooks.unwrap_or_default();
-        let (output, backward) = match result {
+        let torch_hooks = match target.torch_hooks() {
+            Some(hooks) => hooks.forward()?,
+            None => Vec::new(),
+        };
+        let (output, tap) = match result {
             Ok(output) => output,
             Err(error) => {
                 self.run_always_called(steps(&torch_hooks, snapshot.as_ref()), None);
@@ -83,7 +85,7 @@ impl<'py> Call<'_, 'py> {
             (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
             _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
         };
-        match backward {
+        match tap {
             None => Ok(output),
             Some(tap) => self.tap_output(&tap, output),
         }
@@ -93,30 +95,39 @@ impl<'py> Call<'_, 'py> {
     fn run_module(
         &mut self,
         target: &Target<'_, 'py>,
-    ) -> PyResult<(Bound<'py, PyAny>, Option<Tap<'py>>)> {
-        let mut torch_backward = TorchBackward::default();
-        if let Some(hooks) = target.torch_hooks() {
-            torch_backward = hooks.backward()?;
-            for hook in hooks.forward_pre()? {
-                let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
-                self.replace_input(replaced);
-            }
-        }
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Box<Tap<'py>>>)> {
+        let torch_backward = match target.torch_hooks() {
+            Some(hooks) => Some(self.torch_pre(hooks, target)?),
+            None => None,
+        };
         if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
             self.forward_pre(&snapshot, target)?;
         }
-        let full = if torch_backward.any_full()
+        let tap = if torch_backward.is_some()
             || self.occupied(Phase::BackwardPre)?
             || self.occupied(Phase::Backward)?
         {
-            self.tap_inputs(&torch_backward)?
+            self.tap_input(torch_backward.unwrap_or_default())?
         } else {
             None
         };
-        let non_full = torch_backward.non_full;
-        let tap = (full.is_some() || !non_full.is_empty()).then_some(Tap { full, non_full });
         let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
         Ok((output, tap))
+    }
+
+    /// Torch's own hooks before the module; those for backward, as they are then.
+    #[cold]
+    fn torch_pre(
+        &mut self,
+        hooks: &TorchHooks<'py>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<TorchBackward<'py>> {
+        let backward = hooks.backward()?;
+        for hook in hooks.forward_pre()? {
+            let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
+            self.replace_input(replaced);
+        }
+        Ok(backward)
     }
 
     fn begin(&self, phase: Phase) -> PyResult<Option<Arc<Snapshot<Hook>>>> {
@@ -353,26 +364,30 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Puts the inputs through the autograd node that backward hooks fire from, where gradients
-    /// are recorded at all.
-    fn tap_inputs(
-        &mut self,
-        torch_hooks: &TorchBackward<'py>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// Puts the inputs through the autograd node that backward hooks fire from, where there are any
+    /// and gradients are recorded at all.
+    #[cold]
+    fn tap_input(&mut self, torch_hooks: TorchBackward<'py>) -> PyResult<Option<Box<Tap<'py>>>> {
         let py = self.module.py();
-        if !torch::is_grad_enabled(py)? {
-            return Ok(None);
+        let any_full = torch_hooks.any_full()
+            || self.occupied(Phase::BackwardPre)?
+            || self.occupied(Phase::Backward)?;
+        let mut full = None;
+        if any_full && torch::is_grad_enabled(py)? {
+            let scopes = self.scopes.entered(py)?.cloned();
+            let scopes = scopes.unwrap_or_else(|| PyTuple::empty(py));
+            let registry = self.registry.as_any();
+            let backward = torch::backward_pass(self.module, registry, &scopes, &torch_hooks)?;
+            let kwargs = self.kwargs();
+            let tap = backward.getattr(intern!(py, "tap_inputs"))?;
+            let (args, kwargs) = invoke::call(&tap, [&self.args, &kwargs])?.extract()?;
+            self.args = args;
+            self.kwargs = Some(kwargs);
+            full = Some(backward);
         }
-        let scopes = self.scopes.entered(py)?.cloned();
-        let scopes = scopes.unwrap_or_else(|| PyTuple::empty(py));
-        let backward =
-            torch::backward_pass(self.module, self.registry.as_any(), &scopes, torch_hooks)?;
-        let kwargs = self.kwargs();
-        let tap = backward.getattr(intern!(py, "tap_inputs"))?;
-        let (args, kwargs) = invoke::call(&tap, [&self.args, &kwargs])?.extract()?;
-        self.args = args;
-        self.kwargs = Some(kwargs);
-        Ok(Some(backward))
+        let non_full = torch_hooks.non_full;
+        let wanted = full.is_some() || !non_full.is_empty();
+        Ok(wanted.then(|| Box::new(Tap { full, non_full })))
     }
 
     fn tap_output(
