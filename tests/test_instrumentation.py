@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import gc
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import on_two_processes
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_global
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -1537,15 +1536,7 @@ def test_the_context_manager_does_not_keep_the_model() -> None:
 # Several processes
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def train_distributed(rank: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+def train_distributed(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fh.instrument(model)
     forward = model[1].register_forward_hook(lambda _module, _args, output: output * 2)
@@ -1570,8 +1561,7 @@ def train_distributed(rank: int, port: int) -> None:
         alone(torch.randn(2, 4)).sum().backward()
         expected += alone[1].weight.grad / 2  # type: ignore[operator]
     assert torch.allclose(grads[0], expected)
-    dist.destroy_process_group()
 
 
 def test_ddp_over_gloo_with_two_processes() -> None:
-    mp.spawn(train_distributed, args=(free_port(),), nprocs=2)
+    on_two_processes(train_distributed)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import os
 import pickle
-import socket
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import on_two_processes
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -588,15 +586,7 @@ def test_data_parallel() -> None:
     assert torch.equal(parallel(x().cuda()), hooked(x().cuda()))
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def train_distributed(rank: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+def train_distributed(rank: int) -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     forward = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     backward = hooked.register_full_backward_hook(lambda *_: None)
@@ -619,13 +609,10 @@ def train_distributed(rank: int, port: int) -> None:
         alone(torch.randn(2, 4)).sum().backward()
         expected += alone[1].weight.grad / 2
     assert torch.allclose(grads[0], expected)
-    dist.destroy_process_group()
-    # Past C++'s destructors: gloo's abort a process now and then, with plain PyTorch too.
-    os._exit(0)
 
 
 def test_ddp_over_gloo_with_two_processes() -> None:
-    mp.spawn(train_distributed, args=(free_port(),), nprocs=2)
+    on_two_processes(train_distributed)
 
 
 def test_what_stands_in_for_forward_is_called_as_the_class_says() -> None:

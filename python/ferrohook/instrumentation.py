@@ -38,14 +38,6 @@ trace_as(_CALL_IMPL, traced_dispatch)
 _CLASS = vars(object)["__class__"]
 # One thread at a time changes classes. A finaliser may come in between, so each step stands alone.
 _LOCK = threading.RLock()
-# How many calls of `instrument` hold the module. Where none does, and a hook or a capture is all
-# that it is instrumented for, its `register_*` methods stay PyTorch's: what they register is to
-# outlast that.
-_ASKED_FOR: weakref.WeakKeyDictionary[Dispatcher, int] = weakref.WeakKeyDictionary()
-# Of copies of instrumented modules, which no `Instrumentation` knows.
-_COPIES: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
-# Those of them whose hooks are the original's.
-_SHALLOW: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 # Where somebody saves a module's `__dict__` by himself.
 copyreg.pickle(Dispatcher, lambda _: (type(None), ()))  # type: ignore[arg-type, return-value]
 
@@ -156,21 +148,14 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         return copied
     if dispatcher is None or not (
         # What a scope or a capture wants of a module, it does not want of a copy.
-        dispatcher in _ASKED_FOR or contextvars.Context().run(dispatcher.registry.list)
+        dispatcher.asked_for or contextvars.Context().run(dispatcher.registry.list)
     ):
         with _LOCK:
             _give_back(copied)
         return copied
-    if memo is None:
-        duplicate = Dispatcher(dispatcher.registry, dispatcher.callee)
-        duplicate.hold()
-        _SHALLOW.add(duplicate)
-    else:  # that in the copy's `__dict__`, where that was copied
-        duplicate = copy.deepcopy(dispatcher, memo)
+    # From the memo, where the copy's `__dict__` was copied deeply.
+    duplicate = copy.copy(dispatcher) if memo is None else copy.deepcopy(dispatcher, memo)
     with _LOCK:
-        _COPIES.add(duplicate)
-        if dispatcher in _ASKED_FOR:
-            _ASKED_FOR[duplicate] = 1
         vars(copied)[_KEY] = duplicate
         _CLASS.__set__(copied, _instrumented_class(plain_class(type(copied))))
     return copied
@@ -195,7 +180,9 @@ def _registering(name: str, phase: str) -> Callable[..., HookHandle]:
     @functools.wraps(getattr(HookedBase, name))
     def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
         dispatcher: Dispatcher | None = vars(self).get(_KEY)
-        if dispatcher is None or dispatcher not in _ASKED_FOR or keeps_state_in_torch_hooks(hook):
+        # Instrumented for a hook or a capture alone, what PyTorch's method registers is to outlast
+        # that.
+        if dispatcher is None or not dispatcher.asked_for or keeps_state_in_torch_hooks(hook):
             return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
         # PyTorch takes `prepend` by position in the methods for backward hooks.
         positional = dict(zip(("prepend",), args, strict=False))
@@ -337,9 +324,7 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
                 del state[_KEY]
                 msg = f"its class cannot be changed: {error}"
                 raise HookError(msg) from error
-        dispatcher.hold()
-        if asked_for:
-            _ASKED_FOR[dispatcher] = _ASKED_FOR.get(dispatcher, 0) + 1
+        dispatcher.hold(asked_for)
 
 
 def release(module: nn.Module, *, asked_for: bool = False) -> None:
@@ -350,14 +335,10 @@ def release(module: nn.Module, *, asked_for: bool = False) -> None:
         dispatcher: Dispatcher | None = vars(module).get(_KEY)
         if dispatcher is None:
             return
-        if asked_for:
-            _ASKED_FOR[dispatcher] = _ASKED_FOR.get(dispatcher, 1) - 1
-            if not _ASKED_FOR[dispatcher]:
-                del _ASKED_FOR[dispatcher]
-        if dispatcher.release():
+        if dispatcher.release(asked_for):
             return
         _give_back(module)
-    if dispatcher not in _SHALLOW:
+    if not dispatcher.shares_hooks:
         dispatcher.registry.clear()
 
 
@@ -503,9 +484,8 @@ def _restore_copies(model: nn.Module) -> bool:
     with _LOCK:
         for module in model.modules():
             dispatcher: Dispatcher | None = vars(module).get(_KEY)
-            if dispatcher is not None and dispatcher in _COPIES:
-                _COPIES.discard(dispatcher)
-                copies.append((module, dispatcher in _ASKED_FOR))
+            if dispatcher is not None and dispatcher.take_copy():
+                copies.append((module, dispatcher.asked_for))
     for module, asked_for in copies:
         release(module, asked_for=asked_for)
     return bool(copies)

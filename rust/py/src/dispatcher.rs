@@ -1,7 +1,7 @@
 //! The call of an instrumented module: `__call__` and `_call_impl` of the class that it is given.
 
 use std::ffi::CStr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -20,8 +20,14 @@ pub struct Dispatcher {
     registry: Py<Registry>,
     /// Shared by the modules of a class.
     callee: Py<Callee>,
-    /// How often the module was instrumented.
+    /// How many reasons there are for the module to be instrumented.
     holds: AtomicUsize,
+    /// How many of them are calls of `instrument`, and not only a hook or a capture.
+    asked_for: AtomicUsize,
+    /// For a copy of an instrumented module that still is to be restored.
+    of_copy: AtomicBool,
+    /// Whether the hooks are those of the module that this one's is a shallow copy of.
+    shares_hooks: bool,
 }
 
 #[pymethods]
@@ -32,18 +38,47 @@ impl Dispatcher {
             registry,
             callee,
             holds: AtomicUsize::new(0),
+            asked_for: AtomicUsize::new(0),
+            of_copy: AtomicBool::new(false),
+            shares_hooks: false,
         }
     }
 
-    /// Counts one more reason for the module to be instrumented.
-    fn hold(&self) {
-        // Relaxed: under the lock of those that change the module's class.
+    /// Counts one more reason for the module to be instrumented; `asked_for` by `instrument`.
+    fn hold(&self, asked_for: bool) {
+        // Relaxed, as below: under the lock of those that change the module's class.
         self.holds.fetch_add(1, Ordering::Relaxed);
+        self.asked_for
+            .fetch_add(usize::from(asked_for), Ordering::Relaxed);
     }
 
     /// Counts one reason less; how many are left.
-    fn release(&self) -> usize {
+    fn release(&self, asked_for: bool) -> usize {
+        self.asked_for
+            .fetch_sub(usize::from(asked_for), Ordering::Relaxed);
         self.holds.fetch_sub(1, Ordering::Relaxed) - 1
+    }
+
+    /// Whether the module is instrumented for more than a hook or a capture.
+    #[getter]
+    fn asked_for(&self) -> bool {
+        self.asked_for.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether the hooks are those of the module that this one's is a shallow copy of.
+    #[getter]
+    fn shares_hooks(&self) -> bool {
+        self.shares_hooks
+    }
+
+    /// Whether its module is a copy that is to be restored: true once.
+    fn take_copy(&self) -> bool {
+        self.of_copy.swap(false, Ordering::Relaxed)
+    }
+
+    /// For a shallow copy of the module, which shares the hooks.
+    fn __copy__(&self, py: Python<'_>) -> Self {
+        self.for_copy(self.registry.clone_ref(py), true, py)
     }
 
     /// The hooks.
@@ -88,14 +123,24 @@ impl Dispatcher {
             .import("functools")?
             .call_method("partial", (deepcopy,), Some(&options))?;
         let registry = Py::new(py, self.registry.get().fork(&copy)?)?;
-        let copied = Self::new(registry, self.callee.clone_ref(py));
-        copied.hold();
-        Ok(copied)
+        Ok(self.for_copy(registry, false, py))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.registry)?;
         visit.call(&self.callee)
+    }
+}
+
+impl Dispatcher {
+    fn for_copy(&self, registry: Py<Registry>, shares_hooks: bool, py: Python<'_>) -> Self {
+        let copy = Self {
+            of_copy: AtomicBool::new(true),
+            shares_hooks,
+            ..Self::new(registry, self.callee.clone_ref(py))
+        };
+        copy.hold(self.asked_for());
+        copy
     }
 }
 
