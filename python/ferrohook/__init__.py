@@ -25,6 +25,7 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import points as points
     from ferrohook.activations import STOPPED as STOPPED
     from ferrohook.activations import ActivationCache as ActivationCache
     from ferrohook.activations import capture as capture
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "capture",
     "instrument",
+    "points",
     "register",
     "restore",
     "run",
@@ -82,5 +84,7 @@ def __getattr__(name: str) -> object:
             # Found without this function from now on: it takes microseconds and import locks.
             globals()[name] = found
             return found
+    if name == "points":
+        return importlib.import_module("ferrohook.points")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

@@ -296,6 +296,14 @@ def _without_dispatcher(state: Any) -> Any:
     return state
 
 
+def _has_its_own(cls: type[nn.Module]) -> bool:
+    """Whether modules of this class have a registry without being instrumented."""
+    # Wrappers; and hook points, whose class calls natively by itself.
+    return issubclass(cls, HookedBase) or (
+        cls._call_impl is _CALL_IMPL and not issubclass(cls, Instrumented)
+    )
+
+
 def hold(module: nn.Module, *, asked_for: bool = False) -> None:
     """Instrument one module, once more.
 
@@ -307,8 +315,8 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
         HookError: that is impossible; the module is as it was.
     """
     cls = type(module)
-    if issubclass(cls, HookedBase):
-        return  # it has hooks of its own
+    if _has_its_own(cls):
+        return
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
         raise HookError(msg)
@@ -329,7 +337,7 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
 
 def release(module: nn.Module, *, asked_for: bool = False) -> None:
     """Undo one `hold`; the last one gives the module back as it was and removes its hooks."""
-    if issubclass(type(module), HookedBase):
+    if _has_its_own(type(module)):
         return
     with _LOCK:
         dispatcher: Dispatcher | None = vars(module).get(_KEY)

@@ -84,6 +84,15 @@ impl<H> Registry<H> {
         hooks.published.load().unwrap_or_else(|| hooks.publish())
     }
 
+    /// A handle for one of the hooks, as registering it returned.
+    #[must_use]
+    pub fn handle(&self, entry: &Entry<H>) -> Handle<H> {
+        Handle {
+            state: Arc::clone(&entry.state),
+            registry: Arc::downgrade(&self.shared),
+        }
+    }
+
     /// Removes every hook of `phase`, or of all phases.
     pub fn clear(&self, phase: Option<Phase>) {
         for each in Phase::ALL {

@@ -201,6 +201,21 @@ impl Registry {
         Ok(rows)
     }
 
+    /// What is registered for every context, with a handle for each: those of a copy, which
+    /// `register` never returned.
+    fn handles(&self, py: Python<'_>) -> Vec<(Py<PyAny>, HookHandle)> {
+        let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
+        let entries = snapshots.iter().flat_map(|snapshot| snapshot.iter());
+        let with_handle = |entry: &ferrohook_core::Entry<Hook>| {
+            let given = entry.hook().given().clone_ref(py);
+            (given, HookHandle(self.hooks.handle(entry)))
+        };
+        entries
+            .filter(|entry| !entry.removed())
+            .map(with_handle)
+            .collect()
+    }
+
     /// Removes the hooks of one phase or of all, those of scopes included.
     #[pyo3(signature = (phase = None))]
     fn clear(&self, phase: Option<PhaseName>) {

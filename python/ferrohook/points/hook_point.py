@@ -1,0 +1,324 @@
+"""`HookPoint`: an identity module that exists to be hooked."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+
+from torch import nn
+
+from ferrohook._core import Dispatcher, Registry
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.instrumentation import _CALL, _CALL_IMPL, _KEY
+from ferrohook.module import _describe
+from ferrohook.points.lens_hooks import (
+    BackwardLensHook,
+    ForwardLensHook,
+    HookFunction,
+    LensHandle,
+    LensHook,
+    TensorConversion,
+    check_hook,
+    layer_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrohook.scopes import ScopeBase
+
+T = TypeVar("T")
+
+Direction: TypeAlias = Literal["fwd", "bwd"]
+Directions: TypeAlias = Literal["fwd", "bwd", "both"]
+
+# What `add_hook` registers for, and how.
+_PHASES = {"fwd": "forward", "bwd": "backward"}
+_KINDS = {"fwd": ForwardLensHook, "bwd": BackwardLensHook}
+# What anybody may have registered for.
+_ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
+
+
+class HookPoint(nn.Module):
+    """Returns what it is given, and is there to be hooked.
+
+    Follows TransformerLens' class of that name. It runs on the Rust registry without being
+    instrumented: `fh.capture`, `fh.register`, scopes, `fh.summary` and `torch.compile` know it.
+
+    Attributes:
+        name: its path in the model, from `HookedRootModule.setup`.
+        ctx: for the hooks, to keep what they like. All threads share it.
+        pos_dim: which dimension of the activation, its batch included, is the position, for
+            `pos_slice`; None for the last but one (the last but two where the heads are apart).
+    """
+
+    name: str | None
+    ctx: dict[Any, Any]
+    pos_dim: int | None
+
+    if not TYPE_CHECKING:  # for checkers they are those of nn.Module
+        __call__ = _CALL
+        _call_impl = _CALL_IMPL
+
+    # torch.jit.script compiles the others.
+    __jit_unused_properties__ = ("backward_scale", "bwd_hooks", "fwd_hooks", "hook_conversion")
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)[_KEY] = Dispatcher(Registry())
+        self.name = None
+        self.ctx = {}
+        self.pos_dim = None
+        self._hook_conversion: TensorConversion | None = None
+        self._backward_scale = 1.0
+
+    def forward(self, x: T) -> T:
+        """Returns what it is given."""
+        return x
+
+    @property
+    def _registry(self) -> Registry:
+        dispatcher: Dispatcher = vars(self)[_KEY]
+        return dispatcher.registry
+
+    def add_hook(  # noqa: PLR0913 (TransformerLens' options, and the scope)
+        self,
+        hook: HookFunction,
+        dir: Direction = "fwd",  # noqa: A002 (TransformerLens' name)
+        is_permanent: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        level: int | None = None,
+        prepend: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        alias_names: Sequence[str] | None = None,
+        *,
+        scope: ScopeBase | None = None,
+    ) -> LensHandle:
+        """Adds a hook, called as `hook(tensor, hook=point)`.
+
+        A forward hook sees the activation as the hooks before it left it; what it returns, if not
+        None, replaces that. A backward hook sees the gradient of the point's output; what it
+        returns replaces the gradient of the input, and the last one to return something decides.
+
+        Args:
+            hook: what is called.
+            dir: `fwd` for activations, `bwd` for gradients.
+            is_permanent: it stays when hooks are removed, unless permanent ones are asked for.
+            level: a number to remove it by, beside others of that level.
+            prepend: ahead of all others, instead of behind them.
+            alias_names: call it once for each of these names, with a view of the point that has
+                that name; each call sees what the one before returned.
+            scope: it fires only in the contexts that entered this scope, until it is left.
+
+        Returns:
+            A handle, for this hook alone.
+
+        Raises:
+            HookTypeError: `hook` cannot be called like that, or an option of the wrong type.
+            ValueError: another `dir`, or no alias at all.
+            HookError: the scope was left.
+        """
+        phase = _PHASES[_check_direction(dir)]
+        check_hook(hook)
+        if level is not None and (isinstance(level, bool) or not isinstance(level, int)):
+            msg = f"level is a whole number or None, got {type(level).__name__}"
+            raise HookTypeError(msg)
+        aliases = None if alias_names is None else _check_aliases(alias_names)
+        lens_hook = _KINDS[dir](hook, aliases)
+        handle = self._registry.register(phase, lens_hook, prepend=prepend, scope=scope)
+        lens_hook.handle = LensHandle(handle, bool(is_permanent), level, hook)
+        return lens_hook.handle
+
+    def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:  # noqa: A002 (TransformerLens' name)
+        """Adds a hook that stays when others are removed, see `add_hook`."""
+        return self.add_hook(hook, dir=dir, is_permanent=True)
+
+    @property
+    def fwd_hooks(self) -> list[LensHandle]:
+        """The forward hooks that were added and fire in this context, in firing order."""
+        return self._handles("fwd")
+
+    @property
+    def bwd_hooks(self) -> list[LensHandle]:
+        """The backward hooks that were added and fire in this context, in firing order."""
+        return self._handles("bwd")
+
+    def _handles(self, direction: str) -> list[LensHandle]:
+        rows = self._registry.list(_PHASES[direction])
+        hooks = [hook for _, _, hook, *_ in rows]
+        return [hook.handle for hook in hooks if isinstance(hook, LensHook) and hook.handle]
+
+    def has_hooks(
+        self,
+        dir: Directions = "both",  # noqa: A002 (TransformerLens' name)
+        including_permanent: bool = True,  # noqa: FBT001, FBT002 (likewise by position)
+        level: int | None = None,
+    ) -> bool:
+        """Whether anything fires here in this context: those that were added, captures, others.
+
+        Args:
+            dir: `fwd`, `bwd` or `both`.
+            including_permanent: whether permanent ones count.
+            level: count only those that were added with this level.
+
+        Raises:
+            ValueError: another `dir`.
+        """
+        for each in _directions(dir):
+            for phase in _ALL_PHASES[each]:
+                for _, _, hook, *_ in self._registry.list(phase):
+                    if not isinstance(hook, LensHook):
+                        if level is None:
+                            return True
+                    elif hook.handle is not None and hook.handle.matches(
+                        including_permanent=including_permanent, level=level
+                    ):
+                        return True
+        return False
+
+    def remove_hooks(
+        self,
+        dir: Directions = "fwd",  # noqa: A002 (TransformerLens' name)
+        including_permanent: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        level: int | None = None,
+    ) -> None:
+        """Removes hooks that were added, as far as they fire in this context.
+
+        Args:
+            dir: `fwd`, `bwd` or `both`.
+            including_permanent: permanent ones too.
+            level: only those that were added with this level.
+
+        Raises:
+            ValueError: another `dir`.
+        """
+        for each in _directions(dir):
+            for handle in self._handles(each):
+                if handle.matches(including_permanent=including_permanent, level=level):
+                    handle.remove()
+
+    def clear_context(self) -> None:
+        """Gives the hooks an empty `ctx`; whoever holds the old one keeps what is in it."""
+        self.ctx = {}
+
+    @property
+    def hook_conversion(self) -> TensorConversion | None:
+        """The layout that the hooks see, see `enable_reshape`."""
+        return self._hook_conversion
+
+    @hook_conversion.setter
+    def hook_conversion(self, conversion: TensorConversion | None) -> None:
+        missing = [
+            name for name in ("convert", "revert") if not callable(getattr(conversion, name, None))
+        ]
+        if conversion is not None and missing:
+            msg = (
+                "a conversion has the methods convert(value) and revert(value), "
+                f"{_describe(conversion)} lacks {' and '.join(missing)}"
+            )
+            raise HookTypeError(msg)
+        self._hook_conversion = conversion
+
+    def enable_reshape(self, hook_conversion: TensorConversion | None = None) -> None:
+        """Shows the hooks the tensor in another layout.
+
+        Args:
+            hook_conversion: its `convert` makes what hooks see, caches included; its `revert` is
+                given what a hook returns, and makes what takes the tensor's place. None for the
+                tensor as it is.
+
+        Raises:
+            HookTypeError: it lacks one of the two.
+        """
+        self.hook_conversion = hook_conversion
+
+    @property
+    def backward_scale(self) -> float:
+        """By what the sum of a gradient is scaled that a backward hook takes.
+
+        As in TransformerLens it is `gradient.sum()` that is scaled, where one number comes out, and
+        not the gradient itself.
+        """
+        return self._backward_scale
+
+    @backward_scale.setter
+    def backward_scale(self, scale: float) -> None:
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            msg = f"backward_scale is a number, got {type(scale).__name__}"
+            raise HookTypeError(msg)
+        if not math.isfinite(scale):
+            msg = f"backward_scale is a finite number, got {scale}"
+            raise ValueError(msg)
+        self._backward_scale = float(scale)
+
+    def layer(self) -> int:
+        """The number of the layer in a name of the form `blocks.3.attn`.
+
+        Raises:
+            ValueError: the point has no name, or one without a layer.
+        """
+        return layer_of(self.name)
+
+    def extra_repr(self) -> str:
+        """The name, and how many hooks were added."""
+        counts = {"fwd": len(self.fwd_hooks), "bwd": len(self.bwd_hooks)}
+        name = [] if self.name is None else [f"name={self.name!r}"]
+        return ", ".join(name + [f"{count} {each}" for each, count in counts.items() if count])
+
+    def __prepare_scriptable__(self) -> Self:
+        if self.has_hooks():
+            msg = "torch.jit.script cannot compile hooks: remove those of the hook points first"
+            raise HookError(msg)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks are run-time state and are not saved, nor what they kept.
+        return {key: value for key, value in vars(self).items() if key != _KEY} | {"ctx": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        vars(self)[_KEY] = Dispatcher(Registry())
+
+    def __copy__(self) -> Self:
+        # Shallow: both share the hooks, as copies of a plain module share its hook dicts.
+        return self._with(vars(self))
+
+    def _with(self, state: dict[str, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(state)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = self._with({})
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        for hook, handle in copied._registry.handles():
+            # The copied hook came with a handle that removes nothing.
+            if isinstance(hook, LensHook) and hook.handle is not None:
+                hook.handle = replace(hook.handle, hook=handle)
+        return copied
+
+
+def _check_direction(direction: object) -> str:
+    if direction not in _PHASES:
+        msg = f"dir is 'fwd' or 'bwd', got {direction!r}"
+        raise ValueError(msg)
+    return str(direction)
+
+
+def _directions(direction: object) -> tuple[str, ...]:
+    if direction == "both":
+        return tuple(_PHASES)
+    if direction not in _PHASES:
+        msg = f"dir is 'fwd', 'bwd' or 'both', got {direction!r}"
+        raise ValueError(msg)
+    return (str(direction),)
+
+
+def _check_aliases(names: Sequence[str]) -> list[str]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        msg = f"alias_names is a list of names, got {names!r}"
+        raise HookTypeError(msg)
+    if not names:
+        msg = "alias_names is empty: the hook would never be called"
+        raise ValueError(msg)
+    return list(names)

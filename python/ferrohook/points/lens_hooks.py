@@ -1,0 +1,224 @@
+"""Hooks of TransformerLens' form, `hook(tensor, hook=point)`, as what the registry calls."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrohook._core import HookHandle
+    from ferrohook.points.hook_point import HookPoint
+
+
+class HookFunction(Protocol):
+    """What is added to a hook point.
+
+    Called with the point's tensor, or its gradient, and with the point by the keyword `hook`. None
+    observes; anything else replaces the tensor, or the gradient of the point's input.
+    """
+
+    def __call__(self, tensor: Any, /, *, hook: Any) -> Any:
+        """Sees, and may replace."""
+        ...
+
+
+class TensorConversion(Protocol):
+    """Another layout for the hooks of a point, see `HookPoint.enable_reshape`."""
+
+    def convert(self, input_value: Any, /) -> Any:
+        """From the point's layout to that of the hooks."""
+        ...
+
+    def revert(self, input_value: Any, /) -> Any:
+        """From the layout of the hooks to the point's."""
+        ...
+
+
+@dataclass
+class LensHandle:
+    """One hook that was added to a hook point.
+
+    Follows TransformerLens' class of that name.
+    """
+
+    hook: HookHandle
+    """The registry's handle: removes, disables and describes the hook."""
+    is_permanent: bool = False
+    """Whether it stays when hooks are removed, unless permanent ones are asked for."""
+    context_level: int | None = None
+    """How many `hooks` contexts were open around it, its own included; None outside of them."""
+    user_hook: HookFunction | None = None
+    """What was added."""
+
+    def remove(self) -> None:
+        """Removes the hook, wherever it is called; doing so again does nothing."""
+        self.hook.remove()
+
+    def matches(self, *, including_permanent: bool, level: int | None) -> bool:
+        """Whether it is one of those that are asked for."""
+        return (including_permanent or not self.is_permanent) and level in {
+            None,
+            self.context_level,
+        }
+
+
+class AliasedHookPoint:
+    """A hook point under another name, as the hooks see it that were added with `alias_names`."""
+
+    def __init__(self, alias_name: str, target: HookPoint) -> None:
+        """Shows `target` as `alias_name`."""
+        self.name = alias_name
+        self._target = target
+
+    @property
+    def ctx(self) -> dict[Any, Any]:
+        """That of the point."""
+        return self._target.ctx
+
+    @property
+    def hook_conversion(self) -> TensorConversion | None:
+        """That of the point."""
+        return self._target.hook_conversion
+
+    def layer(self) -> int:
+        """The layer in the alias, see `HookPoint.layer`."""
+        return layer_of(self.name)
+
+    def __repr__(self) -> str:
+        return f"AliasedHookPoint({self.name!r}, of={self._target!r})"
+
+
+class ScaledGradient(Tensor):
+    """A gradient whose sum over all elements is scaled, see `HookPoint.backward_scale`."""
+
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _scale: float
+
+    @classmethod
+    def of(cls, gradient: Tensor, scale: float) -> ScaledGradient:
+        """The same numbers, with the scale."""
+        scaled = gradient.as_subclass(cls)
+        scaled._scale = scale
+        return scaled
+
+    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Tensor.sum`, scaled where one number comes out."""
+        result: Tensor = super().sum(*args, **kwargs)
+        return result * self._scale if result.numel() == 1 else result
+
+
+class LensHook:
+    """What the registry calls for a hook of this form.
+
+    It knows no point: it is told which one is called, so that copies of a point tell themselves.
+    """
+
+    __slots__ = ("_aliases", "_hook", "handle")
+
+    def __init__(self, hook: HookFunction, aliases: Sequence[str] | None) -> None:
+        self._hook = hook
+        self._aliases = aliases
+        # That of this hook, as soon as it is registered.
+        self.handle: LensHandle | None = None
+
+    def _apply(self, point: HookPoint, value: Any) -> Any:
+        """The hook's result for the tensor in the point's layout; None where it observes."""
+        conversion = point.hook_conversion
+        if conversion is not None:
+            value = conversion.convert(value)
+        if self._aliases is None:
+            result = self._hook(value, hook=point)
+        else:
+            result = None
+            for alias in self._aliases:
+                replaced = self._hook(value, hook=AliasedHookPoint(alias, point))
+                if replaced is not None:
+                    value = result = replaced
+        if result is not None and conversion is not None:
+            result = conversion.revert(result)
+        return result
+
+    def __repr__(self) -> str:
+        # As the user knows it. Partials and objects may hold tensors, whose repr takes long.
+        hook = self._hook
+        return getattr(hook, "__qualname__", None) or f"an instance of {type(hook).__name__}"
+
+
+class ForwardLensHook(LensHook):
+    """One of the forward."""
+
+    __slots__ = ()
+
+    def __call__(self, point: HookPoint, _args: Any, output: Any, /) -> Any:
+        """A forward hook of PyTorch's contract."""
+        return self._apply(point, output)
+
+
+class BackwardLensHook(LensHook):
+    """One of the backward."""
+
+    __slots__ = ()
+
+    def __call__(self, point: HookPoint, _grad_input: Any, grad_output: Any, /) -> Any:
+        """A full backward hook of PyTorch's contract."""
+        gradient = grad_output[0]
+        if point.backward_scale != 1 and gradient is not None:
+            gradient = ScaledGradient.of(gradient, point.backward_scale)
+        result = self._apply(point, gradient)
+        if result is None or (isinstance(result, tuple) and len(result) == 1):
+            return result
+        return (result.as_subclass(Tensor) if isinstance(result, ScaledGradient) else result,)
+
+
+def check_hook(hook: object) -> None:
+    """Refuses what cannot be called as `hook(tensor, hook=point)`.
+
+    Raises:
+        HookTypeError: it cannot.
+    """
+    if isinstance(hook, types.FunctionType):
+        code = hook.__code__
+        # What most are. `inspect` takes as long as calling many hooks.
+        if code.co_argcount == len(("tensor", "hook")) and code.co_varnames[1] == "hook":
+            required = code.co_kwonlyargcount or code.co_posonlyargcount > 1
+            if not required:
+                return
+    if not callable(hook):
+        msg = f"a hook is called as hook(tensor, hook=point), got {type(hook).__name__}"
+        raise HookTypeError(msg)
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # builtins do not tell
+    try:
+        signature.bind(None, hook=None)
+    except TypeError as error:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        msg = f"a hook is called as hook(tensor, hook=point), and {name}{signature} cannot be"
+        raise HookTypeError(msg) from error
+
+
+def layer_of(name: str | None) -> int:
+    """The layer in a name of the form `blocks.3.attn`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    segments = (name or "").split(".")
+    if len(segments) > 1 and segments[1].isdecimal():
+        return int(segments[1])
+    if name is None:
+        msg = "this hook point has no name yet, and so no layer: the model's setup() names it"
+    else:
+        msg = f"{name!r} names no layer: the second segment is its number, as in 'blocks.3.attn'"
+    raise ValueError(msg)
