@@ -64,7 +64,7 @@ class _Recorded:
 
     __slots__ = ("_checked", "_collector", "_place")
 
-    def __init__(self, collector: Collector, place: int, *, checked: bool) -> None:
+    def __init__(self, collector: Collector, place: int, checked: bool) -> None:
         self._collector = collector
         self._place = place
         self._checked = checked
@@ -264,11 +264,12 @@ class Recording:
 
     def cache(self) -> PointCache:
         """What was kept so far."""
-        cache = PointCache()
         names = self._ran()
         checked = self._keeping.copy == "checked"
-        for name in names:
-            cache.keep(name, _Recorded(*self._places[name], checked=checked))
+        cache = PointCache()
+        cache._activations.kept = {
+            name: _Recorded(*self._places[name], checked) for name in names
+        }
         # As a backward pass gets to them.
         for name in reversed(names) if self._grads else ():
             collector, place = self._places[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 from torch import nn
@@ -14,11 +13,10 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.instrumentation import _CALL, _CALL_IMPL, _KEY
 from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
-    BackwardLensHook,
-    ForwardLensHook,
+    BackwardLensHandle,
+    ForwardLensHandle,
     HookFunction,
     LensHandle,
-    LensHook,
     TensorConversion,
     check_hook,
     layer_of,
@@ -36,7 +34,10 @@ Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
 # What `add_hook` registers for, and how.
 _PHASES = {"fwd": "forward", "bwd": "backward"}
-_KINDS = {"fwd": ForwardLensHook, "bwd": BackwardLensHook}
+_KINDS: dict[str, type[ForwardLensHandle | BackwardLensHandle]] = {
+    "fwd": ForwardLensHandle,
+    "bwd": BackwardLensHandle,
+}
 # What anybody may have registered for.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
@@ -118,16 +119,19 @@ class HookPoint(nn.Module):
             ValueError: another `dir`, or no alias at all.
             HookError: the scope was left.
         """
-        phase = _PHASES[_check_direction(dir)]
+        kind = _KINDS.get(dir)
+        if kind is None:
+            msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
+            raise ValueError(msg)
         check_hook(hook)
-        if level is not None and (isinstance(level, bool) or not isinstance(level, int)):
+        if level is not None and type(level) is not int:
             msg = f"level is a whole number or None, got {type(level).__name__}"
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
-        lens_hook = _KINDS[dir](hook, aliases)
-        handle = self._registry.register(phase, lens_hook, prepend=prepend, scope=scope)
-        lens_hook.handle = LensHandle(handle, bool(is_permanent), level, hook)
-        return lens_hook.handle
+        handle = kind(hook, is_permanent, level, aliases)
+        registry = self.__dict__[_KEY].registry
+        handle.hook = registry.register(kind.phase, handle, prepend=prepend, scope=scope)
+        return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:  # noqa: A002 (TransformerLens' name)
         """Adds a hook that stays when others are removed, see `add_hook`."""
@@ -145,8 +149,7 @@ class HookPoint(nn.Module):
 
     def _handles(self, direction: str) -> list[LensHandle]:
         rows = self._registry.list(_PHASES[direction])
-        hooks = [hook for _, _, hook, *_ in rows]
-        return [hook.handle for hook in hooks if isinstance(hook, LensHook) and hook.handle]
+        return [hook for _, _, hook, *_ in rows if isinstance(hook, LensHandle)]
 
     def has_hooks(
         self,
@@ -167,12 +170,10 @@ class HookPoint(nn.Module):
         for each in _directions(dir):
             for phase in _ALL_PHASES[each]:
                 for _, _, hook, *_ in self._registry.list(phase):
-                    if not isinstance(hook, LensHook):
+                    if not isinstance(hook, LensHandle):
                         if level is None:
                             return True
-                    elif hook.handle is not None and hook.handle.matches(
-                        including_permanent=including_permanent, level=level
-                    ):
+                    elif hook.matches(including_permanent=including_permanent, level=level):
                         return True
         return False
 
@@ -292,17 +293,10 @@ class HookPoint(nn.Module):
         copied = memo[id(self)] = self._with({})
         vars(copied).update(copy.deepcopy(vars(self), memo))
         for hook, handle in copied._registry.handles():
-            # The copied hook came with a handle that removes nothing.
-            if isinstance(hook, LensHook) and hook.handle is not None:
-                hook.handle = replace(hook.handle, hook=handle)
+            # A copied handle removes nothing.
+            if isinstance(hook, LensHandle):
+                hook.hook = handle
         return copied
-
-
-def _check_direction(direction: object) -> str:
-    if direction not in _PHASES:
-        msg = f"dir is 'fwd' or 'bwd', got {direction!r}"
-        raise ValueError(msg)
-    return str(direction)
 
 
 def _directions(direction: object) -> tuple[str, ...]:

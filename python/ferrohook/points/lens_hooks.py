@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 import types
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import HookHandle
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook._core import HookHandle
     from ferrohook.points.hook_point import HookPoint
 
 
@@ -43,32 +42,109 @@ class TensorConversion(Protocol):
         ...
 
 
-@dataclass
+# The handle of a hook that is not registered yet.
+_NOT_YET = HookHandle._removed("forward")
+
+
 class LensHandle:
     """One hook that was added to a hook point.
 
-    Follows TransformerLens' class of that name.
+    Follows TransformerLens' class of that name. It is also what the registry calls; which point it
+    is called for it is told each time, so that copies of a point tell themselves.
+
+    Attributes:
+        hook: the registry's handle: removes, disables and describes the hook.
+        is_permanent: whether it stays when hooks are removed, unless permanent ones are asked for.
+        context_level: how many `hooks` contexts were open around it, its own included; None for
+            what was added without.
+        user_hook: what was added.
     """
 
-    hook: HookHandle
-    """The registry's handle: removes, disables and describes the hook."""
-    is_permanent: bool = False
-    """Whether it stays when hooks are removed, unless permanent ones are asked for."""
-    context_level: int | None = None
-    """How many `hooks` contexts were open around it, its own included; None outside of them."""
-    user_hook: HookFunction | None = None
-    """What was added."""
+    __slots__ = ("_aliases", "context_level", "hook", "is_permanent", "user_hook")
+
+    def __init__(
+        self,
+        user_hook: HookFunction,
+        is_permanent: bool = False,
+        context_level: int | None = None,
+        aliases: Sequence[str] | None = None,
+    ) -> None:
+        self.hook = _NOT_YET
+        self.is_permanent = is_permanent
+        self.context_level = context_level
+        self.user_hook = user_hook
+        self._aliases = aliases
 
     def remove(self) -> None:
-        """Removes the hook, wherever it is called; doing so again does nothing."""
+        """Removes the hook, from wherever it is called; doing so again does nothing."""
         self.hook.remove()
 
     def matches(self, *, including_permanent: bool, level: int | None) -> bool:
         """Whether it is one of those that are asked for."""
-        return (including_permanent or not self.is_permanent) and level in {
-            None,
-            self.context_level,
-        }
+        permanent = including_permanent or not self.is_permanent
+        return permanent and (level is None or self.context_level == level)
+
+    def _apply(self, point: HookPoint, value: Any) -> Any:
+        """The hook's result for the tensor in the point's layout; None where it observes."""
+        conversion = point.hook_conversion
+        if conversion is not None:
+            value = conversion.convert(value)
+        if self._aliases is None:
+            result = self.user_hook(value, hook=point)
+        else:
+            result = None
+            for alias in self._aliases:
+                replaced = self.user_hook(value, hook=AliasedHookPoint(alias, point))
+                if replaced is not None:
+                    value = result = replaced
+        if result is not None and conversion is not None:
+            result = conversion.revert(result)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        # What failed is told by the name of the user's hook.
+        if name == "__qualname__":
+            hook = self.user_hook
+            return getattr(hook, name, None) or f"an instance of {type(hook).__name__}"
+        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(msg)
+
+    def __repr__(self) -> str:
+        # Without the repr of the hook: partials and objects may hold tensors, which takes long.
+        return (
+            f"LensHandle({self.__qualname__}, hook={self.hook!r}, "
+            f"is_permanent={self.is_permanent}, context_level={self.context_level})"
+        )
+
+
+class ForwardLensHandle(LensHandle):
+    """That of a forward hook."""
+
+    __slots__ = ()
+    phase = "forward"
+
+    def __call__(self, point: HookPoint, _args: Any, output: Any, /) -> Any:
+        """A forward hook of PyTorch's contract."""
+        if self._aliases is None and point._hook_conversion is None:
+            return self.user_hook(output, hook=point)
+        return self._apply(point, output)
+
+
+class BackwardLensHandle(LensHandle):
+    """That of a backward hook."""
+
+    __slots__ = ()
+    phase = "backward"
+
+    def __call__(self, point: HookPoint, _grad_input: Any, grad_output: Any, /) -> Any:
+        """A full backward hook of PyTorch's contract."""
+        gradient = grad_output[0]
+        if point.backward_scale != 1 and gradient is not None:
+            gradient = ScaledGradient.of(gradient, point.backward_scale)
+        result = self._apply(point, gradient)
+        if result is None or (isinstance(result, tuple) and len(result) == 1):
+            return result
+        return (result.as_subclass(Tensor) if isinstance(result, ScaledGradient) else result,)
 
 
 class AliasedHookPoint:
@@ -117,67 +193,7 @@ class ScaledGradient(Tensor):
         return result * self._scale if result.numel() == 1 else result
 
 
-class LensHook:
-    """What the registry calls for a hook of this form.
-
-    It knows no point: it is told which one is called, so that copies of a point tell themselves.
-    """
-
-    __slots__ = ("_aliases", "_hook", "handle")
-
-    def __init__(self, hook: HookFunction, aliases: Sequence[str] | None) -> None:
-        self._hook = hook
-        self._aliases = aliases
-        # That of this hook, as soon as it is registered.
-        self.handle: LensHandle | None = None
-
-    def _apply(self, point: HookPoint, value: Any) -> Any:
-        """The hook's result for the tensor in the point's layout; None where it observes."""
-        conversion = point.hook_conversion
-        if conversion is not None:
-            value = conversion.convert(value)
-        if self._aliases is None:
-            result = self._hook(value, hook=point)
-        else:
-            result = None
-            for alias in self._aliases:
-                replaced = self._hook(value, hook=AliasedHookPoint(alias, point))
-                if replaced is not None:
-                    value = result = replaced
-        if result is not None and conversion is not None:
-            result = conversion.revert(result)
-        return result
-
-    def __repr__(self) -> str:
-        # As the user knows it. Partials and objects may hold tensors, whose repr takes long.
-        hook = self._hook
-        return getattr(hook, "__qualname__", None) or f"an instance of {type(hook).__name__}"
-
-
-class ForwardLensHook(LensHook):
-    """One of the forward."""
-
-    __slots__ = ()
-
-    def __call__(self, point: HookPoint, _args: Any, output: Any, /) -> Any:
-        """A forward hook of PyTorch's contract."""
-        return self._apply(point, output)
-
-
-class BackwardLensHook(LensHook):
-    """One of the backward."""
-
-    __slots__ = ()
-
-    def __call__(self, point: HookPoint, _grad_input: Any, grad_output: Any, /) -> Any:
-        """A full backward hook of PyTorch's contract."""
-        gradient = grad_output[0]
-        if point.backward_scale != 1 and gradient is not None:
-            gradient = ScaledGradient.of(gradient, point.backward_scale)
-        result = self._apply(point, gradient)
-        if result is None or (isinstance(result, tuple) and len(result) == 1):
-            return result
-        return (result.as_subclass(Tensor) if isinstance(result, ScaledGradient) else result,)
+_USUAL = ("tensor", "hook")
 
 
 def check_hook(hook: object) -> None:
@@ -186,12 +202,11 @@ def check_hook(hook: object) -> None:
     Raises:
         HookTypeError: it cannot.
     """
-    if isinstance(hook, types.FunctionType):
+    if type(hook) is types.FunctionType:
         code = hook.__code__
         # What most are. `inspect` takes as long as calling many hooks.
-        if code.co_argcount == len(("tensor", "hook")) and code.co_varnames[1] == "hook":
-            required = code.co_kwonlyargcount or code.co_posonlyargcount > 1
-            if not required:
+        if code.co_argcount == len(_USUAL) and not (code.co_kwonlyargcount or code.co_posonlyargcount):
+            if code.co_varnames[1] == "hook":
                 return
     if not callable(hook):
         msg = f"a hook is called as hook(tensor, hook=point), got {type(hook).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 
 import torch
@@ -16,7 +16,7 @@ from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
 from ferrohook.points.hook_point import Direction, Directions, HookPoint, _directions
-from ferrohook.points.lens_hooks import HookFunction, LensHandle, LensHook
+from ferrohook.points.lens_hooks import HookFunction, LensHandle
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
 from ferrohook.scopes import Scope
@@ -154,11 +154,7 @@ class HookedRootModule(nn.Module):
         """Whether anything that caches fires at a hook point in this context."""
         return any(
             isinstance(hook, Recorder)
-            or (
-                isinstance(hook, LensHook)
-                and hook.handle is not None
-                and isinstance(hook.handle.user_hook, SavingHook)
-            )
+            or (isinstance(hook, LensHandle) and isinstance(hook.user_hook, SavingHook))
             for point in self.hook_points()
             for _, _, hook, *_ in point._registry.list()
         )
@@ -212,7 +208,8 @@ class HookedRootModule(nn.Module):
         """
         handles: list[LensHandle] = []
         try:
-            for found, point in self._points(name).items():
+            for point in self._points(name):
+                found = name if isinstance(name, str) else cast("str", point.name)
                 handles.append(
                     self.check_and_add_hook(point, found, hook, dir, is_permanent, level, prepend)
                 )
@@ -222,13 +219,14 @@ class HookedRootModule(nn.Module):
             raise
         return handles[0] if isinstance(name, str) else handles
 
-    def _points(self, which: Which) -> dict[str, HookPoint]:
+    def _points(self, which: Which) -> Collection[HookPoint]:
         if isinstance(which, str):
-            return points_named(self, [which])
+            point = self.hook_dict.get(which)
+            return (point,) if point is not None else points_named(self, [which]).values()
         if not callable(which):
             msg = f"hooks go to a name or to a predicate of names, got {_describe(which)}"
             raise HookTypeError(msg)
-        return points_filtered(self, which)
+        return points_filtered(self, which).values()
 
     def add_perma_hook(
         self, name: Which, hook: HookFunction, dir: Direction = "fwd"
@@ -317,10 +315,10 @@ class HookedRootModule(nn.Module):
         level = self.context_level
         directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
         return [
-            point.add_hook(hook, dir=dir, level=level, scope=scope)
+            point.add_hook(hook, dir, False, level, scope=scope)
             for dir, pairs in directions.items()
-            for which, hook in _pairs(pairs, f"{dir}_hooks")
-            for point in self._points(which).values()
+            for which, hook in _pairs(pairs, dir)
+            for point in self._points(which)
         ]
 
     def run_with_hooks(
@@ -609,16 +607,16 @@ class HookedRootModule(nn.Module):
         return listed
 
 
-def _pairs(pairs: Any, what: str) -> list[tuple[Any, Any]]:
+def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
     """The pairs, or an error that says what was expected."""
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str | Mapping):
-        pairs = [pairs]
-    listed = list(pairs)
-    for pair in listed:
-        if not isinstance(pair, tuple | list) or len(pair) != len(("name", "hook")):
-            msg = f"{what} is a list of pairs (name, hook), got {pair!r} in it"
-            raise HookTypeError(msg)
-    return listed
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str | Mapping):
+        pairs = list(pairs)
+        wrong = [pair for pair in pairs if not (isinstance(pair, tuple | list) and len(pair) == 2)]
+        if not wrong:
+            return pairs
+        pairs = wrong[0]
+    msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
+    raise HookTypeError(msg)
 
 
 def _keeping(
