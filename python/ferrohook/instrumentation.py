@@ -296,12 +296,10 @@ def _without_dispatcher(state: Any) -> Any:
     return state
 
 
-def _has_its_own(cls: type[nn.Module]) -> bool:
-    """Whether modules of this class have a registry without being instrumented."""
-    # Wrappers; and hook points, whose class calls natively by itself.
-    return issubclass(cls, HookedBase) or (
-        cls._call_impl is _CALL_IMPL and not issubclass(cls, Instrumented)
-    )
+def _has_another_s(cls: type[nn.Module]) -> bool:
+    """Whether modules of this class are never instrumented: their hooks are in other hands."""
+    # Wrappers have a registry; and `HookedRootModule.wrap` has that of the model inside.
+    return issubclass(cls, HookedBase) or getattr(cls, "_calls_inner", False)
 
 
 def hold(module: nn.Module, *, asked_for: bool = False) -> None:
@@ -315,7 +313,7 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
         HookError: that is impossible; the module is as it was.
     """
     cls = type(module)
-    if _has_its_own(cls):
+    if _has_another_s(cls):
         return
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
@@ -337,7 +335,7 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
 
 def release(module: nn.Module, *, asked_for: bool = False) -> None:
     """Undo one `hold`; the last one gives the module back as it was and removes its hooks."""
-    if _has_its_own(type(module)):
+    if _has_another_s(type(module)):
         return
     with _LOCK:
         dispatcher: Dispatcher | None = vars(module).get(_KEY)

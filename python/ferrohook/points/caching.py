@@ -10,6 +10,7 @@ from torch import Tensor
 from ferrohook._core import Collector, Recorder
 from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
 from ferrohook.errors import StaleActivationError
+from ferrohook.instrumentation import registry_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +228,7 @@ class Recording:
             else:
                 self._places[name] = self._collector([name], self._convert(name, point)), 0
             recorder = Recorder(*self._places[name], False, None)
-            point._registry.register("forward", recorder, priority=_BEHIND_ALL, scope=scope)
+            registry_of(point).register("forward", recorder, priority=_BEHIND_ALL, scope=scope)
 
     def _collector(self, names: list[str], convert: Callable[[Any], Any] | None) -> Collector:
         return Collector(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
-from ferrohook._core import Dispatcher, Registry
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.instrumentation import _CALL, _CALL_IMPL, _KEY
+from ferrohook.errors import HookTypeError
+from ferrohook.instrumentation import hold, registry_of
 from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
     BackwardLensHandle,
@@ -45,8 +43,9 @@ _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backw
 class HookPoint(nn.Module):
     """Returns what it is given, and is there to be hooked.
 
-    Follows TransformerLens' class of that name. It runs on the Rust registry without being
-    instrumented: `fh.capture`, `fh.register`, scopes, `fh.summary` and `torch.compile` know it.
+    Follows TransformerLens' class of that name. It is instrumented as long as it lives: its
+    `register_*` methods, `fh.capture`, `fh.register`, scopes, `fh.summary` and `torch.compile` do
+    with it what they do with any instrumented module.
 
     Attributes:
         name: its path in the model, from `HookedRootModule.setup`.
@@ -59,16 +58,12 @@ class HookPoint(nn.Module):
     ctx: dict[Any, Any]
     pos_dim: int | None
 
-    if not TYPE_CHECKING:  # for checkers they are those of nn.Module
-        __call__ = _CALL
-        _call_impl = _CALL_IMPL
-
     # torch.jit.script compiles the others.
     __jit_unused_properties__ = ("backward_scale", "bwd_hooks", "fwd_hooks", "hook_conversion")
 
     def __init__(self) -> None:
         super().__init__()
-        vars(self)[_KEY] = Dispatcher(Registry())
+        hold(self, asked_for=True)
         self.name = None
         self.ctx = {}
         self.pos_dim = None
@@ -78,11 +73,6 @@ class HookPoint(nn.Module):
     def forward(self, x: T) -> T:
         """Returns what it is given."""
         return x
-
-    @property
-    def _registry(self) -> Registry:
-        dispatcher: Dispatcher = vars(self)[_KEY]
-        return dispatcher.registry
 
     def add_hook(  # noqa: PLR0913 (TransformerLens' options, and the scope)
         self,
@@ -129,7 +119,7 @@ class HookPoint(nn.Module):
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
-        registry = self.__dict__[_KEY].registry
+        registry = registry_of(self)
         handle.hook = registry.register(kind.phase, handle, prepend=prepend, scope=scope)
         return handle
 
@@ -148,7 +138,7 @@ class HookPoint(nn.Module):
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[LensHandle]:
-        rows = self._registry.list(_PHASES[direction])
+        rows = registry_of(self).list(_PHASES[direction])
         return [hook for _, _, hook, *_ in rows if isinstance(hook, LensHandle)]
 
     def has_hooks(
@@ -169,7 +159,7 @@ class HookPoint(nn.Module):
         """
         for each in _directions(dir):
             for phase in _ALL_PHASES[each]:
-                for _, _, hook, *_ in self._registry.list(phase):
+                for _, _, hook, *_ in registry_of(self).list(phase):
                     if not isinstance(hook, LensHandle):
                         if level is None:
                             return True
@@ -266,37 +256,16 @@ class HookPoint(nn.Module):
         name = [] if self.name is None else [f"name={self.name!r}"]
         return ", ".join(name + [f"{count} {each}" for each, count in counts.items() if count])
 
-    def __prepare_scriptable__(self) -> Self:
-        if self.has_hooks():
-            msg = "torch.jit.script cannot compile hooks: remove those of the hook points first"
-            raise HookError(msg)
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks are run-time state and are not saved, nor what they kept.
-        return {key: value for key, value in vars(self).items() if key != _KEY} | {"ctx": {}}
+        return vars(self) | {"ctx": {}}  # of the hooks, which are run-time state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self)[_KEY] = Dispatcher(Registry())
-
-    def __copy__(self) -> Self:
-        # Shallow: both share the hooks, as copies of a plain module share its hook dicts.
-        return self._with(vars(self))
-
-    def _with(self, state: dict[str, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        vars(copied).update(state)
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = self._with({})
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        for hook, handle in copied._registry.handles():
-            # A copied handle removes nothing.
+        # Once more than what is done about copies of instrumented modules, which can be undone.
+        hold(self, asked_for=True)
+        for hook, handle in registry_of(self).handles():
             if isinstance(hook, LensHandle):
-                hook.hook = handle
-        return copied
+                hook.hook = handle  # a copied one removes nothing
 
 
 def _directions(direction: object) -> tuple[str, ...]:

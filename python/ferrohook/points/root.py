@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ferrohook._core import Recorder, ScopeBase, active_scopes
 from ferrohook.errors import HookTypeError, NeverFiredWarning
+from ferrohook.instrumentation import registry_of
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
@@ -156,7 +157,7 @@ class HookedRootModule(nn.Module):
             isinstance(hook, Recorder)
             or (isinstance(hook, LensHandle) and isinstance(hook.user_hook, SavingHook))
             for point in self.hook_points()
-            for _, _, hook, *_ in point._registry.list()
+            for _, _, hook, *_ in registry_of(point).list()
         )
 
     @overload

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 from ferrohook.activations import map_tensors, tensors_in
 from ferrohook.errors import HookError
 from ferrohook.groups import HandleGroup
-from ferrohook.instrumentation import _CALL_IMPL, find_registry, hold_all, registry_of
+from ferrohook.instrumentation import find_registry, hold_all, registry_of
 from ferrohook.module import _delegate, _indent
 from ferrohook.points.hook_point import HookPoint
 from ferrohook.points.root import HookedRootModule
@@ -123,9 +123,10 @@ class WrappedRootModule(HookedRootModule):
         self._model, self._made, self._attached = model, points, attached
         self.setup()
 
-    if not TYPE_CHECKING:  # for checkers those of nn.Module
-        # The model inside is what is instrumented, and this never.
-        _call_impl = _CALL_IMPL
+    # What is instrumented is the model, whose `__dict__` has the registry.
+    _calls_inner = True
+
+    if not TYPE_CHECKING:  # for checkers that of nn.Module
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self.inner(*args, **kwargs)
