@@ -96,7 +96,7 @@ impl<H> Registry<H> {
     /// Removes every hook of `phase`, or of all phases.
     pub fn clear(&self, phase: Option<Phase>) {
         for each in Phase::ALL {
-            if phase.is_none_or(|wanted| wanted == each) {
+            if phase.is_none_or(|wanted| wanted == each) && self.occupied(each) {
                 // The callbacks are dropped here, after the lock was released.
                 drop(self.shared.clear(each));
             }

@@ -10,25 +10,36 @@ mod imp {
     pub(crate) use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering};
     pub(crate) use std::thread_local;
 
-    use std::sync::Arc;
+    use std::sync::{Arc, OnceLock};
     use std::time::Instant;
 
     /// A place for an `Arc` that is read without a lock.
-    pub(crate) struct Slot<T>(arc_swap::ArcSwapOption<T>);
+    ///
+    /// Made when it is first filled: most are never, and emptying or dropping one settles what
+    /// every thread has borrowed, which takes longer than the rest of registering.
+    pub(crate) struct Slot<T>(OnceLock<arc_swap::ArcSwapOption<T>>);
 
     impl<T> Slot<T> {
         pub(crate) fn empty() -> Self {
-            Self(arc_swap::ArcSwapOption::empty())
+            Self(OnceLock::new())
         }
 
         // Not `load`: its guards are cheap for about eight at once in a thread, and deeply nested
         // modules hold more than that.
         pub(crate) fn load(&self) -> Option<Arc<T>> {
-            self.0.load_full()
+            self.0.get()?.load_full()
         }
 
+        /// To be called by one thread at a time.
         pub(crate) fn swap(&self, value: Option<Arc<T>>) -> Option<Arc<T>> {
-            self.0.swap(value)
+            if value.is_some() {
+                return self
+                    .0
+                    .get_or_init(arc_swap::ArcSwapOption::empty)
+                    .swap(value);
+            }
+            let filled = self.0.get().filter(|slot| slot.load().is_some())?;
+            filled.swap(None)
         }
     }
 
