@@ -10,7 +10,7 @@ from torch import Tensor
 from ferrohook._core import Collector, Recorder
 from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
 from ferrohook.errors import StaleActivationError
-from ferrohook.instrumentation import registry_of
+from ferrohook.instrumentation import _KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,15 +220,16 @@ class Recording:
         # The points in the order of their first calls, where Python sees them.
         self._seen: dict[str, None] = {}
         self._places: dict[str, tuple[Collector, int]] = {}
-        alike = not keeping.sliced and all(it.hook_conversion is None for it in points.values())
-        shared = self._collector(list(points), self._convert_alike()) if alike else None
-        for place, (name, point) in enumerate(points.items()):
-            if shared is not None:
-                self._places[name] = shared, place
-            else:
+        registries = [vars(point)[_KEY].registry for point in points.values()]
+        if keeping.sliced or any(point.hook_conversion for point in points.values()):
+            for name, point in points.items():
                 self._places[name] = self._collector([name], self._convert(name, point)), 0
-            recorder = Recorder(*self._places[name], False, None)
-            registry_of(point).register("forward", recorder, priority=_BEHIND_ALL, scope=scope)
+        else:
+            shared = self._collector(list(points), self._convert_alike())
+            self._places = {name: (shared, place) for place, name in enumerate(points)}
+        for registry, (collector, place) in zip(registries, self._places.values(), strict=True):
+            recorder = Recorder(collector, place, False, None)
+            registry.register("forward", recorder, priority=_BEHIND_ALL, scope=scope)
 
     def _collector(self, names: list[str], convert: Callable[[Any], Any] | None) -> Collector:
         return Collector(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import hold, registry_of
+from ferrohook.instrumentation import _KEY, hold, registry_of
 from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
     BackwardLensHandle,
@@ -23,7 +24,7 @@ from ferrohook.points.lens_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook.scopes import ScopeBase
+    from ferrohook._core import Registry, ScopeBase
 
 T = TypeVar("T")
 
@@ -113,13 +114,18 @@ class HookPoint(nn.Module):
         if kind is None:
             msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
             raise ValueError(msg)
-        check_hook(hook)
+        code = hook.__code__ if type(hook) is FunctionType else None
+        # `def hook(tensor, hook)`, as most are: told without a call, which this is too often for.
+        if code is None or code.co_argcount != 2 or code.co_varnames[1] != "hook":
+            check_hook(hook)
+        elif code.co_kwonlyargcount or code.co_posonlyargcount:
+            check_hook(hook)
         if level is not None and type(level) is not int:
             msg = f"level is a whole number or None, got {type(level).__name__}"
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
-        registry = registry_of(self)
+        registry: Registry = vars(self)[_KEY].registry
         handle.hook = registry.register(kind.phase, handle, prepend=prepend, scope=scope)
         return handle
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -193,21 +192,12 @@ class ScaledGradient(Tensor):
         return result * self._scale if result.numel() == 1 else result
 
 
-_USUAL = ("tensor", "hook")
-
-
 def check_hook(hook: object) -> None:
     """Refuses what cannot be called as `hook(tensor, hook=point)`.
 
     Raises:
         HookTypeError: it cannot.
     """
-    if type(hook) is types.FunctionType:
-        code = hook.__code__
-        # What most are. `inspect` takes as long as calling many hooks.
-        if code.co_argcount == len(_USUAL) and not (code.co_kwonlyargcount or code.co_posonlyargcount):
-            if code.co_varnames[1] == "hook":
-                return
     if not callable(hook):
         msg = f"a hook is called as hook(tensor, hook=point), got {type(hook).__name__}"
         raise HookTypeError(msg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 
 import torch
@@ -209,8 +209,7 @@ class HookedRootModule(nn.Module):
         """
         handles: list[LensHandle] = []
         try:
-            for point in self._points(name):
-                found = name if isinstance(name, str) else cast("str", point.name)
+            for found, point in self._points(name).items():
                 handles.append(
                     self.check_and_add_hook(point, found, hook, dir, is_permanent, level, prepend)
                 )
@@ -220,14 +219,13 @@ class HookedRootModule(nn.Module):
             raise
         return handles[0] if isinstance(name, str) else handles
 
-    def _points(self, which: Which) -> Collection[HookPoint]:
+    def _points(self, which: Which) -> dict[str, HookPoint]:
         if isinstance(which, str):
-            point = self.hook_dict.get(which)
-            return (point,) if point is not None else points_named(self, [which]).values()
+            return points_named(self, [which])
         if not callable(which):
             msg = f"hooks go to a name or to a predicate of names, got {_describe(which)}"
             raise HookTypeError(msg)
-        return points_filtered(self, which).values()
+        return points_filtered(self, which)
 
     def add_perma_hook(
         self, name: Which, hook: HookFunction, dir: Direction = "fwd"
@@ -314,13 +312,18 @@ class HookedRootModule(nn.Module):
 
     def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: ScopeBase) -> list[LensHandle]:
         level = self.context_level
+        points = self.hook_dict
+        handles = []
         directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
-        return [
-            point.add_hook(hook, dir, False, level, scope=scope)
-            for dir, pairs in directions.items()
-            for which, hook in _pairs(pairs, dir)
-            for point in self._points(which)
-        ]
+        for dir, pairs in directions.items():
+            for which, hook in _pairs(pairs, dir):
+                point = points.get(which) if type(which) is str else None
+                if point is not None:
+                    handles.append(point.add_hook(hook, dir, False, level, scope=scope))
+                    continue
+                for each in self._points(which).values():
+                    handles.append(each.add_hook(hook, dir, False, level, scope=scope))
+        return handles
 
     def run_with_hooks(
         self,
@@ -610,14 +613,11 @@ class HookedRootModule(nn.Module):
 
 def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
     """The pairs, or an error that says what was expected."""
-    if isinstance(pairs, Iterable) and not isinstance(pairs, str | Mapping):
-        pairs = list(pairs)
-        wrong = [pair for pair in pairs if not (isinstance(pair, tuple | list) and len(pair) == 2)]
-        if not wrong:
-            return pairs
-        pairs = wrong[0]
-    msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
-    raise HookTypeError(msg)
+    try:
+        return [(which, hook) for which, hook in pairs]
+    except (TypeError, ValueError) as error:
+        msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
+        raise HookTypeError(msg) from error
 
 
 def _keeping(
