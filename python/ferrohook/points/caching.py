@@ -53,11 +53,12 @@ class _Kept:
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    return tensor.clone().requires_grad_(False) if tensor.is_inference() else tensor
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _versions(value: Any) -> list[int]:
-    return [tensor._version for tensor in tensors_in(value)]
+    # Inference tensors count none.
+    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 class _Recorded:
@@ -269,9 +270,7 @@ class Recording:
         names = self._ran()
         checked = self._keeping.copy == "checked"
         cache = PointCache()
-        cache._activations.kept = {
-            name: _Recorded(*self._places[name], checked) for name in names
-        }
+        cache._activations.kept = {name: _Recorded(*self._places[name], checked) for name in names}
         # As a backward pass gets to them.
         for name in reversed(names) if self._grads else ():
             collector, place = self._places[name]

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SliceInput: TypeAlias = "int | np.integer[Any] | Sequence[int] | slice | Tensor | np.ndarray[Any, Any] | None"  # noqa: E501 (one name)
+SliceInput: TypeAlias = (
+    "int | np.integer[Any] | Sequence[int] | slice | Tensor | np.ndarray[Any, Any] | None"  # noqa: E501 (one name)
+)
 """What a `Slice` is made from: see there."""
 
 Mode: TypeAlias = Literal["int", "slice", "array", "identity"]

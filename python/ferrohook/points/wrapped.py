@@ -187,7 +187,9 @@ class WrappedRootModule(HookedRootModule):
         if self._model is None:
             return "HookedRootModule(<given back>)"
         points = ", ".join(_joined(*key) for key in self._made) or "none"
-        return f"HookedRootModule(\n  (inner): {_indent(repr(self._model))}\n  (points): {points}\n)"
+        return (
+            f"HookedRootModule(\n  (inner): {_indent(repr(self._model))}\n  (points): {points}\n)"
+        )
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
