@@ -16,7 +16,7 @@ help: ## What there is
 demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, watch all, restore it bit for bit
 	$(BIN)/python examples/quickstart.py
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/show ## Every test that needs no special interpreter
+test: build $(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/oracle ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core
 	$(BIN)/python -m pytest
 
@@ -65,6 +65,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # A file for each group of dependencies that was installed.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

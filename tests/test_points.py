@@ -9,6 +9,8 @@ import functools
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -493,7 +495,9 @@ def test_add_hook_by_name_and_predicate(model: Model, x: torch.Tensor) -> None:
 
 def test_check_hooks_to_add_may_refuse_and_nothing_stays() -> None:
     class Strict(Model):
-        def check_hooks_to_add(self, hook_point: Any, hook_point_name: str, *args: Any, **options: Any) -> None:
+        def check_hooks_to_add(
+            self, hook_point: Any, hook_point_name: str, *args: Any, **options: Any
+        ) -> None:
             if hook_point_name == "hook_out":
                 msg = "not there"
                 raise ArithmeticError(msg)
@@ -783,7 +787,9 @@ def test_copies_are_obeyed(model: Model, x: torch.Tensor) -> None:
         assert "(2, 3, 4)" in repr(cache)
         model.reset_hooks()
         x = before.clone()
-        _, cache = model.run_with_cache(x, copy="ref", reset_hooks_end=reset, names_filter=["hook_embed"])
+        _, cache = model.run_with_cache(
+            x, copy="ref", reset_hooks_end=reset, names_filter=["hook_embed"]
+        )
         assert torch.equal(cache["hook_embed"], before + 1)
         model.reset_hooks()
         for pos_slice in (None, (0, 3)):
@@ -967,7 +973,10 @@ def test_a_wrong_direction_is_refused(model: Model) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blocks.0.hook_mdi", r"'blocks.0.hook_mdi' names nothing in Model.*closest.*'blocks.0.hook_mid'"),
+        (
+            "blocks.0.hook_mdi",
+            r"'blocks.0.hook_mdi' names nothing in Model.*closest.*'blocks.0.hook_mid'",
+        ),
         ("blocks.0.linear", r"'blocks.0.linear' is a Linear in Model and is no hook point"),
         ("", "'' names nothing"),
     ],
@@ -1010,6 +1019,9 @@ def anything(*args: Any, **options: Any) -> None: ...
 def more(tensor: Any, hook: Any, scale: float = 1) -> None: ...
 
 
+def by_position(tensor: Any, hook: Any, /) -> None: ...
+
+
 class Hooks:
     def method(self, tensor: Any, hook: Any) -> None: ...
     def without(self, tensor: Any) -> None: ...
@@ -1043,7 +1055,7 @@ def test_hooks_that_take_the_point(hook: Any) -> None:
         lambda hook, tensor: None,
         lambda tensor, hook, more: None,
         lambda tensor, hook, *, more: None,
-        eval("lambda tensor, hook, /: None"),
+        by_position,
         lambda: None,
         Hooks().without,
         functools.partial(lambda scale, tensor: None, 2),
@@ -1203,29 +1215,30 @@ def test_threads_that_ablate_cache_and_look_do_not_meet(switch_often: None) -> N
     clean = model(x)
     wrong: list[str] = []
 
+    def expect(right: bool, what: str) -> None:
+        if not right:
+            wrong.append(what)
+
     def ablate(number: int) -> None:
         def mine(tensor: torch.Tensor, hook: HookPoint) -> torch.Tensor:
-            if threading.get_ident() != thread:
-                wrong.append("fired in another thread")
+            expect(threading.get_ident() == thread, "fired in another thread")
             return tensor * 0
 
         thread = threading.get_ident()
         for _ in range(CALLS):
             with model.hooks([("hook_embed", mine)]), model.hooks([("hook_out", mine)]):
-                if model(x).item() != 0:
-                    wrong.append("own hooks missing")
+                expect(model(x).item() == 0, "own hooks missing")
 
     def look(number: int) -> None:
         for _ in range(CALLS):
-            if not torch.equal(model(x), clean):
-                wrong.append("another's output")
+            expect(torch.equal(model(x), clean), "another's output")
 
     def cache(number: int) -> None:
         mine = torch.full((1, 1, WIDTH), float(number))
         for _ in range(CALLS):
             _, kept = model.run_with_cache(mine)
-            if not torch.equal(kept["hook_embed"], mine) or list(kept) != NAMES:
-                wrong.append("another's activations")
+            expect(torch.equal(kept["hook_embed"], mine), "another's activations")
+            expect(list(kept) == NAMES, "others' names")
 
     roles = (ablate, look, cache, cache)
     in_threads(len(roles), lambda number: roles[number](number))
@@ -1467,7 +1480,7 @@ def test_bad_points_are_refused() -> None:
     for wrong in ("hook_mid", ["hook_in", "x"], 3):
         with pytest.raises(ValueError, match="'hook_in', 'hook_out' or both"):
             HookedRootModule.wrap(plain, points={"head": wrong})
-    with pytest.raises(fh.HookTypeError, match="nn.Module"):
+    with pytest.raises(fh.HookTypeError, match=r"nn\.Module"):
         HookedRootModule.wrap("model", points={"head": "hook_out"})
     scripted = nn.Sequential(torch.jit.script(nn.Linear(1, 1)), nn.Linear(1, 1))
     with pytest.raises(fh.HookError, match="TorchScript"):
@@ -1492,9 +1505,6 @@ def test_wrapped_model_in_threads(switch_often: None) -> None:
 
 
 def test_importing_ferrohook_imports_no_points() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, ferrohook; assert 'torch' not in sys.modules; ferrohook.points.HookPoint"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
 

@@ -69,9 +69,9 @@ def both(request: pytest.FixtureRequest) -> Callable[..., tuple[Any, Any]]:
         original = lens_points.HookPoint
         with pytest.MonkeyPatch.context() as patch:
             for name, module in list(sys.modules.items()):
-                if name.startswith("transformer_lens"):
-                    if vars(module).get("HookPoint") is original:
-                        patch.setattr(module, "HookPoint", HookPoint)
+                has_it = vars(module).get("HookPoint") is original
+                if has_it and name.startswith("transformer_lens"):
+                    patch.setattr(module, "HookPoint", HookPoint)
             model = bridge(request.param)
             ours = act(model)
             assert all(isinstance(point, HookPoint) for point in model.hook_dict.values())
@@ -84,7 +84,7 @@ def expect_equal(ours: Any, theirs: Any) -> None:
     """The same tensors under the same names, bit for bit."""
     assert list(ours.keys()) == list(theirs.keys())
     assert len(ours) > 0
-    for name in ours:  # noqa: PLC0206 (an ActivationCache of theirs has no items of its own)
+    for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
 
 

@@ -1,8 +1,8 @@
 """Random sequences of all operations, on TransformerLens' classes and on ours side by side.
 
 The released TransformerLens is the oracle for call logs, outputs, gradients, caches and the lists
-of hooks. Where it is wrong on purpose of ours, the sequences keep away: what `hooks` adds at a level
-that was used by hand before, names that are none, and points that run twice with gradients cached.
+of hooks. The sequences keep away from where it is wrong: hooks that somebody added at the level of
+a `hooks` context, names that are none, and points that run twice with their gradients cached.
 """
 
 from __future__ import annotations
@@ -132,17 +132,13 @@ class PointsMachine(RuleBasedStateMachine):
     @rule(
         what=which,
         action=st.sampled_from(["observe", "replace"]),
-        direction=directions,
-        permanent=st.booleans(),
-        level=levels,
-        prepend=st.booleans(),
+        # direction, is_permanent, level, prepend
+        options=st.tuples(directions, st.booleans(), levels, st.booleans()),
     )
-    def add(self, what: str, action: str, direction: str, permanent: bool, level: int | None, prepend: bool) -> None:
+    def add(self, what: str, action: str, options: tuple[Any, ...]) -> None:
         number = self.next_number()
         self.both(
-            lambda side: side.model.add_hook(
-                named(what), side.hook(number, action), direction, permanent, level, prepend
-            )
+            lambda side: side.model.add_hook(named(what), side.hook(number, action), *options)
         )
 
     @precondition(few)
@@ -170,11 +166,11 @@ class PointsMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule(name=st.sampled_from(NAMES), direction=all_directions, permanent=st.booleans(), level=levels)
+    @rule(
+        name=st.sampled_from(NAMES), direction=all_directions, permanent=st.booleans(), level=levels
+    )
     def remove(self, name: str, direction: str, permanent: bool, level: int | None) -> None:
-        self.both(
-            lambda side: side.model.hook_dict[name].remove_hooks(direction, permanent, level)
-        )
+        self.both(lambda side: side.model.hook_dict[name].remove_hooks(direction, permanent, level))
 
     @rule(clear=st.booleans(), direction=all_directions, permanent=st.booleans(), level=levels)
     def reset(self, clear: bool, direction: str, permanent: bool, level: int | None) -> None:
@@ -182,9 +178,7 @@ class PointsMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), on=st.booleans())
     def convert(self, name: str, on: bool) -> None:
-        self.both(
-            lambda side: side.model.hook_dict[name].enable_reshape(Double() if on else None)
-        )
+        self.both(lambda side: side.model.hook_dict[name].enable_reshape(Double() if on else None))
 
     @rule(fwd=added, bwd=added, clear=st.booleans())
     def enter(self, fwd: list[Any], bwd: list[Any], clear: bool) -> None:
@@ -195,7 +189,9 @@ class PointsMachine(RuleBasedStateMachine):
 
         def act(side: Side) -> None:
             hooks = [side.hook(first + at, action) for at, (_, action) in enumerate([*fwd, *bwd])]
-            pairs = [(named(what), hook) for (what, _), hook in zip([*fwd, *bwd], hooks, strict=True)]
+            pairs = [
+                (named(what), hook) for (what, _), hook in zip([*fwd, *bwd], hooks, strict=True)
+            ]
             context = side.model.hooks(pairs[: len(fwd)], pairs[len(fwd) :], clear_contexts=clear)
             side.open.append(context)
             context.__enter__()
@@ -224,11 +220,17 @@ class PointsMachine(RuleBasedStateMachine):
     @rule(
         what=st.one_of(st.none(), which, st.lists(st.sampled_from(NAMES), unique=True)),
         backward=st.booleans(),
-        batch=st.booleans(),
-        positions=st.sampled_from([None, 1, (0, 2), [2, 0]]),
+        options=st.fixed_dictionaries(
+            {
+                "remove_batch_dim": st.booleans(),
+                "pos_slice": st.sampled_from([None, 1, (0, 2), [2, 0]]),
+            }
+        ),
         keyword=st.booleans(),
     )
-    def run_with_cache(self, what: Any, backward: bool, batch: bool, positions: Any, keyword: bool) -> None:
+    def run_with_cache(
+        self, what: Any, backward: bool, options: dict[str, Any], keyword: bool
+    ) -> None:
         names = what if what is None or isinstance(what, list) else named(what)
         data = torch.arange(12.0).reshape(1, 4, WIDTH)
 
@@ -238,8 +240,7 @@ class PointsMachine(RuleBasedStateMachine):
                 *(() if keyword else (x,)),
                 names_filter=names,
                 incl_bwd=backward,
-                remove_batch_dim=batch,
-                pos_slice=positions,
+                **options,
                 **({"x": x} if keyword else {}),
             )
             kept = {name: value.tolist() for name, value in cache.items()}

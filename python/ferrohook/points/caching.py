@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from ferrohook._core import Collector, Recorder
 from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
 from ferrohook.errors import StaleActivationError
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import Tensor
 
     from ferrohook._core import ScopeBase
     from ferrohook.points.hook_point import HookPoint

@@ -37,6 +37,7 @@ _KINDS: dict[str, type[ForwardLensHandle | BackwardLensHandle]] = {
     "fwd": ForwardLensHandle,
     "bwd": BackwardLensHandle,
 }
+_USUAL_COUNT = len(("tensor", "hook"))
 # What anybody may have registered for.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
@@ -75,13 +76,13 @@ class HookPoint(nn.Module):
         """Returns what it is given."""
         return x
 
-    def add_hook(  # noqa: PLR0913 (TransformerLens' options, and the scope)
+    def add_hook(
         self,
         hook: HookFunction,
-        dir: Direction = "fwd",  # noqa: A002 (TransformerLens' name)
-        is_permanent: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
         level: int | None = None,
-        prepend: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        prepend: bool = False,
         alias_names: Sequence[str] | None = None,
         *,
         scope: ScopeBase | None = None,
@@ -114,11 +115,14 @@ class HookPoint(nn.Module):
         if kind is None:
             msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
             raise ValueError(msg)
-        code = hook.__code__ if type(hook) is FunctionType else None
-        # `def hook(tensor, hook)`, as most are: told without a call, which this is too often for.
-        if code is None or code.co_argcount != 2 or code.co_varnames[1] != "hook":
-            check_hook(hook)
-        elif code.co_kwonlyargcount or code.co_posonlyargcount:
+        # `def hook(tensor, hook)`, as most are, is told here: this is called too often for more.
+        if (
+            type(hook) is not FunctionType
+            or (code := hook.__code__).co_argcount != _USUAL_COUNT
+            or code.co_varnames[1] != "hook"
+            or code.co_kwonlyargcount
+            or code.co_posonlyargcount
+        ):
             check_hook(hook)
         if level is not None and type(level) is not int:
             msg = f"level is a whole number or None, got {type(level).__name__}"
@@ -129,7 +133,7 @@ class HookPoint(nn.Module):
         handle.hook = registry.register(kind.phase, handle, prepend=prepend, scope=scope)
         return handle
 
-    def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:  # noqa: A002 (TransformerLens' name)
+    def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
         """Adds a hook that stays when others are removed, see `add_hook`."""
         return self.add_hook(hook, dir=dir, is_permanent=True)
 
@@ -149,8 +153,8 @@ class HookPoint(nn.Module):
 
     def has_hooks(
         self,
-        dir: Directions = "both",  # noqa: A002 (TransformerLens' name)
-        including_permanent: bool = True,  # noqa: FBT001, FBT002 (likewise by position)
+        dir: Directions = "both",
+        including_permanent: bool = True,
         level: int | None = None,
     ) -> bool:
         """Whether anything fires here in this context: those that were added, captures, others.
@@ -175,8 +179,8 @@ class HookPoint(nn.Module):
 
     def remove_hooks(
         self,
-        dir: Directions = "fwd",  # noqa: A002 (TransformerLens' name)
-        including_permanent: bool = False,  # noqa: FBT001, FBT002 (likewise by position)
+        dir: Directions = "fwd",
+        including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
         """Removes hooks that were added, as far as they fire in this context.
@@ -266,7 +270,7 @@ class HookPoint(nn.Module):
         return vars(self) | {"ctx": {}}  # of the hooks, which are run-time state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # Once more than what is done about copies of instrumented modules, which can be undone.
         hold(self, asked_for=True)
         for hook, handle in registry_of(self).handles():

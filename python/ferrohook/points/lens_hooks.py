@@ -176,7 +176,7 @@ class ScaledGradient(Tensor):
     """A gradient whose sum over all elements is scaled, see `HookPoint.backward_scale`."""
 
     # What is computed from it is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as Parameter has it
     _scale: float
 
     @classmethod

@@ -92,10 +92,11 @@ class HookedRootModule(nn.Module):
     ) -> HookedRootModule:
         """Makes hook points out of the modules of an existing model.
 
-        The hook point `layers.0.hook_out` sees what the module `layers.0` returns, `layers.0.hook_in`
-        what it takes: the first tensor of it, where that is a structure. What their hooks return
-        takes the tensor's place. The model itself is instrumented and otherwise as it was; what is
-        returned has its parameters, attributes and methods, under the same names.
+        The hook point `layers.0.hook_out` sees what the module `layers.0` returns, and
+        `layers.0.hook_in` what it takes: the first tensor of it, where that is a structure. What
+        their hooks return takes the tensor's place. The model itself is instrumented and otherwise
+        as it was; what is returned has its parameters, attributes and methods, under the same
+        names.
 
         Args:
             model: any module.
@@ -317,12 +318,14 @@ class HookedRootModule(nn.Module):
         directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
         for dir, pairs in directions.items():
             for which, hook in _pairs(pairs, dir):
-                point = points.get(which) if type(which) is str else None
+                point = points.get(which) if isinstance(which, str) else None
                 if point is not None:
                     handles.append(point.add_hook(hook, dir, False, level, scope=scope))
                     continue
-                for each in self._points(which).values():
-                    handles.append(each.add_hook(hook, dir, False, level, scope=scope))
+                handles += [
+                    each.add_hook(hook, dir, False, level, scope=scope)
+                    for each in self._points(which).values()
+                ]
         return handles
 
     def run_with_hooks(
@@ -621,7 +624,7 @@ def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
 
 
 def _keeping(
-    device: torch.device | str | None, remove_batch_dim: bool, pos_slice: Any, copy: str
+    device: torch.device | str | None, remove_batch_dim: bool, pos_slice: Any, copy: Copy
 ) -> Keeping:
     if copy not in {"checked", "clone", "ref"}:
         msg = f"copy is checked, clone or ref, got {copy!r}"

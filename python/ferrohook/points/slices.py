@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 SliceInput: TypeAlias = (
-    "int | np.integer[Any] | Sequence[int] | slice | Tensor | np.ndarray[Any, Any] | None"  # noqa: E501 (one name)
+    "int | np.integer[Any] | Sequence[int] | slice | Tensor | np.ndarray[Any, Any] | None"
 )
 """What a `Slice` is made from: see there."""
 

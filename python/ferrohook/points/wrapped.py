@@ -16,6 +16,8 @@ from ferrohook.points.root import HookedRootModule
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from ferrohook._core import HookHandle
@@ -29,6 +31,7 @@ class _At:
     """What is registered with a module, for its tensor to go through a hook point."""
 
     phase: str
+    __call__: Callable[..., Any]
 
     def __init__(self, point: HookPoint) -> None:
         self.point = point
@@ -128,7 +131,7 @@ class WrappedRootModule(HookedRootModule):
 
     if not TYPE_CHECKING:  # for checkers that of nn.Module
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (that of nn.Module)
             return self.inner(*args, **kwargs)
 
     @property
