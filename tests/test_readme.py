@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there."""
+"""The code of the README and of the documentation runs as it stands there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text()]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+BLOCKS = blocks(README)
 
 
 def test_there_is_code() -> None:
@@ -19,3 +27,15 @@ def test_there_is_code() -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_block_runs(block: str) -> None:
     exec(compile(block, str(README), "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_runs(page: Path) -> None:
+    # One block after the other, as somebody would who reads it.
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_there_are_pages() -> None:
+    assert PAGES
