@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "active_scopes",
     "record",
+    "record_all",
 ]
 
 active_scopes: ContextVar[tuple[ScopeBase, ...]]
@@ -142,6 +143,9 @@ class ScopeBase:
 
 class Stop(BaseException): ...
 
+def record_all(
+    collector: Collector, modules: list[Any], priority: int, scope: ScopeBase
+) -> None: ...
 def record(module: int, phase: str, position: int, value: Any) -> None: ...
 
 @final

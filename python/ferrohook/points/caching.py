@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from ferrohook._core import Collector, Recorder
+from ferrohook._core import Collector, record_all
 from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
 from ferrohook.errors import StaleActivationError
-from ferrohook.instrumentation import _KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,8 +86,14 @@ class _Recorded:
 
 
 class _Entries(MutableMapping[str, Any]):
-    def __init__(self) -> None:
-        self.kept: dict[str, _Kept | _Recorded] = {}
+    def __init__(self, recorded: Callable[[], dict[str, _Kept | _Recorded]]) -> None:
+        self._recorded = recorded
+
+    @cached_property
+    def kept(self) -> dict[str, _Kept | _Recorded]:
+        # When they are first asked for. What recorded them is let go then.
+        recorded, self._recorded = self._recorded, dict
+        return recorded()
 
     def __getitem__(self, name: str) -> Any:
         return self.kept[name].read(name)
@@ -118,8 +125,9 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
 
     _activations: _Entries
 
-    def __init__(self) -> None:
-        super().__init__(_Entries())
+    def __init__(self, recorded: Callable[[], dict[str, _Kept | _Recorded]] = dict) -> None:
+        """Begins with what was recorded."""
+        super().__init__(_Entries(recorded))
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._activations[name] = value
@@ -217,23 +225,26 @@ class Recording:
     ) -> None:
         self._keeping = keeping
         self._grads = grads
-        # The points in the order of their first calls, where Python sees them.
-        self._seen: dict[str, None] = {}
-        self._places: dict[str, tuple[Collector, int]] = {}
-        registries = [vars(point)[_KEY].registry for point in points.values()]
-        if keeping.sliced or any(point.hook_conversion for point in points.values()):
-            for name, point in points.items():
-                self._places[name] = self._collector([name], self._convert(name, point)), 0
+        if keeping.sliced or any(map(_CONVERSION, points.values())):
+            # Each in its own way. The names are in the order of the first calls, which Python sees.
+            self._seen: dict[str, None] = {}
+            self._collectors = {
+                name: self._record({name: point}, self._convert(name, point), scope)
+                for name, point in points.items()
+            }
         else:
-            shared = self._collector(list(points), self._convert_alike())
-            self._places = {name: (shared, place) for place, name in enumerate(points)}
-        for registry, (collector, place) in zip(registries, self._places.values(), strict=True):
-            recorder = Recorder(collector, place, False, None)
-            registry.register("forward", recorder, priority=_BEHIND_ALL, scope=scope)
+            self._collectors = {}
+            self._names = list(points)
+            self._shared = self._record(points, self._convert_alike(), scope)
 
-    def _collector(self, names: list[str], convert: Callable[[Any], Any] | None) -> Collector:
-        return Collector(
-            names,
+    def _record(
+        self,
+        points: dict[str, HookPoint],
+        convert: Callable[[Tensor], Tensor] | None,
+        scope: ScopeBase,
+    ) -> Collector:
+        collector = Collector(
+            list(points),
             detach=True,
             copy=self._keeping.copy,
             keep=1,
@@ -242,6 +253,8 @@ class Recording:
             max_bytes=None,
             stop=None,
         )
+        record_all(collector, list(points.values()), _BEHIND_ALL, scope)
+        return collector
 
     def _convert_alike(self) -> Callable[[Tensor], Tensor] | None:
         keeping = self._keeping
@@ -257,23 +270,30 @@ class Recording:
 
         return convert
 
-    def _ran(self) -> list[str]:
-        if self._seen or not self._places:
-            return list(self._seen)
-        collector, _ = next(iter(self._places.values()))
-        names = list(self._places)
-        return [names[place] for place in collector.ran()]
+    def _recorded(self) -> dict[str, tuple[Collector, int]]:
+        """Where each point was recorded that ran, in the order of their first calls."""
+        if self._collectors:
+            return {name: (self._collectors[name], 0) for name in self._seen}
+        return {self._names[place]: (self._shared, place) for place in self._shared.ran()}
 
     def cache(self) -> PointCache:
-        """What was kept so far."""
-        names = self._ran()
+        """What was kept until it is first looked at."""
+        return PointCache(self._kept)
+
+    def _kept(self) -> dict[str, _Kept | _Recorded]:
+        recorded = self._recorded()
         checked = self._keeping.copy == "checked"
-        cache = PointCache()
-        cache._activations.kept = {name: _Recorded(*self._places[name], checked) for name in names}
+        kept: dict[str, _Kept | _Recorded] = {
+            name: _Recorded(collector, place, checked)
+            for name, (collector, place) in recorded.items()
+        }
         # As a backward pass gets to them.
-        for name in reversed(names) if self._grads else ():
-            collector, place = self._places[name]
+        for name in reversed(list(recorded)) if self._grads else ():
+            collector, place = recorded[name]
             gradients = collector.gradients(place)[-1]
             if any(gradient is not None for gradient in gradients):
-                cache[f"{name}_grad"] = gradients[0] if len(gradients) == 1 else gradients
-        return cache
+                kept[f"{name}_grad"] = _Kept(gradients[0] if len(gradients) == 1 else gradients)
+        return kept
+
+
+_CONVERSION = attrgetter("_hook_conversion")

@@ -83,7 +83,7 @@ impl Dispatcher {
 
     /// The hooks.
     #[getter]
-    fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
+    pub fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
         self.registry.bind(py)
     }
 
@@ -95,7 +95,7 @@ impl Dispatcher {
 
     /// The key in a module's `__dict__`.
     #[classattr]
-    const KEY: &'static str = "_ferrohook_dispatcher";
+    pub const KEY: &'static str = "_ferrohook_dispatcher";
 
     /// The descriptors `__call__` and `_call_impl` for instances of `module`, which is `nn.Module`.
     #[staticmethod]

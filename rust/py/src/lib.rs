@@ -3,6 +3,7 @@
 //! This crate translates; what a hook is and when it fires is decided in `ferrohook-core`.
 
 mod backward;
+mod batch;
 mod call;
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 mod depth;
@@ -25,6 +26,8 @@ use pyo3::prelude::*;
 mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
+    #[pymodule_export]
+    use crate::batch::record_all;
     #[pymodule_export]
     use crate::dispatcher::Dispatcher;
     #[pymodule_export]

@@ -572,6 +572,13 @@ pub struct Recorder {
     pick: Pick,
 }
 
+impl Recorder {
+    /// Records what a module returns under the name at `index`.
+    pub fn of_outputs(collector: &Bound<'_, Collector>, index: usize) -> PyResult<Self> {
+        Self::new(collector.clone().unbind(), index, false, None)
+    }
+}
+
 #[pymethods]
 impl Recorder {
     #[new]
