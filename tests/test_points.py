@@ -648,6 +648,7 @@ def test_names_filters(model: Model, x: torch.Tensor, names: Any) -> None:
     cache, fwd, bwd = model.get_caching_hooks(names, incl_bwd=True)
     assert [name for name, _ in fwd] == [name for name, _ in bwd] == [MID, NAMES[2]]
     assert len(model.run_with_cache(x, names_filter=[])[1]) == 0
+    assert len(model.run_with_cache(x, names_filter=[], pos_slice=1)[1]) == 0
 
 
 def test_what_is_cached_is_what_leaves_the_hooks(model: Model, x: torch.Tensor) -> None:

@@ -225,16 +225,17 @@ class Recording:
     ) -> None:
         self._keeping = keeping
         self._grads = grads
+        self._names = list(points)
+        # One for all, or one for each where they are kept in different ways.
+        self._shared: Collector | None = None
+        self._collectors: dict[str, Collector] = {}
+        # In the order of the first calls, which Python sees in the latter case.
+        self._seen: dict[str, None] = {}
         if keeping.sliced or any(map(_CONVERSION, points.values())):
-            # Each in its own way. The names are in the order of the first calls, which Python sees.
-            self._seen: dict[str, None] = {}
-            self._collectors = {
-                name: self._record({name: point}, self._convert(name, point), scope)
-                for name, point in points.items()
-            }
+            for name, point in points.items():
+                convert = self._convert(name, point)
+                self._collectors[name] = self._record({name: point}, convert, scope)
         else:
-            self._collectors = {}
-            self._names = list(points)
             self._shared = self._record(points, self._convert_alike(), scope)
 
     def _record(
@@ -272,9 +273,10 @@ class Recording:
 
     def _recorded(self) -> dict[str, tuple[Collector, int]]:
         """Where each point was recorded that ran, in the order of their first calls."""
-        if self._collectors:
+        shared = self._shared
+        if shared is None:
             return {name: (self._collectors[name], 0) for name in self._seen}
-        return {self._names[place]: (self._shared, place) for place in self._shared.ran()}
+        return {self._names[place]: (shared, place) for place in shared.ran()}
 
     def cache(self) -> PointCache:
         """What was kept until it is first looked at."""
