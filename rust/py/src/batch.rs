@@ -17,10 +17,7 @@ use crate::torch;
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         recorded.
 #[pyfunction]
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "what pyo3 takes from Python"
-)]
+#[expect(clippy::needless_pass_by_value, reason = "what pyo3 takes from Python")]
 pub fn record_all(
     collector: &Bound<'_, Collector>,
     modules: Vec<Bound<'_, PyAny>>,
