@@ -171,7 +171,15 @@ class Collector:
 
 @final
 class Recorder:
-    def __new__(cls, collector: Collector, index: int, inputs: bool, part: Any) -> Self: ...
+    def __new__(
+        cls,
+        collector: Collector,
+        index: int,
+        inputs: bool,
+        part: Any,
+        *,
+        of_tuples: bool = False,
+    ) -> Self: ...
     @property
     def phase(self) -> _Phase: ...
 

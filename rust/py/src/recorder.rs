@@ -561,6 +561,8 @@ enum Pick {
     Whole,
     /// `value[key]`, or the attribute of that name.
     Part(Py<PyAny>),
+    /// `value[index]` of a tuple, and anything else whole.
+    OfTuple(Py<PyAny>),
 }
 
 /// The native hook: records what a module takes or returns.
@@ -582,11 +584,13 @@ impl Recorder {
 #[pymethods]
 impl Recorder {
     #[new]
+    #[pyo3(signature = (collector, index, inputs, part, *, of_tuples = false))]
     fn new(
         collector: Py<Collector>,
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
+        of_tuples: bool,
     ) -> PyResult<Self> {
         if index >= collector.get().names.len() {
             return Err(PyValueError::new_err("the collector has no such name"));
@@ -595,7 +599,11 @@ impl Recorder {
             collector,
             index,
             inputs,
-            pick: part.map_or(Pick::Whole, Pick::Part),
+            pick: match part {
+                None => Pick::Whole,
+                Some(part) if of_tuples => Pick::OfTuple(part),
+                Some(part) => Pick::Part(part),
+            },
         })
     }
 
@@ -613,7 +621,7 @@ impl Recorder {
         visit.call(&self.collector)?;
         match &self.pick {
             Pick::Whole => Ok(()),
-            Pick::Part(part) => visit.call(part),
+            Pick::Part(part) | Pick::OfTuple(part) => visit.call(part),
         }
     }
 }
@@ -625,9 +633,10 @@ impl Recorder {
         let collector = self.collector.get();
         let part = match &self.pick {
             Pick::Whole => py.None().into_bound(py),
-            Pick::Part(part) => part.bind(py).clone(),
+            Pick::Part(part) | Pick::OfTuple(part) => part.bind(py).clone(),
         };
-        (part, collector.detach && !collector.gradients)
+        let of_tuples = matches!(self.pick, Pick::OfTuple(_));
+        (part, collector.detach && !collector.gradients && !of_tuples)
     }
 
     /// Records a value that was picked from what passes.
@@ -646,7 +655,10 @@ impl Recorder {
     pub fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         match &self.pick {
             Pick::Whole => self.record_picked(value),
-            Pick::Part(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
+            Pick::OfTuple(_) if !value.is_instance_of::<PyTuple>() => self.record_picked(value),
+            Pick::Part(part) | Pick::OfTuple(part) => {
+                self.record_picked(&self.part(value, part.bind(value.py()))?)
+            }
         }
     }
 
