@@ -18,6 +18,7 @@ from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
+from ferrohook.errors import UnattributedWarning as UnattributedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
 from ferrohook.typed import BackwardHook as BackwardHook
@@ -55,6 +56,7 @@ __all__ = [
     "Scope",
     "SelectionError",
     "StaleActivationError",
+    "UnattributedWarning",
     "__version__",
     "capture",
     "instrument",

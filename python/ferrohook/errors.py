@@ -33,3 +33,7 @@ class NeverFiredWarning(UserWarning):
 
 class NotInstrumentedWarning(UserWarning):
     """Modules that cannot be instrumented were left as they are."""
+
+
+class UnattributedWarning(UserWarning):
+    """A recorded layer ran where nothing told which call it belongs to."""

@@ -147,8 +147,8 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
     if copied is original or not isinstance(copied, nn.Module):
         return copied
     if dispatcher is None or not (
-        # What a scope or a capture wants of a module, it does not want of a copy.
-        dispatcher.asked_for or contextvars.Context().run(dispatcher.registry.list)
+        # What a scope, a capture or recording wants of a module, it does not want of a copy.
+        dispatcher.asked_for or contextvars.Context().run(_hooks_to_copy, dispatcher.registry)
     ):
         with _LOCK:
             _give_back(copied)
@@ -159,6 +159,11 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         vars(copied)[_KEY] = duplicate
         _CLASS.__set__(copied, _instrumented_class(plain_class(type(copied))))
     return copied
+
+
+def _hooks_to_copy(registry: Registry) -> bool:
+    hooks = [hook for _, _, hook, *_ in registry.list()]
+    return any(not hasattr(getattr(hook, "__self__", hook), "stays_behind") for hook in hooks)
 
 
 def _give_back(module: nn.Module) -> None:

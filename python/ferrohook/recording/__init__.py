@@ -1,0 +1,12 @@
+"""Recording: the outputs that a model declares, put into what its forward returns.
+
+Names and behaviour are those of transformers' `capture_outputs`; any `nn.Module` class can declare
+what it records.
+"""
+
+from ferrohook.recording.declarations import OutputRecorder as OutputRecorder
+from ferrohook.recording.defaults import merge_with_config_defaults as merge_with_config_defaults
+from ferrohook.recording.forwards import capture_outputs as capture_outputs
+from ferrohook.recording.layers import uninstall as uninstall
+
+__all__ = ["OutputRecorder", "capture_outputs", "merge_with_config_defaults", "uninstall"]

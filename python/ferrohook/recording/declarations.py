@@ -1,0 +1,228 @@
+"""What a model declares that it can record, and the modules that this means."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ferrohook.activations import _expect
+from ferrohook.classes import plain_class
+from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.module import _describe
+from ferrohook.selection import _closest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DECLARATION = "_can_record_outputs"
+HIDDEN = "hidden_states"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputRecorder:
+    """Which modules' outputs are recorded, and which part of them (transformers' class).
+
+    A module is recorded that is an instance of `target_class`, or whose class or path ends in
+    `class_name`. The recorders of one key keep their tensors in the same way.
+
+    Args:
+        target_class: a subclass of `nn.Module`, or None where `class_name` tells.
+        index: which item of a tuple is recorded; an output that is none is recorded whole.
+        layer_name: only modules with these segments in their path, such as `self_attn`.
+        class_name: the end of the class's name, or of the module's path.
+        capture_initial_hidden_state: begin `hidden_states` with what the first layer took.
+        num_hidden_layers_key: the config's attribute that counts the layers, for negative indices
+            in `output_hidden_states`.
+        detach: from autograd's graph.
+        device: where the tensors are moved to, see `capture`.
+        dtype: what tensors of floating point are cast to.
+
+    Raises:
+        HookTypeError: neither class nor suffix, or one of the wrong type.
+        RuntimeError: `device` is none.
+    """
+
+    target_class: type[nn.Module] | None
+    index: int = 0
+    layer_name: str | None = None
+    class_name: str | None = None
+    capture_initial_hidden_state: bool = True
+    num_hidden_layers_key: str = "num_hidden_layers"
+    detach: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be recorded by."""
+        target = self.target_class
+        if target is None and not self.class_name:
+            msg = "an OutputRecorder names a target_class or a class_name, this one neither"
+            raise HookTypeError(msg)
+        if target is not None and not (isinstance(target, type) and issubclass(target, nn.Module)):
+            msg = f"target_class is a subclass of nn.Module, got {_describe(target)}"
+            raise HookTypeError(msg)
+        _expect(self.index, int, "index is a whole number")
+        for name in ("layer_name", "class_name"):
+            _expect(getattr(self, name), (str, type(None)), f"{name} is a str")
+        _expect(self.dtype, (torch.dtype, type(None)), "dtype is a torch.dtype")
+        if self.device is not None:
+            torch.device(self.device)
+
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """How its tensors are kept."""
+        return self.detach, self.device, self.dtype
+
+    def fits(self, module: nn.Module, path: str) -> bool:
+        """Whether the module is recorded; `path` begins with a dot."""
+        cls = plain_class(type(module))
+        ends = self.class_name is not None and (
+            cls.__name__.endswith(self.class_name) or path.endswith(self.class_name)
+        )
+        if not ends and not (self.target_class and isinstance(module, self.target_class)):
+            return False
+        return self.layer_name is None or f".{self.layer_name.strip('.')}." in f"{path}."
+
+
+class Target(NamedTuple):
+    """A module that is recorded."""
+
+    key: str
+    recorder: OutputRecorder
+    module: nn.Module
+
+
+def _declares(module: nn.Module) -> bool:
+    return _DECLARATION in vars(module) or hasattr(type(module), _DECLARATION)
+
+
+def declared_by(module: nn.Module) -> dict[str, Any]:
+    """What a module declares, as it does.
+
+    Raises:
+        HookTypeError: it is no dict.
+    """
+    declared = getattr(module, _DECLARATION, None) or {}
+    if not isinstance(declared, Mapping):
+        msg = f"{_DECLARATION} is a dict from keys to recorders, got {_describe(declared)}"
+        raise HookTypeError(msg)
+    return cast("dict[str, Any]", declared)
+
+
+def _recorders(module: nn.Module) -> dict[str, list[OutputRecorder]]:
+    """What a module declares, in one form."""
+    return {
+        key: [_recorder(key, each) for each in (given if isinstance(given, list) else [given])]
+        for key, given in declared_by(module).items()
+    }
+
+
+def _recorder(key: str, given: Any) -> OutputRecorder:
+    if isinstance(given, OutputRecorder):
+        return given
+    # As transformers picks: attentions come second, behind what the layer computes.
+    index = 0 if HIDDEN in key else 1
+    try:
+        if isinstance(given, str):
+            return OutputRecorder(None, index=index, class_name=given)
+        if isinstance(given, type):
+            return OutputRecorder(given, index=index)
+        if hasattr(given, "target_class"):  # transformers' own recorder
+            names = [field.name for field in dataclasses.fields(OutputRecorder)]
+            return OutputRecorder(
+                **{name: getattr(given, name) for name in names if hasattr(given, name)}
+            )
+    except HookTypeError as error:
+        msg = f"{_DECLARATION}[{key!r}]: {error}"
+        raise HookTypeError(msg) from error
+    msg = (
+        f"{_DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
+        f"OutputRecorder or a list of these, got {_describe(given)}"
+    )
+    raise HookTypeError(msg)
+
+
+class Plan(NamedTuple):
+    """What a model records at one moment, and what told so."""
+
+    targets: dict[str, list[Target]]
+    modules: list[nn.Module]
+    children: list[nn.Module | None]
+    declaring: list[nn.Module]
+    declared: list[dict[str, Any]]
+
+    def holds(self) -> bool:
+        """Whether the model still has the same modules, and declares the same."""
+        try:
+            return (
+                _children(self.modules) == self.children
+                and [declared_by(module) for module in self.declaring] == self.declared
+            )
+        except RuntimeError:  # another thread adds a module
+            return False
+
+
+_MODULES = operator.attrgetter("_modules")
+
+
+def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
+    # Asked for every recorded call, of every module: without a frame for each.
+    return [*itertools.chain.from_iterable(map(dict.values, map(_MODULES, modules)))]
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Finds what is recorded; a sub-model with a declaration of its own goes by that."""
+    targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
+    modules: list[nn.Module] = []
+    declaring = [model]
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
+        seen.add(id(module))
+        modules.append(module)
+        for name, child in list(module._modules.items()):
+            if child is None or id(child) in seen:
+                continue
+            if _declares(child):
+                declaring.append(child)
+                walk(child, f"{path}.{name}", _recorders(child))
+            else:
+                walk(child, f"{path}.{name}", recorders)
+        for key, given in recorders.items():
+            for recorder in given:
+                if recorder.fits(module, path):
+                    targets.setdefault(key, []).append(Target(key, recorder, module))
+
+    walk(model, "", _recorders(model))
+    for key, found in targets.items():
+        if len({target.recorder.kept for target in found}) > 1:
+            msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
+            raise HookError(msg)
+    return Plan(
+        targets,
+        modules,
+        _children(modules),
+        declaring,
+        [dict(declared_by(module)) for module in declaring],
+    )
+
+
+def unmatched(model: nn.Module, key: str, modules: Sequence[nn.Module]) -> SelectionError:
+    """The error for a key whose recorders match none of the modules."""
+    named = [
+        recorder.class_name or getattr(recorder.target_class, "__name__", "")
+        for recorder in _recorders(model)[key]
+    ]
+    classes = dict.fromkeys(type(module).__name__ for module in modules)
+    closest = list(dict.fromkeys(name for each in named for name in _closest(each, classes)))
+    msg = (
+        f"{type(model).__name__} declares {key!r} of {', '.join(named)}, which matches none of its "
+        f"modules; the closest classes in it are {', '.join(closest) or 'none'}"
+    )
+    return SelectionError(msg)

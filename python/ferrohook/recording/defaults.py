@@ -1,0 +1,111 @@
+"""`merge_with_config_defaults`: arguments that a config has where the caller has none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from ferrohook.errors import HookTypeError
+from ferrohook.module import _describe
+from ferrohook.recording.forwards import _parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_WITH_DEFAULTS = (
+    "use_cache",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "vision_aspect_ratio",
+)
+_STRATEGIES = ("default", "full")
+_ABSENT = object()
+_LOG = logging.getLogger("ferrohook")
+
+
+def merge_with_config_defaults(func: F) -> F:
+    """Gives a forward what its caller left out as `self.config` has it (transformers').
+
+    That is `use_cache`, `vision_feature_layer`, `vision_feature_select_strategy`,
+    `vision_aspect_ratio` and `is_causal`. None counts as left out. `use_cache` is off where
+    `self.gradient_checkpointing` is on while training. An `is_causal` that differs from the
+    config's stands in the config too for as long as the call takes, because masks are made by that:
+    other threads see it.
+
+    The forward raises:
+        ValueError: a `vision_feature_select_strategy` other than default and full.
+    """
+    if not callable(func):
+        msg = f"merge_with_config_defaults decorates a forward, got {_describe(func)}"
+        raise HookTypeError(msg)
+    names = _parameters(func)
+    places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}
+
+    @functools.wraps(func)
+    def merged_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        given = list(args)
+        for name in _WITH_DEFAULTS:
+            place = places.get(name, len(given))
+            positional = place < len(given)
+            value = given[place] if positional else kwargs.get(name)
+            value = getattr(config, name, None) if value is None else value
+            if value is None or not (positional or names is None or name in names):
+                continue
+            value = _checked_default(self, name, value)
+            if positional:
+                given[place] = value
+            else:
+                kwargs[name] = value
+        if names is None or "is_causal" in names:
+            causal = kwargs.get("is_causal", getattr(config, "is_causal", None))
+            if causal is not None:
+                kwargs["is_causal"] = causal
+                with _in_config(config, "is_causal", causal):
+                    return func(self, *given, **kwargs)
+        return func(self, *given, **kwargs)
+
+    return cast("F", merged_forward)
+
+
+def _checked_default(model: nn.Module, name: str, value: Any) -> Any:
+    if name == "vision_feature_select_strategy" and value not in _STRATEGIES:
+        msg = f"vision_feature_select_strategy is one of {', '.join(_STRATEGIES)}, got {value!r}"
+        raise ValueError(msg)
+    checkpointed = model.training and getattr(model, "gradient_checkpointing", False)
+    if name == "use_cache" and value and checkpointed:
+        if not torch.compiler.is_compiling():
+            _say_no_cache()
+        return False
+    return value
+
+
+@functools.cache
+def _say_no_cache() -> None:
+    _LOG.warning("use_cache=True does not go with gradient checkpointing: use_cache is off")
+
+
+@contextlib.contextmanager
+def _in_config(config: Any, name: str, value: Any) -> Iterator[None]:
+    """Has the config say so, unless it does; one that is None says nothing."""
+    if config is None or getattr(config, name, None) == value:
+        yield
+        return
+    before = vars(config).get(name, _ABSENT)
+    setattr(config, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(config, name)
+        else:
+            setattr(config, name, before)

@@ -1,0 +1,343 @@
+"""`capture_outputs`: a forward that returns what its model declares."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from ferrohook._core import active_scopes
+from ferrohook.classes import plain_class
+from ferrohook.errors import HookTypeError
+from ferrohook.module import _describe
+from ferrohook.recording.calls import Call, innermost, selected_of
+from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
+from ferrohook.recording.layers import KEY, install, installation_of
+from ferrohook.recording.tracing import TRACED, TracedCall
+from ferrohook.selection import _closest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+FLAG = "output_"
+ATTENTIONS = "attentions"
+CROSS = "cross_attentions"
+# Recorded for `output_attentions`, as transformers does it.
+WITH_ATTENTIONS = (CROSS, "mask_decoder_attentions")
+SELF_AND_CROSS = 2
+
+
+@overload
+def capture_outputs(func: F, *, tie_last_hidden_states: bool = True) -> F: ...
+@overload
+def capture_outputs(
+    func: None = None, *, tie_last_hidden_states: bool = True
+) -> Callable[[F], F]: ...
+def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) -> Any:
+    """Makes a forward return what its model declares, where it is asked for (transformers').
+
+    The class declares it in `_can_record_outputs`: a dict from keys to a subclass of `nn.Module`,
+    the end of a class's name, an `OutputRecorder`, or a list of these. Each key has a flag, the
+    keyword argument `output_<key>` or, where that is not given, the attribute of that name of
+    `self.config`; what was recorded is put under the key into the mapping or dataclass that the
+    forward returns, as a tuple in the order of the layers' calls. `hidden_states` begin with what
+    the first layer took. `output_hidden_states` also takes an index or several, and keeps None in
+    place of the others. `output_attentions` asks for `cross_attentions` and
+    `mask_decoder_attentions` too. `return_dict=False` makes it a tuple.
+
+    Only calls made in the context of the forward are recorded, and calls of its layers on helper
+    threads as far as they can be told (see the guide to migrating); a sub-model with a decorated
+    forward records for itself.
+
+    Args:
+        func: the forward; None to decorate with options.
+        tie_last_hidden_states: the last of the hidden states is the output's `last_hidden_state`,
+            or `vision_hidden_states`. `config.tie_last_hidden_states` goes first.
+
+    The forward raises:
+        HookTypeError: an unknown `output_` flag; a declaration of the wrong type; an output that
+            nothing can be put into.
+        SelectionError: a declaration that was asked for matches no module, or its index is outside
+            of what a layer returned.
+        HookError: a layer cannot be instrumented.
+
+    Examples:
+        >>> class Model(nn.Module):
+        ...     _can_record_outputs = {"hidden_states": Layer}
+        ...     @capture_outputs
+        ...     def forward(self, x):
+        ...         ...
+        >>> model(x, output_hidden_states=True)["hidden_states"]
+    """
+
+    def decorate(forward: Any) -> Any:
+        names = _parameters(forward)
+
+        @functools.wraps(forward)
+        def recorded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            config = getattr(self, "config", None)
+            declared = declared_by(self)
+            return_dict = kwargs.pop("return_dict", getattr(config, "return_dict", True))
+            flags = _flags(declared, config, kwargs)
+            traced = torch.compiler.is_compiling() and innermost() is None
+            if not traced:
+                _check_flags(self, declared, config, kwargs)
+            # By their own keyword, which no model around this one passed on.
+            own = flags.keys() - WITH_ATTENTIONS
+            asked = [key for key in own if kwargs.get(FLAG + key) and _outermost()]
+            if names is not None:  # a forward need not know of flags
+                kwargs = {
+                    name: value
+                    for name, value in kwargs.items()
+                    if name in names or not name.startswith(FLAG)
+                }
+            run = _traced_call if traced else _call
+            outputs, recorded = run(self, forward, args, kwargs, flags, asked)
+            if recorded:
+                tie = getattr(config, "tie_last_hidden_states", None)
+                tie = tie_last_hidden_states if tie is None else tie
+                outputs = _put(outputs, _arranged(outputs, recorded, declared, tie=tie))
+            return _as_tuple(outputs) if return_dict is False else outputs
+
+        return recorded_forward
+
+    if func is not None and not callable(func):
+        msg = f"capture_outputs decorates a forward, got {_describe(func)}"
+        raise HookTypeError(msg)
+    return decorate if func is None else decorate(func)
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that it takes as keywords; None if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def _flags(declared: dict[str, Any], config: object, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keys that are asked for, with what their flags say."""
+
+    def flag(key: str) -> Any:
+        name = FLAG + (ATTENTIONS if key in WITH_ATTENTIONS else key)
+        return kwargs[name] if name in kwargs else getattr(config, name, False)
+
+    flags = {key: flag(key) for key in declared}
+    return {key: value for key, value in flags.items() if value}
+
+
+def _check_flags(
+    model: nn.Module, declared: dict[str, Any], config: object, kwargs: dict[str, Any]
+) -> None:
+    """Refuses a flag that asks for what nobody knows."""
+    for name, value in kwargs.items():
+        if not name.startswith(FLAG) or value is None or value is False:
+            continue
+        if name.removeprefix(FLAG) in declared or hasattr(config, name):
+            continue
+        # A model around this one passes on what it got.
+        if any(name in _known_flags(each) for each in (model, *_around(model))):
+            continue
+        flags = sorted(_known_flags(model))
+        closest = ", ".join(_closest(name, flags) or flags)
+        msg = (
+            f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
+        )
+        raise HookTypeError(msg)
+
+
+def _around(model: nn.Module) -> Iterator[nn.Module]:
+    """The models whose methods run on this thread, with this one inside them."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module) and any(each is model for each in caller.modules()):
+            yield caller
+        frame = frame.f_back
+
+
+def _known_flags(model: nn.Module) -> frozenset[str]:
+    """The flags that the model or one inside declares, or a forward takes."""
+    with contextlib.suppress(KeyError):
+        return _KNOWN_FLAGS[model]
+    known: set[str] = set()
+    for module in model.modules():
+        known.update(FLAG + key for key in declared_by(module))
+        with contextlib.suppress(TypeError, ValueError):  # without a signature
+            known |= _parameters_of_class(plain_class(type(module)))
+    if FLAG + CROSS in known or FLAG + "mask_decoder_attentions" in known:
+        known.add(FLAG + ATTENTIONS)
+    _KNOWN_FLAGS[model] = frozenset(known)
+    return _KNOWN_FLAGS[model]
+
+
+_KNOWN_FLAGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _parameters_of_class(cls: type[nn.Module]) -> frozenset[str]:
+    names = inspect.signature(cls.forward).parameters
+    return frozenset(name for name in names if name.startswith(FLAG))
+
+
+def _arranged(
+    outputs: Any, recorded: dict[str, tuple[Any, ...]], declared: dict[str, Any], *, tie: bool
+) -> dict[str, tuple[Any, ...]]:
+    """What was recorded as the output has it: the last state tied, attentions by their kind."""
+    arranged = {}
+    for key, values in recorded.items():
+        arranged[key] = values
+        if key == HIDDEN and tie and values and values[-1] is not None:
+            for name in ("vision_hidden_states", "last_hidden_state"):
+                if _has(outputs, name):
+                    arranged[key] = (*values[:-1], _get(outputs, name))
+                    break
+        elif (
+            key == ATTENTIONS
+            and isinstance(declared[key], list)
+            and len(declared[key]) == SELF_AND_CROSS
+            and CROSS not in declared
+            and _has(outputs, CROSS)
+        ):
+            # A layer's self-attention and its cross-attention, in turn.
+            arranged[key], arranged[CROSS] = values[0::2], values[1::2]
+    return arranged
+
+
+def _has(outputs: Any, name: str) -> bool:
+    return hasattr(outputs, name) or (isinstance(outputs, Mapping) and name in outputs)
+
+
+def _get(outputs: Any, name: str) -> Any:
+    return getattr(outputs, name) if hasattr(outputs, name) else outputs[name]
+
+
+def _put(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
+    if isinstance(outputs, MutableMapping):
+        for key, values in recorded.items():
+            outputs[key] = values
+        return outputs
+    if not dataclasses.is_dataclass(outputs) or isinstance(outputs, type):
+        msg = (
+            f"{', '.join(recorded)} was recorded for a forward that returned "
+            f"{_describe(outputs)}: only a dict or a dataclass can take it up"
+        )
+        raise HookTypeError(msg)
+    missing = recorded.keys() - {field.name for field in dataclasses.fields(outputs)}
+    if missing:
+        msg = f"{type(outputs).__name__} has no field for what was recorded: {', '.join(missing)}"
+        raise HookTypeError(msg)
+    outputs = copy.copy(outputs)
+    for key, values in recorded.items():
+        object.__setattr__(outputs, key, values)  # it may be frozen
+    return outputs
+
+
+def _as_tuple(outputs: Any) -> Any:
+    if hasattr(outputs, "to_tuple"):
+        return outputs.to_tuple()
+    if isinstance(outputs, Mapping):
+        return tuple(value for value in outputs.values() if value is not None)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        values = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
+        return tuple(value for value in values if value is not None)
+    return outputs
+
+
+def _outermost() -> bool:
+    return innermost() is None and TRACED.call is None
+
+
+def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flags: dict[str, Any],
+    asked: list[str],
+) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+    """Runs the forward and gives what it returned and what was recorded."""
+    outer = innermost()
+    traced = TRACED.call
+    if not flags and outer is None and traced is None and vars(model).get(KEY) is None:
+        return forward(model, *args, **kwargs), {}
+    call = _enter(model, (args, kwargs), flags)
+    others = [scope for scope in active_scopes.get() if scope is not outer]
+    token = active_scopes.set((*others, call))
+    TRACED.call = None
+    if outer is not None:
+        outer.inner.add(call)
+    try:
+        if flags:
+            call.begin(model, flags, asked)
+        outputs = forward(model, *args, **kwargs)
+        recorded = call.recorded()
+    finally:
+        TRACED.call = traced
+        active_scopes.reset(token)
+        if outer is not None:
+            outer.inner.discard(call)
+        call.end()
+    call.tell_unattributed()
+    return outputs, recorded
+
+
+def _enter(model: nn.Module, given: tuple[Any, ...], flags: dict[str, Any]) -> Call:
+    while True:
+        installation = install(model) if flags else installation_of(model)
+        call = Call(installation, given)
+        if installation is None:
+            return call
+        installation.calls.add(call)
+        if not installation.retired:
+            return call
+        call.end()  # another thread uninstalled meanwhile
+
+
+def _prepared(
+    model: nn.Module, flags: dict[str, Any], asked: list[str]
+) -> tuple[str, tuple[int, ...] | None]:
+    """Installs; runs while Dynamo traces, which sees the result alone."""
+    installation = install(model)
+    plan = installation.update()
+    for key in asked:
+        if not plan.targets[key]:
+            raise unmatched(model, key, plan.modules)
+    selected = selected_of(model, flags[HIDDEN], plan.targets[HIDDEN]) if HIDDEN in flags else None
+    return installation.number, None if selected is None else tuple(selected)
+
+
+# What `torch.compiler.assume_constant_result` does, which would import Dynamo.
+_prepared._dynamo_marked_constant = True  # type: ignore[attr-defined] # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flags: dict[str, Any],
+    asked: list[str],
+) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+    """The same as `_call`, for Dynamo."""
+    outer = TRACED.call
+    if not flags and outer is None:
+        return forward(model, *args, **kwargs), {}
+    number, selected = _prepared(model, flags, asked) if flags else ("", None)
+    call = TracedCall(number, list(flags), selected)
+    TRACED.call = call
+    try:
+        outputs = forward(model, *args, **kwargs)
+    finally:
+        TRACED.call = outer
+    return outputs, {key: tuple(values) for key, values in call.recorded.items()}

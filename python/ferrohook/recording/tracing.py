@@ -1,0 +1,67 @@
+"""A call of a model that `torch.compile` traces.
+
+What it records are outputs of the graph: nothing is shared between the threads that run it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.activations import map_tensors
+from ferrohook.recording.calls import picked
+from ferrohook.recording.declarations import HIDDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ferrohook.recording.declarations import OutputRecorder
+
+
+class TracedCall:
+    """A call of a model that Dynamo traces: what is recorded becomes outputs of the graph."""
+
+    def __init__(self, number: str, keys: list[str], selected: tuple[int, ...] | None) -> None:
+        self.number = number
+        self.recorded: dict[str, list[Any]] = {key: [] for key in keys}
+        self._selected = selected
+
+    def take(self, key: str, recorder: OutputRecorder, taken: Any, output: Any) -> None:
+        """Records what a layer returned, and what the first one took."""
+        value = picked(key, output, recorder.index)
+        if key == HIDDEN and recorder.capture_initial_hidden_state and not self.recorded[key]:
+            self._append(key, recorder, taken)
+        if value is not None:
+            self._append(key, recorder, value)
+
+    def _append(self, key: str, recorder: OutputRecorder, value: Any) -> None:
+        values = self.recorded[key]
+        if key == HIDDEN and self._selected is not None and len(values) not in self._selected:
+            values.append(None)
+        else:
+            values.append(map_tensors(_traced_keep(recorder), value))
+
+
+def _traced_keep(recorder: OutputRecorder) -> Callable[[Tensor], Tensor]:
+    def keep(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach() if recorder.detach else tensor
+        if recorder.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(recorder.dtype)
+        return tensor if recorder.device is None else tensor.to(recorder.device)
+
+    return keep
+
+
+class _Traced(threading.local):
+    """The call that this thread traces, or runs between two graphs of it.
+
+    Dynamo follows a thread's own variable, and not the setting of a context's; a forward is left by
+    the thread that entered it.
+    """
+
+    call: TracedCall | None = None
+
+
+TRACED = _Traced()
