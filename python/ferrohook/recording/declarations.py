@@ -20,7 +20,7 @@ from ferrohook.selection import _closest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DECLARATION = "_can_record_outputs"
+DECLARATION = "_can_record_outputs"
 HIDDEN = "hidden_states"
 
 
@@ -98,8 +98,9 @@ class Target(NamedTuple):
     module: nn.Module
 
 
-def _declares(module: nn.Module) -> bool:
-    return _DECLARATION in vars(module) or hasattr(type(module), _DECLARATION)
+def declares(module: nn.Module) -> bool:
+    """Whether a module or its class says what it records, if only that it is nothing."""
+    return DECLARATION in vars(module) or hasattr(type(module), DECLARATION)
 
 
 def declared_by(module: nn.Module) -> dict[str, Any]:
@@ -108,9 +109,9 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
     Raises:
         HookTypeError: it is no dict.
     """
-    declared = getattr(module, _DECLARATION, None) or {}
+    declared = getattr(module, DECLARATION, None) or {}
     if not isinstance(declared, Mapping):
-        msg = f"{_DECLARATION} is a dict from keys to recorders, got {_describe(declared)}"
+        msg = f"{DECLARATION} is a dict from keys to recorders, got {_describe(declared)}"
         raise HookTypeError(msg)
     return cast("dict[str, Any]", declared)
 
@@ -139,10 +140,10 @@ def _recorder(key: str, given: Any) -> OutputRecorder:
                 **{name: getattr(given, name) for name in names if hasattr(given, name)}
             )
     except HookTypeError as error:
-        msg = f"{_DECLARATION}[{key!r}]: {error}"
+        msg = f"{DECLARATION}[{key!r}]: {error}"
         raise HookTypeError(msg) from error
     msg = (
-        f"{_DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
+        f"{DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
         f"OutputRecorder or a list of these, got {_describe(given)}"
     )
     raise HookTypeError(msg)
@@ -189,7 +190,7 @@ def plan_of(model: nn.Module) -> Plan:
         for name, child in list(module._modules.items()):
             if child is None or id(child) in seen:
                 continue
-            if _declares(child):
+            if declares(child):
                 declaring.append(child)
                 walk(child, f"{path}.{name}", _recorders(child))
             else:
