@@ -33,8 +33,8 @@ __all__ = [
     "unregister_patch_mapping",
 ]
 
-# Never held while code of the user's runs.
-_LOCK = threading.Lock()
+# Never held while code of the user's runs. A finaliser may come in between.
+_LOCK = threading.RLock()
 _MAPPING: dict[str, type[nn.Module]] = {}
 
 
@@ -147,7 +147,7 @@ class _Slot:
 
 
 _SLOTS: dict[tuple[int, str], _Slot] = {}
-_SLOTS_LOCK = threading.Lock()
+_SLOTS_LOCK = threading.RLock()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import itertools
 import operator
 import threading
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -76,7 +77,7 @@ def picked(key: str, output: Any, index: int) -> Any:
     if not isinstance(output, tuple):
         return output
     if not -len(output) <= index < len(output):
-        msg = f"{key!r} has no index {index}: the layer returned a tuple of {len(output)}"
+        msg = f'"{key}" has no output_index {index}: it is a tuple of {len(output)}'
         raise SelectionError(msg)
     return output[index]
 
@@ -100,6 +101,8 @@ class Call(ScopeBase):
         # Those that were there before have other things to do than help.
         self.threads: list[threading.Thread] = []
         self.unattributed: set[str] = set()
+        # What its layers returned: by that a layer is known which another thread runs for it.
+        self.seen: list[weakref.ref[Tensor]] = []
         self._given = given
         self._copies = _HostCopies()
 
@@ -150,10 +153,9 @@ class Call(ScopeBase):
                 installation.release_when_idle()
 
     def knows(self, tensors: list[Tensor]) -> bool:
-        """Whether it was called with one of these, or recorded it."""
-        kept = [collector.values(0) for collector in self.collectors.values()]
-        initial = [] if self.states is None else self.states.initial
-        known = [*tensors_in([self._given, *kept, initial])]
+        """Whether it was called with one of these, or a layer of it returned it."""
+        seen = (reference() for reference in list(self.seen))
+        known = [*tensors_in(self._given), *(each for each in seen if each is not None)]
         return any(_share(each, tensor) for tensor in tensors if tensor.numel() for each in known)
 
     def tell_unattributed(self) -> None:

@@ -170,11 +170,12 @@ class Plan(NamedTuple):
 
 
 _MODULES = operator.attrgetter("_modules")
+_VALUES = operator.methodcaller("values")
 
 
 def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
     # Asked for every recorded call, of every module: without a frame for each.
-    return [*itertools.chain.from_iterable(map(dict.values, map(_MODULES, modules)))]
+    return [*itertools.chain.from_iterable(map(_VALUES, map(_MODULES, modules)))]
 
 
 def plan_of(model: nn.Module) -> Plan:

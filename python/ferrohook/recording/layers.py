@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ferrohook._core import active_scopes, record
 from ferrohook.activations import _BEHIND_ALL, tensors_in
@@ -197,24 +197,26 @@ class _Watch:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not torch.compiler.is_compiling():
-            call = innermost()
-            if call is not None:
-                if (
-                    self._first is not None
-                    and call.states is not None
-                    and call.installation is self._installation
-                ):
-                    call.states.begin(self._first, args, kwargs)
-                return
-            if TRACED.call is None:
-                self._record_elsewhere(module, args, kwargs, output)
-                return
+        call = innermost()
+        if call is not None:
+            if call.installation is self._installation:
+                self._note(call, args, kwargs, output)
+            return
         traced = TRACED.call
-        if traced is not None and traced.number == self._number:
+        if traced is None:
+            if not torch.compiler.is_compiling():
+                self._record_elsewhere(module, args, kwargs, output)
+        elif traced.number == self._number:
             for key, recorder in self._tasks:
                 if key in traced.recorded:
                     traced.take(key, recorder, first_of(args, kwargs), output)
+
+    def _note(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._first is not None and call.states is not None:
+            call.states.begin(self._first, args, kwargs)
+        main = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(main, Tensor):
+            call.seen.append(weakref.ref(main))
 
     def _record_elsewhere(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -227,8 +229,7 @@ class _Watch:
             call = self._claimed(module, args, kwargs)
         if call is None:
             return
-        if self._first is not None and call.states is not None:
-            call.states.begin(self._first, args, kwargs)
+        self._note(call, args, kwargs, output)
         number = registry_of(module).module
         token = active_scopes.set((call,))
         try:

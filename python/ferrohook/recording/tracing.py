@@ -61,7 +61,9 @@ class _Traced(threading.local):
     the thread that entered it.
     """
 
-    call: TracedCall | None = None
+    def __init__(self) -> None:
+        # Of each thread's own from the start: Dynamo guards on its being there.
+        self.call: TracedCall | None = None
 
 
 TRACED = _Traced()
