@@ -91,7 +91,11 @@ class Call(ScopeBase):
     def __new__(cls, *_args: Any) -> Self:  # noqa: D102 (its base takes no arguments)
         return super().__new__(cls)
 
-    def __init__(self, installation: Installation | None, given: tuple[Any, ...]) -> None:
+    def __init__(
+        self, calls: set[Call], installation: Installation | None, given: tuple[Any, ...]
+    ) -> None:
+        # Those of the same model.
+        self.calls = calls
         self.installation = installation
         # Calls of sub-models in progress, which record for themselves.
         self.inner: set[Call] = set()
@@ -146,11 +150,9 @@ class Call(ScopeBase):
         self._close()
         for collector in self.collectors.values():
             collector.clear()
-        installation = self.installation
-        if installation is not None:
-            installation.calls.discard(self)
-            if installation.retired:
-                installation.release_when_idle()
+        self.calls.discard(self)
+        if self.installation is not None and self.installation.retired:
+            self.installation.release_when_idle()
 
     def knows(self, tensors: list[Tensor]) -> bool:
         """Whether it was called with one of these, or a layer of it returned it."""
@@ -218,6 +220,15 @@ def selected_of(model: nn.Module, flag: Any, targets: list[Target]) -> frozenset
     layers = getattr(config, recorder.num_hidden_layers_key, len(targets))
     count = layers + recorder.capture_initial_hidden_state
     return frozenset(index % count for index in indices if -count <= index < count)
+
+
+_CALLS: weakref.WeakKeyDictionary[nn.Module, set[Call]] = weakref.WeakKeyDictionary()
+
+
+def calls_of(model: nn.Module) -> set[Call]:
+    """The calls of a model in progress, those that record nothing too."""
+    calls = _CALLS.get(model)
+    return _CALLS.setdefault(model, set()) if calls is None else calls
 
 
 def innermost() -> Call | None:

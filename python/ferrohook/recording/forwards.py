@@ -18,9 +18,9 @@ from ferrohook._core import active_scopes
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, innermost, selected_of
+from ferrohook.recording.calls import Call, calls_of, innermost, selected_of
 from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
-from ferrohook.recording.layers import KEY, install, installation_of
+from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
 from ferrohook.selection import _closest
 
@@ -269,8 +269,6 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     """Runs the forward and gives what it returned and what was recorded."""
     outer = innermost()
     traced = TRACED.call
-    if not flags and outer is None and traced is None and vars(model).get(KEY) is None:
-        return forward(model, *args, **kwargs), {}
     call = _enter(model, (args, kwargs), flags)
     others = [scope for scope in active_scopes.get() if scope is not outer]
     token = active_scopes.set((*others, call))
@@ -293,13 +291,12 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
 
 
 def _enter(model: nn.Module, given: tuple[Any, ...], flags: dict[str, Any]) -> Call:
+    calls = calls_of(model)
     while True:
         installation = install(model) if flags else installation_of(model)
-        call = Call(installation, given)
-        if installation is None:
-            return call
-        installation.calls.add(call)
-        if not installation.retired:
+        call = Call(calls, installation, given)
+        calls.add(call)
+        if installation is None or not installation.retired:
             return call
         call.end()  # another thread uninstalled meanwhile
 

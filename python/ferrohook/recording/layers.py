@@ -15,7 +15,7 @@ from ferrohook.activations import _BEHIND_ALL, tensors_in
 from ferrohook.errors import HookTypeError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, first_of, innermost, picked
+from ferrohook.recording.calls import Call, calls_of, first_of, innermost, picked
 from ferrohook.recording.declarations import HIDDEN, Plan, Target, plan_of
 from ferrohook.recording.tracing import TRACED
 
@@ -41,7 +41,7 @@ class Installation:
         self.model = weakref.ref(model)
         self.number = str(next(_NUMBERS))
         self.plan: Plan | None = None
-        self.calls: set[Call] = set()
+        self.calls = calls_of(model)
         self._retired = False
         self._held: list[nn.Module] = []
         self._handles: list[HookHandle] = []
@@ -89,7 +89,7 @@ class Installation:
     def release_when_idle(self) -> None:
         """Gives the layers back, once, if it is retired and no call is in progress."""
         with _LOCK:
-            if self.calls or not self._retired:
+            if not self._retired or any(call.installation is self for call in list(self.calls)):
                 return
             former = self._held, self._handles
             self._held, self._handles = [], []
@@ -133,9 +133,8 @@ def uninstall(model: nn.Module) -> None:
         msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
         raise HookTypeError(msg)
     for module in model.modules():
-        installation = installation_of(module)
-        vars(module).pop(KEY, None)
-        if installation is not None:
+        installation = vars(module).pop(KEY, None)
+        if installation and installation.model() is module:
             installation.retire()
 
 
@@ -199,7 +198,7 @@ class _Watch:
     ) -> None:
         call = innermost()
         if call is not None:
-            if call.installation is self._installation:
+            if self._installation is not None and call.calls is self._installation.calls:
                 self._note(call, args, kwargs, output)
             return
         traced = TRACED.call
