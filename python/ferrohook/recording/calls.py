@@ -108,12 +108,15 @@ class Call(ScopeBase):
         # What its layers returned: by that a layer is known which another thread runs for it.
         self.seen: list[weakref.ref[Tensor]] = []
         self._given = given
+        self._watches = False
         self._copies = _HostCopies()
 
     def begin(self, model: nn.Module, flags: dict[str, Any], asked: list[str]) -> None:
         """Has what was asked for recorded."""
         installation = cast("Installation", self.installation)
         plan = installation.update()
+        installation.watch(more=1)
+        self._watches = True
         self.threads = threading.enumerate()
         for key, flag in flags.items():
             targets = plan.targets[key]
@@ -151,8 +154,12 @@ class Call(ScopeBase):
         for collector in self.collectors.values():
             collector.clear()
         self.calls.discard(self)
-        if self.installation is not None and self.installation.retired:
-            self.installation.release_when_idle()
+        installation = self.installation
+        if installation is not None:
+            if self._watches:
+                installation.watch(more=-1)
+            if installation.retired:
+                installation.release_when_idle()
 
     def knows(self, tensors: list[Tensor]) -> bool:
         """Whether it was called with one of these, or a layer of it returned it."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import jit, nn
 
 from ferrohook.activations import _expect
 from ferrohook.classes import plain_class
@@ -170,12 +170,11 @@ class Plan(NamedTuple):
 
 
 _MODULES = operator.attrgetter("_modules")
-_VALUES = operator.methodcaller("values")
 
 
 def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
     # Asked for every recorded call, of every module: without a frame for each.
-    return [*itertools.chain.from_iterable(map(_VALUES, map(_MODULES, modules)))]
+    return [*itertools.chain.from_iterable(map(dict.values, map(_MODULES, modules)))]
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -187,8 +186,10 @@ def plan_of(model: nn.Module) -> Plan:
 
     def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
         seen.add(id(module))
-        modules.append(module)
-        for name, child in list(module._modules.items()):
+        scripted = isinstance(module, jit.ScriptModule)  # whose modules Python does not run
+        if not scripted:
+            modules.append(module)
+        for name, child in () if scripted else list(module._modules.items()):
             if child is None or id(child) in seen:
                 continue
             if declares(child):

@@ -307,6 +307,9 @@ def _prepared(
     """Installs; runs while Dynamo traces, which sees the result alone."""
     installation = install(model)
     plan = installation.update()
+    if not installation.traced:
+        installation.traced = True
+        installation.watch(more=1)
     for key in asked:
         if not plan.targets[key]:
             raise unmatched(model, key, plan.modules)

@@ -45,6 +45,9 @@ class Installation:
         self._retired = False
         self._held: list[nn.Module] = []
         self._handles: list[HookHandle] = []
+        self._watching = 0
+        # A graph has the watches in it, for good.
+        self.traced = False
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -73,8 +76,23 @@ class Installation:
             for each in tasks.values():
                 self._handles += _Watch(self, each).register(tasks)
             self.plan = plan
+            self._watch()
             _give_back(*former)
             return plan
+
+    def watch(self, *, more: int) -> None:
+        """Counts those that want the layers watched: where nobody does, a call pays nothing."""
+        with _LOCK:
+            before, self._watching = self._watching, self._watching + more
+            if not (before and self._watching):
+                self._watch()
+
+    def _watch(self) -> None:
+        for handle in self._handles:
+            if self._watching:
+                handle.enable()
+            else:
+                handle.disable()
 
     def retire(self) -> None:
         """Takes it out of the model, when the calls in progress have ended."""
@@ -275,6 +293,8 @@ def _whose(installation: Installation, module: nn.Module, taken: Any) -> Call | 
         owners = calls
     if len(owners) == 1:
         return owners[0]
-    for call in calls:
-        call.unattributed.add(type(module).__name__)
+    # Of those that record nothing the layers are not watched all the time: it may well be theirs.
+    if all(call.collectors for call in calls):
+        for call in calls:
+            call.unattributed.add(type(module).__name__)
     return None
