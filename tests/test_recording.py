@@ -991,7 +991,7 @@ def test_a_recorder_that_names_neither_class_nor_suffix() -> None:
         OutputRecorder(int)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match="index is a whole number, got str"):
         OutputRecorder(Layer, index="1")  # type: ignore[arg-type]
-    with pytest.raises(fh.HookTypeError, match="dtype is a torch.dtype, got str"):
+    with pytest.raises(fh.HookTypeError, match=r"dtype is a torch.dtype, got str"):
         OutputRecorder(Layer, dtype="half")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         OutputRecorder(Layer, device="nowhere")

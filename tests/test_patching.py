@@ -1,0 +1,248 @@
+"""Patching: classes replaced by name, undone whatever happens, and one instance's recorders."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+from ferrohook.patching import (
+    apply_patches,
+    clear_patch_mapping,
+    get_patch_mapping,
+    patch_output_recorders,
+    register_patch_mapping,
+    unregister_patch_mapping,
+)
+from ferrohook.recording import OutputRecorder, capture_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = 60.0
+"""Seconds that any wait of these tests may take."""
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x
+
+
+class Other(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 2, x * 2
+
+
+class Third(Other):
+    pass
+
+
+class Model(nn.Module):
+    _can_record_outputs: Any = {"attentions": OutputRecorder(Attention, index=1)}  # noqa: RUF012 (a class's dict)
+
+    def __init__(self, attention: type[nn.Module] = Attention) -> None:
+        super().__init__()
+        self.attention = attention()
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"x": self.attention(x)[0]}
+
+
+X = torch.ones(2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered() -> Iterator[None]:
+    clear_patch_mapping()
+    yield
+    clear_patch_mapping()
+
+
+@pytest.fixture
+def package() -> Iterator[Any]:
+    """A package of modules with an Attention, a class that is none and a function."""
+    module = types.ModuleType("their_package.modeling")
+    vars(module).update(
+        Attention=Attention,
+        BigAttention=type("BigAttention", (Attention,), {}),
+        AttentionConfig=type("AttentionConfig", (), {}),
+        attention_Attention=lambda: None,
+        Model=Model,
+    )
+    sys.modules["their_package.modeling"] = module
+    yield module
+    del sys.modules["their_package.modeling"]
+
+
+def test_registering_and_unregistering() -> None:
+    register_patch_mapping({"Attention": Other})
+    register_patch_mapping({"Big.*": Third})
+    assert get_patch_mapping() == {"Attention": Other, "Big.*": Third}
+    get_patch_mapping().clear()
+    register_patch_mapping({"Attention": Third}, overwrite=True)
+    assert get_patch_mapping()["Attention"] is Third
+    unregister_patch_mapping(["Attention"])
+    assert list(get_patch_mapping()) == ["Big.*"]
+    clear_patch_mapping()
+    assert get_patch_mapping() == {}
+
+
+def test_bad_input_names_the_key_and_registers_nothing() -> None:
+    register_patch_mapping({"Attention": Other})
+    with pytest.raises(ValueError, match="'Attention' has a replacement: pass overwrite=True"):
+        register_patch_mapping({"New": Third, "Attention": Third})
+    with pytest.raises(ValueError, match=r"'\*Attention' is neither .* nor a regex: nothing to"):
+        register_patch_mapping({"New": Third, "*Attention": Third})
+    for wrong in (3, int, Other()):
+        with pytest.raises(fh.HookTypeError, match="replacement of 'New' is a subclass of nn"):
+            register_patch_mapping({"New": wrong})  # type: ignore[dict-item]
+    with pytest.raises(fh.HookTypeError, match="a key is the name of a class or a regex"):
+        register_patch_mapping({3: Third})  # type: ignore[dict-item]
+    with pytest.raises(fh.HookTypeError, match="the mapping is a dict"):
+        register_patch_mapping([Third])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'Atention' has no replacement.* 'Attention'"):
+        unregister_patch_mapping(["Attention", "Atention"])
+    with pytest.raises(fh.HookTypeError, match="a list of keys, got the str 'Attention'"):
+        unregister_patch_mapping("Attention")
+    with pytest.raises(fh.HookTypeError, match="patch_output_recorders takes an instance"):
+        patch_output_recorders(3)  # type: ignore[arg-type]
+    assert get_patch_mapping() == {"Attention": Other}
+
+
+def test_exact_names_go_before_patterns_which_are_searched_for(package: Any) -> None:
+    register_patch_mapping({"ttention": Third, "Attention": Other})
+    with apply_patches("their_package"):
+        assert package.Attention is Other
+        assert package.BigAttention is Third
+        assert package.AttentionConfig.__name__ == "AttentionConfig"
+        assert callable(package.attention_Attention)
+    assert package.Attention is Attention
+    assert package.BigAttention.__name__ == "BigAttention"
+    register_patch_mapping({"^Attention$": Third}, overwrite=True)
+    with apply_patches("their"):  # another package
+        assert package.Attention is Attention
+
+
+def test_an_exception_undoes_patches(package: Any) -> None:
+    register_patch_mapping({"Attention": Other})
+    with pytest.raises(KeyboardInterrupt), apply_patches("their_package"):
+        raise KeyboardInterrupt
+    assert package.Attention is Attention
+
+
+def test_what_was_registered_meanwhile_and_set_by_others_is_left_alone(package: Any) -> None:
+    register_patch_mapping({"Attention": Other})
+    with apply_patches("their_package"):
+        clear_patch_mapping()
+        package.Attention = Third
+    assert package.Attention is Third
+
+
+@pytest.mark.parametrize("first_in_is_first_out", [True, False])
+def test_blocks_that_overlap(package: Any, *, first_in_is_first_out: bool) -> None:
+    register_patch_mapping({"Attention": Other})
+    one = apply_patches("their_package")
+    one.__enter__()
+    register_patch_mapping({"Attention": Third}, overwrite=True)
+    two = apply_patches("their_package")
+    two.__enter__()
+    assert package.Attention is Third
+    left, last = (one, two) if first_in_is_first_out else (two, one)
+    left.__exit__(None, None, None)
+    assert package.Attention is (Third if last is two else Other)
+    last.__exit__(None, None, None)
+    assert package.Attention is Attention
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_that_patch_at_once_leave_what_was_there(package: Any) -> None:
+    register_patch_mapping({"Attention": Other})
+    ready = threading.Barrier(4)
+    wrong: list[object] = []
+
+    def run() -> None:
+        ready.wait(LIMIT)
+        for _ in range(50):
+            with apply_patches("their_package"):
+                if package.Attention is not Other:
+                    wrong.append(package.Attention)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert package.Attention is Attention
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [Attention, "Attention", OutputRecorder(Attention, index=1), [Attention]],
+    ids=["class", "suffix", "recorder", "list"],
+)
+def test_recorders_are_patched_for_one_instance_alone(declared: Any) -> None:
+    class Declares(Model):
+        _can_record_outputs = {"attentions": declared}  # noqa: RUF012 (a class's dict)
+
+    patched, plain = Declares(Other), Declares(Attention)
+    register_patch_mapping({"Attention$": Other})
+    patch_output_recorders(patched)
+    clear_patch_mapping()
+    assert torch.equal(patched(X, output_attentions=True)["attentions"][0], X * 2)
+    assert Declares._can_record_outputs["attentions"] is declared
+    assert torch.equal(plain(X, output_attentions=True)["attentions"][0], X)
+    assert "_can_record_outputs" not in vars(plain)
+
+
+def test_patching_after_the_first_recording_takes_effect() -> None:
+    model = Model()
+    assert len(model(X, output_attentions=True)["attentions"]) == 1
+    model.attention = Other()
+    register_patch_mapping({"Attention": Other})
+    patch_output_recorders(model)
+    assert torch.equal(model(X, output_attentions=True)["attentions"][0], X * 2)
+
+
+def test_nothing_registered_changes_nothing() -> None:
+    model = Model()
+    patch_output_recorders(model)
+    assert "_can_record_outputs" not in vars(model)
+    register_patch_mapping({"Unrelated": Other})
+    patch_output_recorders(model)
+    assert "_can_record_outputs" not in vars(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_is_made_of_replacements() -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415 (takes seconds)
+    from transformers.models.llama import modeling_llama  # noqa: PLC0415
+
+    original = modeling_llama.LlamaMLP
+
+    class Doubled(original):  # type: ignore[misc, valid-type]
+        pass
+
+    register_patch_mapping({"^LlamaMLP$": Doubled})
+    config = LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=9,
+    )
+    with apply_patches():
+        model = LlamaModel(config)
+    assert type(model.layers[0].mlp) is Doubled
+    assert type(LlamaModel(config).layers[0].mlp) is original
+    assert modeling_llama.LlamaMLP is original
