@@ -203,10 +203,7 @@ def plan_of(model: nn.Module) -> Plan:
                     targets.setdefault(key, []).append(Target(key, recorder, module))
 
     walk(model, "", _recorders(model))
-    for key, found in targets.items():
-        if len({target.recorder.kept for target in found}) > 1:
-            msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
-            raise HookError(msg)
+    _check_alike(targets)
     return Plan(
         targets,
         modules,
@@ -214,6 +211,13 @@ def plan_of(model: nn.Module) -> Plan:
         declaring,
         [dict(declared_by(module)) for module in declaring],
     )
+
+
+def _check_alike(targets: dict[str, list[Target]]) -> None:
+    for key, found in targets.items():
+        if len({target.recorder.kept for target in found}) > 1:
+            msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
+            raise HookError(msg)
 
 
 def unmatched(model: nn.Module, key: str, modules: Sequence[nn.Module]) -> SelectionError:
