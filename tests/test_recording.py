@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
+from ferrohook._core import active_scopes
 from ferrohook.recording import (
     OutputRecorder,
     capture_outputs,
@@ -521,6 +522,7 @@ def test_an_exception_leaves_nothing_active() -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt, match="layer"):
             model(X, output_hidden_states=True)
+    assert active_scopes.get() == ()
     Fails.broken = False
     assert list(model(X)) == ["last_hidden_state"]
     assert len(model(X, output_hidden_states=True)["hidden_states"]) == 4
@@ -586,7 +588,7 @@ def test_a_backward_that_runs_layers_again_is_not_another_calls_helper() -> None
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
+                x = checkpoint(layer, x, use_reentrant=True)
                 if self.waiting and threading.current_thread() is not threading.main_thread():
                     in_forward.set()
                     assert done.wait(LIMIT)
@@ -597,7 +599,7 @@ def test_a_backward_that_runs_layers_again_is_not_another_calls_helper() -> None
     loss = model(X.clone().requires_grad_())["last_hidden_state"].sum()
     model.waiting = True
     with ThreadPoolExecutor(1) as pool:
-        recorded = pool.submit(model, X, output_hidden_states=True)
+        recorded = pool.submit(model, X.clone().requires_grad_(), output_hidden_states=True)
         assert in_forward.wait(LIMIT)
         # A new thread, as autograd's for GPUs are.
         backward = threading.Thread(target=loss.backward)
