@@ -577,7 +577,7 @@ pub struct Recorder {
 impl Recorder {
     /// Records what a module returns under the name at `index`.
     pub fn of_outputs(collector: &Bound<'_, Collector>, index: usize) -> PyResult<Self> {
-        Self::new(collector.clone().unbind(), index, false, None)
+        Self::new(collector.clone().unbind(), index, false, None, false)
     }
 }
 
