@@ -26,7 +26,9 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import patching as patching
     from ferrohook import points as points
+    from ferrohook import recording as recording
     from ferrohook.activations import STOPPED as STOPPED
     from ferrohook.activations import ActivationCache as ActivationCache
     from ferrohook.activations import capture as capture
@@ -60,7 +62,9 @@ __all__ = [
     "__version__",
     "capture",
     "instrument",
+    "patching",
     "points",
+    "recording",
     "register",
     "restore",
     "run",
@@ -77,6 +81,7 @@ _NEEDS_TORCH = {
     "selection": ("select",),
     "summaries": ("summary",),
 }
+_MODULES = ("patching", "points", "recording")
 
 
 def __getattr__(name: str) -> object:
@@ -86,7 +91,7 @@ def __getattr__(name: str) -> object:
             # Found without this function from now on: it takes microseconds and import locks.
             globals()[name] = found
             return found
-    if name == "points":
-        return importlib.import_module("ferrohook.points")
+    if name in _MODULES:
+        return importlib.import_module(f"ferrohook.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
