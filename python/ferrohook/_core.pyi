@@ -1,6 +1,6 @@
 # What the Rust extension offers; held against it by stubtest.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, Literal, Self, TypeAlias, final
 
@@ -14,6 +14,7 @@ __all__ = [
     "Dispatcher",
     "HookHandle",
     "HookedBase",
+    "PointHook",
     "Recorder",
     "Registry",
     "ScopeBase",
@@ -23,6 +24,7 @@ __all__ = [
     "active_scopes",
     "record",
     "record_all",
+    "register_all",
 ]
 
 active_scopes: ContextVar[tuple[ScopeBase, ...]]
@@ -52,6 +54,18 @@ class TypedHook:
     @property
     def phase(self) -> _Phase: ...
     def __reduce__(self) -> tuple[type[Self], tuple[Callable[..., Any]]]: ...
+
+@disjoint_base
+class PointHook:
+    def __new__(
+        cls,
+        user_hook: Callable[..., Any],
+        is_permanent: Any = None,
+        context_level: Any = None,
+        aliases: Any = None,
+    ) -> Self: ...
+    @property
+    def user_hook(self) -> Callable[..., Any]: ...
 
 @final
 class HookHandle:
@@ -146,6 +160,9 @@ class Stop(BaseException): ...
 def record_all(
     collector: Collector, modules: list[Any], priority: int, scope: ScopeBase
 ) -> None: ...
+def register_all(
+    hooks: Sequence[tuple[Any, Callable[..., Any]]], phase: str, scope: ScopeBase
+) -> list[HookHandle]: ...
 def record(module: int, phase: str, position: int, value: Any) -> None: ...
 
 @final

@@ -111,26 +111,10 @@ class HookPoint(nn.Module):
             ValueError: another `dir`, or no alias at all.
             HookError: the scope was left.
         """
-        kind = _KINDS.get(dir)
-        if kind is None:
-            msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
-            raise ValueError(msg)
-        # `def hook(tensor, hook)`, as most are, is told here: this is called too often for more.
-        if (
-            type(hook) is not FunctionType
-            or (code := hook.__code__).co_argcount != _USUAL_COUNT
-            or code.co_varnames[1] != "hook"
-            or code.co_kwonlyargcount
-            or code.co_posonlyargcount
-        ):
-            check_hook(hook)
-        if level is not None and type(level) is not int:
-            msg = f"level is a whole number or None, got {type(level).__name__}"
-            raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
-        handle = kind(hook, is_permanent, level, aliases)
+        handle = new_handle(hook, dir, is_permanent, level, aliases)
         registry: Registry = vars(self)[_KEY].registry
-        handle.hook = registry.register(kind.phase, handle, prepend=prepend, scope=scope)
+        handle.hook = registry.register(handle.phase, handle, prepend=prepend, scope=scope)
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
@@ -295,3 +279,30 @@ def _check_aliases(names: Sequence[str]) -> list[str]:
         msg = "alias_names is empty: the hook would never be called"
         raise ValueError(msg)
     return list(names)
+
+
+def new_handle(
+    hook: HookFunction,
+    dir: Direction,
+    is_permanent: bool = False,
+    level: int | None = None,
+    aliases: Sequence[str] | None = None,
+) -> ForwardLensHandle | BackwardLensHandle:
+    """What is registered for a hook, see `HookPoint.add_hook`."""
+    kind = _KINDS.get(dir)
+    if kind is None:
+        msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
+        raise ValueError(msg)
+    # `def hook(tensor, hook)`, as most are, is told here: this is called too often for more.
+    if (
+        type(hook) is not FunctionType
+        or (code := hook.__code__).co_argcount != _USUAL_COUNT
+        or code.co_varnames[1] != "hook"
+        or code.co_kwonlyargcount
+        or code.co_posonlyargcount
+    ):
+        check_hook(hook)
+    if level is not None and type(level) is not int:
+        msg = f"level is a whole number or None, got {type(level).__name__}"
+        raise HookTypeError(msg)
+    return kind(hook, is_permanent, level, aliases)

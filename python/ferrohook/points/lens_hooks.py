@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ferrohook._core import HookHandle
+from ferrohook._core import HookHandle, PointHook
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class TensorConversion(Protocol):
 _NOT_YET = HookHandle._removed("forward")
 
 
-class LensHandle:
+class LensHandle(PointHook):
     """One hook that was added to a hook point.
 
     Follows TransformerLens' class of that name. It is also what the registry calls; which point it
@@ -59,11 +60,11 @@ class LensHandle:
         user_hook: what was added.
     """
 
-    __slots__ = ("_aliases", "context_level", "hook", "is_permanent", "user_hook")
+    __slots__ = ("_aliases", "context_level", "hook", "is_permanent")
 
     def __init__(
         self,
-        user_hook: HookFunction,
+        user_hook: HookFunction,  # noqa: ARG002 (its base keeps that)
         is_permanent: bool = False,
         context_level: int | None = None,
         aliases: Sequence[str] | None = None,
@@ -71,8 +72,11 @@ class LensHandle:
         self.hook = _NOT_YET
         self.is_permanent = is_permanent
         self.context_level = context_level
-        self.user_hook = user_hook
         self._aliases = aliases
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LensHandle:
+        user_hook = copy.deepcopy(self.user_hook, memo)
+        return type(self)(user_hook, self.is_permanent, self.context_level, self._aliases)
 
     def remove(self) -> None:
         """Removes the hook, from wherever it is called; doing so again does nothing."""

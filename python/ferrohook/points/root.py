@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Recorder, ScopeBase, active_scopes
+from ferrohook._core import Recorder, ScopeBase, active_scopes, register_all
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
-from ferrohook.points.hook_point import Direction, Directions, HookPoint, _directions
+from ferrohook.points.hook_point import (
+    _PHASES,
+    Direction,
+    Directions,
+    HookPoint,
+    _directions,
+    new_handle,
+)
 from ferrohook.points.lens_hooks import HookFunction, LensHandle
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
@@ -314,18 +321,21 @@ class HookedRootModule(nn.Module):
     def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: ScopeBase) -> list[LensHandle]:
         level = self.context_level
         points = self.hook_dict
-        handles = []
+        handles: list[LensHandle] = []
         directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
         for dir, pairs in directions.items():
+            rows = []
             for which, hook in _pairs(pairs, dir):
                 point = points.get(which) if isinstance(which, str) else None
                 if point is not None:
-                    handles.append(point.add_hook(hook, dir, False, level, scope=scope))
+                    rows.append((point, new_handle(hook, dir, False, level)))
                     continue
-                handles += [
-                    each.add_hook(hook, dir, False, level, scope=scope)
-                    for each in self._points(which).values()
-                ]
+                found = self._points(which).values()
+                rows += [(each, new_handle(hook, dir, False, level)) for each in found]
+            registered = register_all(rows, _PHASES[dir], scope) if rows else []
+            for (_, handle), hooked in zip(rows, registered, strict=True):
+                handle.hook = hooked
+                handles.append(handle)
         return handles
 
     def run_with_hooks(

@@ -41,6 +41,7 @@ impl<H> Registry<H> {
                         entries: Vec::new(),
                         removed: 0,
                         sorted: true,
+                        asked: false,
                         departing: Vec::new(),
                     }),
                     published: Slot::empty(),
@@ -77,7 +78,7 @@ impl<H> Registry<H> {
 
     /// The hooks of `phase` as they are now, in firing order.
     ///
-    /// The first call after a change makes the list, the others share it.
+    /// The first two calls after a change make the list, the others share it.
     #[must_use]
     pub fn snapshot(&self, phase: Phase) -> Arc<Snapshot<H>> {
         let hooks = self.shared.hooks(phase);
@@ -227,7 +228,8 @@ pub(crate) struct Shared<H> {
 
 struct PhaseHooks<H> {
     list: Mutex<List<H>>,
-    /// Emptied by every change and filled by the first call after it, both under the lock.
+    /// Emptied by every change and filled by the second call after it, both under the lock: hooks
+    /// for one call alone are not worth what filling and emptying costs.
     published: Slot<Snapshot<H>>,
 }
 
@@ -236,6 +238,8 @@ struct List<H> {
     /// How many of the entries are known to be removed.
     removed: usize,
     sorted: bool,
+    /// Whether a snapshot was made since the last change.
+    asked: bool,
     /// Purged while a thread was inside: `quiesce` still has to wait for them.
     departing: Vec<Arc<HookState>>,
 }
@@ -279,7 +283,7 @@ impl<H> Shared<H> {
                 .is_none_or(|last| last.state.order_key() < entry.state.order_key());
             list.entries.push(entry);
             self.set_occupied(phase, true);
-            outdated = hooks.published.swap(None);
+            outdated = hooks.outdate(&mut list);
         }
         drop(outdated);
     }
@@ -296,7 +300,7 @@ impl<H> Shared<H> {
             }
             garbage = Garbage {
                 _entries: list.purge(),
-                _snapshot: hooks.published.swap(None),
+                _snapshot: hooks.outdate(&mut list),
             };
             self.set_occupied(phase, !list.entries.is_empty());
         }
@@ -310,7 +314,7 @@ impl<H> Shared<H> {
             let mut list = hooks.list.lock();
             state.set_priority(priority);
             list.sorted = false;
-            outdated = hooks.published.swap(None);
+            outdated = hooks.outdate(&mut list);
         }
         drop(outdated);
     }
@@ -323,7 +327,7 @@ impl<H> Shared<H> {
         }
         let garbage = Garbage {
             _entries: list.purge(),
-            _snapshot: hooks.published.swap(None),
+            _snapshot: hooks.outdate(&mut list),
         };
         self.set_occupied(phase, !list.entries.is_empty());
         garbage
@@ -331,6 +335,13 @@ impl<H> Shared<H> {
 }
 
 impl<H> PhaseHooks<H> {
+    /// To be called under the list's lock, when it has changed; what it returns is dropped after.
+    #[must_use]
+    fn outdate(&self, list: &mut List<H>) -> Option<Arc<Snapshot<H>>> {
+        list.asked = false;
+        self.published.swap(None)
+    }
+
     #[cold]
     fn publish(&self) -> Arc<Snapshot<H>> {
         let mut list = self.list.lock();
@@ -351,7 +362,10 @@ impl<H> PhaseHooks<H> {
                 .cloned()
                 .collect(),
         });
-        self.published.swap(Some(Arc::clone(&snapshot)));
+        if list.asked {
+            self.published.swap(Some(Arc::clone(&snapshot)));
+        }
+        list.asked = true;
         snapshot
     }
 }

@@ -366,6 +366,7 @@ fn publishing_does_not_resurrect() {
         let registry = registry();
         let token = Token::default();
         let doomed = registry.register(PHASE, token.clone(), Placement::default());
+        drop(registry.snapshot(PHASE)); // the second one publishes
         let publisher = spawn({
             let registry = registry.clone();
             move || drop(registry.snapshot(PHASE))
@@ -390,6 +391,7 @@ fn a_new_priority_reaches_the_next_snapshot() {
         let registry = registry();
         let (first, second) = (register(&registry), register(&registry));
         let expected = [second.id().get(), first.id().get()];
+        drop(registry.snapshot(PHASE)); // the second one publishes
         let publisher = spawn({
             let registry = registry.clone();
             move || assert_eq!(ids(&registry).len(), 2)

@@ -44,7 +44,7 @@ fn invoke<'py>(
     let (callback, typed) = match site.entry.hook().callback(site.module.py()) {
         Callback::Plain(callback) => (callback, false),
         Callback::Typed(callback) => (callback, true),
-        Callback::Recorder(_) => return Ok(None), // of other phases, by their type
+        Callback::Recorder(_) | Callback::Point(_) => return Ok(None), // of other phases
     };
     let result = match grad_output {
         Some(grad_output) if typed => invoke::call(callback, [grads, grad_output]),

@@ -1,4 +1,4 @@
-//! Registering many recorders at once, for what does so before each call of a model.
+//! Registering with many modules at once, for what does so before each call of a model.
 
 use ferrohook_core::Phase;
 use pyo3::intern;
@@ -6,7 +6,8 @@ use pyo3::prelude::*;
 
 use crate::dispatcher::Dispatcher;
 use crate::error::hook_error;
-use crate::hook::{OnError, Priority};
+use crate::handle::HookHandle;
+use crate::hook::{OnError, PhaseName, Priority};
 use crate::recorder::{Collector, Recorder};
 use crate::scope::ScopeArg;
 use crate::torch;
@@ -24,23 +25,51 @@ pub fn record_all(
     priority: Priority,
     scope: ScopeArg<'_>,
 ) -> PyResult<()> {
-    let py = collector.py();
-    let placement = priority.place(false);
     for (index, module) in modules.iter().enumerate() {
-        let state = torch::instance_dict(module)?;
-        let Some(dispatcher) = state.get_item(intern!(py, Dispatcher::KEY))? else {
-            return Err(hook_error(py, "a module is not instrumented".to_owned()));
-        };
-        let dispatcher = dispatcher.cast::<Dispatcher>()?;
         let recorder = Recorder::of_outputs(collector, index)?;
-        let recorder = Bound::new(py, recorder)?;
-        dispatcher.get().registry(py).get().register(
-            Phase::Forward,
-            recorder.as_any(),
-            placement,
-            OnError::Raise.into(),
-            Some(&scope),
-        )?;
+        let recorder = Bound::new(module.py(), recorder)?;
+        register(module, recorder.as_any(), Phase::Forward, priority, &scope)?;
     }
     Ok(())
+}
+
+/// Registers hooks with instrumented modules, (module, hook) each, for one phase and scope.
+///
+/// Raises:
+///     HookError: a module is not instrumented, or the scope was left; those before it are
+///         registered.
+///     HookTypeError: not a callable.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "what pyo3 takes from Python")]
+pub fn register_all(
+    hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+    phase: PhaseName,
+    scope: ScopeArg<'_>,
+) -> PyResult<Vec<HookHandle>> {
+    hooks
+        .iter()
+        .map(|(module, hook)| register(module, hook, phase.0, Priority(0), &scope))
+        .collect()
+}
+
+fn register(
+    module: &Bound<'_, PyAny>,
+    hook: &Bound<'_, PyAny>,
+    phase: Phase,
+    priority: Priority,
+    scope: &ScopeArg<'_>,
+) -> PyResult<HookHandle> {
+    let py = module.py();
+    let state = torch::instance_dict(module)?;
+    let Some(dispatcher) = state.get_item(intern!(py, Dispatcher::KEY))? else {
+        return Err(hook_error(py, "a module is not instrumented".to_owned()));
+    };
+    let dispatcher = dispatcher.cast::<Dispatcher>()?;
+    dispatcher.get().registry(py).get().register(
+        phase,
+        hook,
+        priority.place(false),
+        OnError::Raise.into(),
+        Some(scope),
+    )
 }

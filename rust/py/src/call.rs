@@ -190,6 +190,7 @@ impl<'py> Call<'_, 'py> {
             Callback::Plain(callback) => {
                 self.invoke_plain_pre(callback, hook.options.with_kwargs, target)
             }
+            Callback::Point(_) => Ok(None), // of another phase
             Callback::Typed(callback) => {
                 let result = invoke::call(callback, [&input_of(&self.args)])?;
                 self.typed_input(entry, result).map(Some)
@@ -317,6 +318,10 @@ impl<'py> Call<'_, 'py> {
                 Err(self.site(entry).type_error(expected, &result))
             }
             Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
+            Callback::Point(point) => match point.get().call(self.module, output)? {
+                Some(result) => Ok((!result.is_none()).then_some(result)),
+                None => self.invoke_plain(point.as_any(), hook.options.with_kwargs, output),
+            },
         }
     }
 

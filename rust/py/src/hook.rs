@@ -10,6 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyInt, PyString};
 
 use crate::error::{hook_type_error, type_name};
+use crate::point::PointHook;
 use crate::recorder::Recorder;
 use crate::typed::TypedHook;
 
@@ -66,6 +67,7 @@ impl<'py> FromPyObject<'_, 'py> for OnError {
 }
 
 /// A priority: an int, and no bool.
+#[derive(Clone, Copy)]
 pub struct Priority(pub i64);
 
 impl<'py> FromPyObject<'_, 'py> for Priority {
@@ -139,6 +141,7 @@ enum Kind {
     Plain,
     Typed,
     Recorder,
+    Point,
 }
 
 /// What a hook's turn comes down to.
@@ -150,6 +153,8 @@ pub enum Callback<'a, 'py> {
     Typed(&'a Bound<'py, PyAny>),
     /// Runs in Rust.
     Recorder(&'a Bound<'py, Recorder>),
+    /// PyTorch's contract too, and what Rust can call more directly.
+    Point(&'a Bound<'py, PointHook>),
 }
 
 /// Counts the time until it is dropped.
@@ -174,6 +179,11 @@ impl Hook {
             (Kind::Typed, typed.get().phase)
         } else if let Ok(recorder) = given.cast::<Recorder>() {
             (Kind::Recorder, recorder.get().phase())
+        } else if phase == Phase::Forward
+            && let Ok(hook) = given.cast::<PointHook>()
+            && hook.get().under_own_name
+        {
+            (Kind::Point, phase)
         } else {
             (Kind::Plain, phase)
         };
@@ -186,7 +196,7 @@ impl Hook {
                 ),
             ));
         }
-        if kind != Kind::Plain && options.with_kwargs {
+        if matches!(kind, Kind::Typed | Kind::Recorder) && options.with_kwargs {
             return Err(hook_type_error(
                 py,
                 format!(
@@ -228,6 +238,9 @@ impl Hook {
             Kind::Recorder => given
                 .cast::<Recorder>()
                 .map_or(Callback::Plain(given), Callback::Recorder),
+            Kind::Point => given
+                .cast::<PointHook>()
+                .map_or(Callback::Plain(given), Callback::Point),
         }
     }
 
@@ -262,6 +275,7 @@ impl Site<'_, '_> {
         let callback = match self.entry.hook().callback(self.py()) {
             Callback::Plain(callback) | Callback::Typed(callback) => callback,
             Callback::Recorder(recorder) => recorder.as_any(),
+            Callback::Point(hook) => hook.as_any(),
         };
         let name = callback
             .getattr("__qualname__")

@@ -24,6 +24,13 @@ unsafe extern "C-unwind" {
         kwargs: *mut ffi::PyObject,
     ) -> *mut ffi::PyObject;
 
+    fn PyObject_Vectorcall(
+        callable: *mut ffi::PyObject,
+        args: *const *mut ffi::PyObject,
+        nargsf: usize,
+        keywords: *mut ffi::PyObject,
+    ) -> *mut ffi::PyObject;
+
     fn PyObject_Call(
         callable: *mut ffi::PyObject,
         args: *mut ffi::PyObject,
@@ -31,7 +38,7 @@ unsafe extern "C-unwind" {
     ) -> *mut ffi::PyObject;
 }
 
-type VectorcallDict = unsafe extern "C-unwind" fn(
+type Vectorcall = unsafe extern "C-unwind" fn(
     *mut ffi::PyObject,
     *const *mut ffi::PyObject,
     usize,
@@ -94,6 +101,32 @@ pub fn call<'py, const N: usize>(
     unsafe { vectorcall(callable, all.as_mut_ptr().add(1), nargsf, None) }
 }
 
+/// `callable(arg, keyword=value)`; `keywords` holds the one name.
+pub fn call_with_keyword<'py>(
+    callable: &Bound<'py, PyAny>,
+    arg: &Bound<'py, PyAny>,
+    keywords: &Bound<'py, PyTuple>,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mut all = [ptr::null_mut(), arg.as_ptr(), value.as_ptr()];
+    let call = black_box(PyObject_Vectorcall as Vectorcall);
+    let nargsf = 1 | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
+    let unwound = Unwound;
+    // SAFETY: a slot that may be written, a live object for the one argument and one for the one
+    // keyword, and a tuple of its name.
+    let result = unsafe {
+        call(
+            callable.as_ptr(),
+            all.as_mut_ptr().add(1),
+            nargsf,
+            keywords.as_ptr(),
+        )
+    };
+    mem::forget(unwound);
+    // SAFETY: a new reference, or null with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
+}
+
 /// `function(first, *args, **kwargs)`.
 pub fn call_with_first<'py>(
     function: &Bound<'py, PyAny>,
@@ -153,10 +186,8 @@ unsafe fn vectorcall<'py>(
     };
     let call = match of_type {
         // SAFETY: the same signature, without the promise not to unwind.
-        Some(function) => unsafe {
-            mem::transmute::<ffi::vectorcallfunc, VectorcallDict>(function)
-        },
-        None => black_box(PyObject_VectorcallDict as VectorcallDict),
+        Some(function) => unsafe { mem::transmute::<ffi::vectorcallfunc, Vectorcall>(function) },
+        None => black_box(PyObject_VectorcallDict as Vectorcall),
     };
     let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
     let unwound = Unwound;

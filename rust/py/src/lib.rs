@@ -14,6 +14,7 @@ mod heap_type;
 mod hook;
 mod invoke;
 mod module;
+mod point;
 mod recorder;
 mod registry;
 mod scope;
@@ -27,13 +28,15 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
-    use crate::batch::record_all;
+    use crate::batch::{record_all, register_all};
     #[pymodule_export]
     use crate::dispatcher::Dispatcher;
     #[pymodule_export]
     use crate::handle::HookHandle;
     #[pymodule_export]
     use crate::module::HookedBase;
+    #[pymodule_export]
+    use crate::point::PointHook;
     #[pymodule_export]
     use crate::recorder::{Collector, Recorder};
     #[pymodule_export]

@@ -266,6 +266,7 @@ impl Registry {
                 traceable &= hook.options.traceable();
                 let (callback, kind) = match hook.callback(py) {
                     Callback::Plain(callback) => (callback.clone(), "plain"),
+                    Callback::Point(hook) => (hook.as_any().clone(), "plain"),
                     Callback::Typed(callback) => (callback.clone(), "typed"),
                     Callback::Recorder(recorder) => {
                         let (part, in_graph) = recorder.get().traced(py);
