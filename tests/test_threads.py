@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -695,6 +696,15 @@ def test_what_a_hook_uses_can_be_freed_after_waiting() -> None:
     assert sum(handle.calls for handle in handles) == sum(calls)
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """Has Ctrl-C raise, also where a shell started this in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("how", ["remove", "quiesce"])
 def test_ctrl_c_gets_through_a_wait(how: str) -> None:
     hooked: Module = fh.HookedModule(Echo())
