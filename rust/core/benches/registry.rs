@@ -11,7 +11,7 @@ mod cost {
     use std::hint::black_box;
 
     use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
-    use ferrohook_core::{Phase, Placement, Registry};
+    use ferrohook_core::{Inside, Phase, Placement, Registry};
 
     type Hook = fn(&mut u64);
 
@@ -34,8 +34,9 @@ mod cost {
     }
 
     fn walk(registry: &Registry<Hook>, value: &mut u64) {
+        let inside = Inside::here();
         for entry in registry.snapshot(PHASE).iter() {
-            if let Some(_inside) = entry.enter() {
+            if let Some(_invocation) = entry.enter(&inside) {
                 entry.hook()(value);
             }
         }

@@ -1,13 +1,14 @@
 //! A registry of plain closures: register, walk, disable, remove.
 
-use ferrohook_core::{Phase, Placement, Registry};
+use ferrohook_core::{Inside, Phase, Placement, Registry};
 
 type Hook = Box<dyn Fn(&mut Vec<f32>) + Send + Sync>;
 
 fn run(registry: &Registry<Hook>, activations: &mut Vec<f32>) {
+    let inside = Inside::here();
     for entry in registry.snapshot(Phase::Forward).iter() {
         // Asked right before each invocation: a hook removed meanwhile does not fire.
-        if let Some(_inside) = entry.enter() {
+        if let Some(_invocation) = entry.enter(&inside) {
             entry.hook()(activations);
         }
     }

@@ -13,4 +13,4 @@ pub use handle::Handle;
 pub use phase::Phase;
 pub use registry::{Active, Placement, Registry};
 pub use snapshot::{Entry, Snapshot};
-pub use state::{HookId, Invocation};
+pub use state::{HookId, Inside, Invocation};

@@ -5,9 +5,9 @@ use std::time::Duration;
 use crate::error::WaitError;
 use crate::handle::{Handle, deadline};
 use crate::phase::Phase;
-use crate::snapshot::{Entry, Snapshot};
+use crate::snapshot::{Entries, Entry, Snapshot};
 use crate::state::HookState;
-use crate::sync::{AtomicU8, Mutex, Ordering, Slot};
+use crate::sync::{AtomicU8, Lease, Mutex, Ordering, Slot, lease};
 
 /// Up to this many hooks a list is purged at every removal, so that the callback is freed at once;
 /// above it when half of it is removed, so that removal stays amortised constant-time.
@@ -80,9 +80,10 @@ impl<H> Registry<H> {
     ///
     /// The first two calls after a change make the list, the others share it.
     #[must_use]
-    pub fn snapshot(&self, phase: Phase) -> Arc<Snapshot<H>> {
+    #[inline]
+    pub fn snapshot(&self, phase: Phase) -> Snapshot<H> {
         let hooks = self.shared.hooks(phase);
-        hooks.published.load().unwrap_or_else(|| hooks.publish())
+        Snapshot(hooks.published.load().unwrap_or_else(|| hooks.publish()))
     }
 
     /// A handle for one of the hooks, as registering it returned.
@@ -114,7 +115,7 @@ impl<H> Registry<H> {
         let fork = Self::new();
         for phase in Phase::ALL {
             let snapshot = self.snapshot(phase);
-            let live = snapshot.entries.iter().filter(|entry| !entry.removed());
+            let live = snapshot.entries().iter().filter(|entry| !entry.removed());
             // A prepended hook stands ahead of those that were there before it: copied last to
             // first, prepended ones keep their order among themselves.
             let (prepended, appended): (Vec<_>, Vec<_>) =
@@ -230,7 +231,7 @@ struct PhaseHooks<H> {
     list: Mutex<List<H>>,
     /// Emptied by every change and filled by the second call after it, both under the lock: hooks
     /// for one call alone are not worth what filling and emptying costs.
-    published: Slot<Snapshot<H>>,
+    published: Slot<Entries<H>>,
 }
 
 struct List<H> {
@@ -249,7 +250,7 @@ struct List<H> {
 #[must_use]
 struct Garbage<H> {
     _entries: Vec<Arc<Entry<H>>>,
-    _snapshot: Option<Arc<Snapshot<H>>>,
+    _snapshot: Option<Arc<Entries<H>>>,
 }
 
 impl<H> Shared<H> {
@@ -337,13 +338,13 @@ impl<H> Shared<H> {
 impl<H> PhaseHooks<H> {
     /// To be called under the list's lock, when it has changed; what it returns is dropped after.
     #[must_use]
-    fn outdate(&self, list: &mut List<H>) -> Option<Arc<Snapshot<H>>> {
+    fn outdate(&self, list: &mut List<H>) -> Option<Arc<Entries<H>>> {
         list.asked = false;
         self.published.swap(None)
     }
 
     #[cold]
-    fn publish(&self) -> Arc<Snapshot<H>> {
+    fn publish(&self) -> Lease<Entries<H>> {
         let mut list = self.list.lock();
         // Another thread may have been first.
         if let Some(snapshot) = self.published.load() {
@@ -354,19 +355,13 @@ impl<H> PhaseHooks<H> {
             list.entries.sort_by_key(|entry| entry.state.order_key());
             list.sorted = true;
         }
-        let snapshot = Arc::new(Snapshot {
-            entries: list
-                .entries
-                .iter()
-                .filter(|entry| !entry.removed())
-                .cloned()
-                .collect(),
-        });
+        let live = list.entries.iter().filter(|entry| !entry.removed());
+        let entries: Arc<Entries<H>> = Arc::new(live.cloned().collect());
         if list.asked {
-            self.published.swap(Some(Arc::clone(&snapshot)));
+            self.published.swap(Some(Arc::clone(&entries)));
         }
         list.asked = true;
-        snapshot
+        lease(entries)
     }
 }
 

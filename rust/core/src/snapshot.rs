@@ -1,7 +1,9 @@
+use std::fmt;
 use std::sync::Arc;
 
 use crate::phase::Phase;
-use crate::state::{HookId, HookState, Invocation};
+use crate::state::{HookId, HookState, Inside, Invocation};
+use crate::sync::{Lease, lease};
 
 /// One registered hook: its callback and where it stands.
 #[derive(Debug)]
@@ -53,11 +55,12 @@ impl<H> Entry<H> {
     }
 
     /// Enters the hook, unless it was removed or disabled: to be asked right before each
-    /// invocation, with the answer kept until the callback has returned.
+    /// invocation, with the answer kept until the callback has returned. `inside` is the calling
+    /// thread's.
     #[must_use]
     #[inline]
-    pub fn enter(&self) -> Option<Invocation<'_>> {
-        self.state.enter()
+    pub fn enter<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
+        self.state.enter(inside)
     }
 
     /// Keeps the hook and its place, and skips it from now on. Returns whether it was this call
@@ -70,42 +73,46 @@ impl<H> Entry<H> {
 /// The immutable list of hooks that one call walks for one phase, in firing order.
 ///
 /// May hold hooks that were removed after it was taken: [`Entry::enter`] tells.
-#[derive(Debug)]
-pub struct Snapshot<H> {
-    pub(crate) entries: Box<[Arc<Entry<H>>]>,
-}
+pub struct Snapshot<H>(pub(crate) Lease<Entries<H>>);
+
+pub(crate) type Entries<H> = Box<[Arc<Entry<H>>]>;
 
 impl<H> Snapshot<H> {
     /// The hooks of several snapshots of one phase in the order that they would have in a single
     /// registry.
     #[must_use]
-    pub fn merged(snapshots: &[Arc<Self>]) -> Self {
-        let mut entries: Vec<_> = snapshots
-            .iter()
-            .flat_map(|snapshot| snapshot.entries.iter().cloned())
-            .collect();
+    pub fn merged(snapshots: &[Self]) -> Self {
+        let mut entries: Vec<_> = snapshots.iter().flat_map(Self::entries).cloned().collect();
         // Cached: a priority may change while this sorts.
         entries.sort_by_cached_key(|entry| entry.state.order_key());
-        Self {
-            entries: entries.into(),
-        }
+        Self(lease(Arc::new(entries.into())))
+    }
+
+    pub(crate) fn entries(&self) -> &[Arc<Entry<H>>] {
+        self.0.as_deref().map_or(&[], |entries| entries)
     }
 
     /// The hooks in firing order.
     #[must_use]
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Entry<H>> {
-        self.entries.iter().map(|entry| &**entry)
+        self.entries().iter().map(|entry| &**entry)
     }
 
     /// How many hooks the snapshot holds, removed ones included.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.entries().len()
     }
 
     /// Whether it holds none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.entries().is_empty()
+    }
+}
+
+impl<H: fmt::Debug> fmt::Debug for Snapshot<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.entries()).finish()
     }
 }

@@ -1,6 +1,6 @@
 use std::cell::RefCell;
 use std::fmt;
-use std::marker::PhantomData;
+use std::rc::Rc;
 use std::time::Instant;
 
 use crate::error::WaitError;
@@ -49,9 +49,44 @@ const ACTIVE_MASK: u64 = ((1 << 18) - 1) * ACTIVE;
 const CALL: u64 = 1 << 21;
 
 thread_local! {
-    /// The hooks that this thread is inside of, mostly outermost first. Only for refusing to wait
-    /// for oneself: where it is gone already, in a thread that ends, hooks go on without it.
-    static INSIDE: RefCell<Vec<HookId>> = const { RefCell::new(Vec::new()) };
+    static INSIDE: Inside = Inside::default();
+}
+
+/// The hooks that a thread is inside of, mostly outermost first: it must not wait for those.
+#[derive(Clone, Debug, Default)]
+pub struct Inside(Rc<RefCell<Vec<HookId>>>);
+
+impl Inside {
+    /// Those of the calling thread. To be asked for once in a walk: finding what belongs to a
+    /// thread takes longer than entering a hook.
+    #[must_use]
+    pub fn here() -> Self {
+        // A thread that ends has none any more, and goes on without.
+        INSIDE.try_with(Self::clone).unwrap_or_default()
+    }
+
+    #[inline]
+    fn push(&self, id: HookId) {
+        self.0.borrow_mut().push(id);
+    }
+
+    #[inline]
+    fn remove(&self, id: HookId) {
+        let mut ids = self.0.borrow_mut();
+        if ids.last() == Some(&id) {
+            ids.pop();
+        } else {
+            remove_last(&mut ids, id);
+        }
+    }
+}
+
+/// Coroutines that switch stacks between two hooks leave what they did not enter last.
+#[cold]
+fn remove_last(ids: &mut Vec<HookId>, id: HookId) {
+    if let Some(at) = ids.iter().rposition(|each| *each == id) {
+        ids.remove(at);
+    }
 }
 
 /// What a registry and a handle share about one hook; the callback is not part of it, so that a
@@ -137,7 +172,7 @@ impl HookState {
     }
 
     #[inline]
-    pub(crate) fn enter(&self) -> Option<Invocation<'_>> {
+    pub(crate) fn enter<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
         if self.word() & (REMOVED | DISABLED) != 0 {
             return None;
         }
@@ -146,10 +181,10 @@ impl HookState {
             self.leave(0);
             return None;
         }
-        let _ = INSIDE.try_with(|inside| inside.borrow_mut().push(self.id));
+        inside.push(self.id);
         Some(Invocation {
             state: self,
-            not_send: PhantomData,
+            inside,
         })
     }
 
@@ -177,9 +212,7 @@ impl HookState {
 
     /// Whether the calling thread is inside the hook.
     pub(crate) fn inside(&self) -> bool {
-        INSIDE
-            .try_with(|inside| inside.borrow().contains(&self.id))
-            .unwrap_or(false)
+        Inside::here().0.borrow().contains(&self.id)
     }
 
     /// Returns when there was a moment, after this was called, without a thread inside the hook.
@@ -208,23 +241,17 @@ impl HookState {
 
 /// Being inside a hook: ends, and counts as one of the hook's calls, when dropped.
 ///
-/// Bound to the thread that entered: a hook is left where it was entered.
+/// Bound to the thread that entered, as [`Inside`] is: a hook is left where it was entered.
 #[derive(Debug)]
 pub struct Invocation<'a> {
     state: &'a HookState,
-    not_send: PhantomData<*const ()>,
+    inside: &'a Inside,
 }
 
 impl Drop for Invocation<'_> {
     #[inline]
     fn drop(&mut self) {
-        let _ = INSIDE.try_with(|inside| {
-            let mut inside = inside.borrow_mut();
-            // The last one, but for coroutines that switch stacks between two hooks.
-            if let Some(at) = inside.iter().rposition(|id| *id == self.state.id) {
-                inside.remove(at);
-            }
-        });
+        self.inside.remove(self.state.id);
         self.state.leave(CALL);
     }
 }

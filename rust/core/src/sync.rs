@@ -24,10 +24,11 @@ mod imp {
             Self(OnceLock::new())
         }
 
-        // Not `load`: its guards are cheap for about eight at once in a thread, and deeply nested
-        // modules hold more than that.
-        pub(crate) fn load(&self) -> Option<Arc<T>> {
-            self.0.get()?.load_full()
+        /// None where it is empty.
+        #[inline]
+        pub(crate) fn load(&self) -> Option<Lease<T>> {
+            let lease = self.0.get()?.load();
+            lease.is_some().then_some(lease)
         }
 
         /// To be called by one thread at a time.
@@ -41,6 +42,14 @@ mod imp {
             let filled = self.0.get().filter(|slot| slot.load().is_some())?;
             filled.swap(None)
         }
+    }
+
+    /// What a [`Slot`] held. Counted in the `Arc` only where its thread has about eight already, or
+    /// when the slot is filled anew.
+    pub(crate) type Lease<T> = arc_swap::Guard<Option<Arc<T>>>;
+
+    pub(crate) fn lease<T>(value: Arc<T>) -> Lease<T> {
+        arc_swap::Guard::from_inner(Some(value))
     }
 
     /// Where threads sleep until a hook is idle.
@@ -87,17 +96,10 @@ mod imp {
 #[cfg(loom)]
 mod imp {
     pub(crate) use loom::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, Ordering};
+    pub(crate) use loom::thread_local;
 
     use std::sync::Arc;
     use std::time::Instant;
-
-    /// loom's own takes no const block.
-    macro_rules! modelled_thread_local {
-        ($(#[$attribute:meta])* static $name:ident: $type:ty = const $value:block;) => {
-            loom::thread_local! { $(#[$attribute])* static $name: $type = $value; }
-        };
-    }
-    pub(crate) use modelled_thread_local as thread_local;
 
     /// `parking_lot`'s interface on loom's mutex.
     pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
@@ -119,13 +121,20 @@ mod imp {
             Self(Mutex::new(None))
         }
 
-        pub(crate) fn load(&self) -> Option<Arc<T>> {
-            self.0.lock().clone()
+        pub(crate) fn load(&self) -> Option<Lease<T>> {
+            self.0.lock().clone().map(Some)
         }
 
         pub(crate) fn swap(&self, value: Option<Arc<T>>) -> Option<Arc<T>> {
             std::mem::replace(&mut *self.0.lock(), value)
         }
+    }
+
+    pub(crate) type Lease<T> = Option<Arc<T>>;
+
+    #[expect(clippy::unnecessary_wraps, reason = "as arc-swap's guard has it")]
+    pub(crate) fn lease<T>(value: Arc<T>) -> Lease<T> {
+        Some(value)
     }
 
     pub(crate) struct Parker {

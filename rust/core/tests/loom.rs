@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use ferrohook_core::{Entry, Handle, Phase, Placement, Registry};
+use ferrohook_core::{Entry, Handle, Inside, Phase, Placement, Registry};
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread::{self, JoinHandle};
 
@@ -39,8 +39,9 @@ fn spawn<T: 'static>(work: impl FnOnce() -> T + 'static) -> JoinHandle<T> {
 
 /// One call: walks the snapshot and runs `body` inside of each hook.
 fn call(registry: &Registry<Token>, mut body: impl FnMut(&Entry<Token>)) {
+    let inside = Inside::here();
     for entry in registry.snapshot(PHASE).iter() {
-        if let Some(_inside) = entry.enter() {
+        if let Some(_invocation) = entry.enter(&inside) {
             body(entry);
         }
     }
@@ -92,7 +93,7 @@ fn nobody_enters_after_remove_returned() {
             move || {
                 for entry in registry.snapshot(PHASE).iter() {
                     let too_late = removed.load(Ordering::Acquire);
-                    let entered = entry.enter().is_some();
+                    let entered = entry.enter(&Inside::here()).is_some();
                     assert!(!(too_late && entered));
                 }
             }

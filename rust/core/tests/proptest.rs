@@ -3,9 +3,8 @@
 
 use std::convert::Infallible;
 use std::rc::{Rc, Weak};
-use std::sync::Arc;
 
-use ferrohook_core::{Handle, HookId, Phase, Placement, Registry, Snapshot};
+use ferrohook_core::{Handle, HookId, Inside, Phase, Placement, Registry, Snapshot};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -107,7 +106,7 @@ impl Site {
 #[derive(Default)]
 struct World {
     sites: Vec<Site>,
-    kept: Vec<(usize, Arc<Snapshot<Hook>>)>,
+    kept: Vec<(usize, Rc<Snapshot<Hook>>)>,
     registered: usize,
     reactions: usize,
     last_id: Option<HookId>,
@@ -181,7 +180,7 @@ impl World {
             }
             Op::Keep(phase) => {
                 let snapshot = self.snapshot(at, *phase);
-                self.kept.push((at, snapshot));
+                self.kept.push((at, Rc::new(snapshot)));
             }
             Op::CallKept(index) => {
                 if depth < MAX_DEPTH && !self.kept.is_empty() {
@@ -260,7 +259,7 @@ impl World {
     }
 
     /// A snapshot that was compared with the oracle's list.
-    fn snapshot(&self, at: usize, phase: Phase) -> Arc<Snapshot<Hook>> {
+    fn snapshot(&self, at: usize, phase: Phase) -> Snapshot<Hook> {
         let site = &self.sites[at];
         let snapshot = site.registry.snapshot(phase);
         let mut tags = Vec::new();
@@ -281,20 +280,21 @@ impl World {
     }
 
     fn walk(&mut self, at: usize, depth: usize, snapshot: &Snapshot<Hook>) {
+        let inside = Inside::here();
         for entry in snapshot.iter() {
             let hook = entry.hook();
             let known = &self.sites[at].hooks[hook.tag];
             let fires = known.enabled && !known.removed;
-            let inside = entry.enter();
-            assert_eq!(inside.is_some(), fires);
-            if inside.is_some() {
+            let invocation = entry.enter(&inside);
+            assert_eq!(invocation.is_some(), fires);
+            if invocation.is_some() {
                 if let Some(reaction) = &hook.reaction
                     && self.reactions < MAX_REACTIONS
                 {
                     self.reactions += 1;
                     self.perform(at, Some(hook.tag), depth + 1, reaction);
                 }
-                drop(inside);
+                drop(invocation);
                 self.sites[at].hooks[hook.tag].calls += 1;
             }
         }

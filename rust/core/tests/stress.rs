@@ -8,7 +8,7 @@ use std::sync::{Arc, Barrier, Mutex, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrohook_core::{Entry, Handle, HookId, Phase, Placement, Registry, WaitError};
+use ferrohook_core::{Entry, Handle, HookId, Inside, Phase, Placement, Registry, WaitError};
 
 const PHASE: Phase = Phase::Forward;
 /// For how long the threads of one test hammer.
@@ -79,8 +79,9 @@ fn register<H>(registry: &Registry<H>, hook: H) -> Handle<H> {
 }
 
 fn call<H>(registry: &Registry<H>, mut body: impl FnMut(&Entry<H>)) {
+    let inside = Inside::here();
     for entry in registry.snapshot(PHASE).iter() {
-        if let Some(_inside) = entry.enter() {
+        if let Some(_invocation) = entry.enter(&inside) {
             body(entry);
         }
     }
@@ -403,7 +404,8 @@ fn a_handle_outlives_the_registry() {
     handle.set_priority(1);
     handle.set_enabled(false);
     assert!(handle.remove() && !handle.remove());
-    assert!(snapshot.iter().all(|entry| entry.enter().is_none()));
+    let inside = Inside::here();
+    assert!(snapshot.iter().all(|entry| entry.enter(&inside).is_none()));
     assert_eq!(handle.wait_idle(None), Ok(()));
     drop(snapshot);
     assert_eq!(census.left(), 0);
@@ -492,10 +494,11 @@ fn one_moment_without_a_thread_is_enough() {
             let (entered, inside) = mpsc::channel();
             let (leave, left) = mpsc::channel::<()>();
             let thread = thread::spawn(move || {
+                let inside = Inside::here();
                 let snapshot = registry.snapshot(PHASE);
                 for stay in [Duration::from_millis(100 * attempt), LIMIT] {
                     for entry in snapshot.iter() {
-                        let _inside = entry.enter();
+                        let _invocation = entry.enter(&inside);
                         entered.send(()).unwrap();
                         let _ = left.recv_timeout(stay);
                     }
@@ -538,7 +541,8 @@ fn hooks_may_be_left_in_any_order() {
         let registry = Registry::new();
         let handles = [(); 3].map(|()| register(&registry, ()));
         let snapshot = registry.snapshot(PHASE);
-        let mut inside: Vec<_> = snapshot.iter().map(Entry::enter).collect();
+        let here = Inside::here();
+        let mut inside: Vec<_> = snapshot.iter().map(|entry| entry.enter(&here)).collect();
         // As coroutines that switch stacks within a thread do.
         for left in [1, 0, 2] {
             inside[left] = None;

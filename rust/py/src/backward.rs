@@ -1,8 +1,6 @@
 //! The walk of a backward phase, on whichever thread autograd runs it.
 
-use std::sync::Arc;
-
-use ferrohook_core::Snapshot;
+use ferrohook_core::{Inside, Snapshot};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -13,21 +11,22 @@ use crate::{invoke, torch};
 /// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`, of
 /// the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
 pub fn run<'py>(
-    snapshot: Option<Arc<Snapshot<Hook>>>,
+    snapshot: Option<Snapshot<Hook>>,
     module: &Bound<'py, PyAny>,
     grads: &Bound<'py, PyAny>,
     grad_output: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let mut current = grads.clone();
     let mut replaced = false;
-    for entry in snapshot.iter().flat_map(|snapshot| snapshot.iter()) {
-        let Some(inside) = entry.enter() else {
+    let inside = Inside::here();
+    for entry in snapshot.iter().flat_map(Snapshot::iter) {
+        let Some(invocation) = entry.enter(&inside) else {
             continue;
         };
         let site = Site { entry, module };
         let timer = entry.hook().start();
         let result = invoke(&site, &current, grad_output);
-        drop((timer, inside));
+        drop((timer, invocation));
         if let Some(new) = site.settle(result)? {
             current = new;
             replaced = true;

@@ -1,8 +1,6 @@
 //! One call of a hooked module, from its arguments to its output.
 
-use std::sync::Arc;
-
-use ferrohook_core::{Entry, Phase, Snapshot};
+use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,6 +8,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::hook::{Callback, Hook, Site};
 use crate::invoke;
+use crate::point::PointHook;
 use crate::recorder;
 use crate::registry::Registry;
 use crate::scope::Scopes;
@@ -56,15 +55,17 @@ enum Step<'s, 'py> {
 
 fn steps<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
-    snapshot: Option<&'s Arc<Snapshot<Hook>>>,
+    snapshot: Option<&'s Snapshot<Hook>>,
 ) -> impl Iterator<Item = Step<'s, 'py>> {
-    let own = snapshot.into_iter().flat_map(|snapshot| snapshot.iter());
+    let own = snapshot.into_iter().flat_map(Snapshot::iter);
     torch_hooks
         .iter()
         .map(Step::Torch)
         .chain(own.map(Step::Own))
 }
 
+// What a hook of PyTorch's contract takes is inlined into the walk of the forward phase, which is most
+// of what such a hook costs beside its own run; what the other kinds take is kept out of it.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
         let result = self.run_module(target);
@@ -76,7 +77,7 @@ impl<'py> Call<'_, 'py> {
         let (output, tap) = match result {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(steps(&torch_hooks, snapshot.as_ref()), None);
+                self.run_always_called(&mut steps(&torch_hooks, snapshot.as_ref()), None);
                 return Err(error);
             }
         };
@@ -130,7 +131,7 @@ impl<'py> Call<'_, 'py> {
         Ok(backward)
     }
 
-    fn begin(&self, phase: Phase) -> PyResult<Option<Arc<Snapshot<Hook>>>> {
+    fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
         let py = self.module.py();
         self.registry.get().begin(py, phase, &self.scopes)
     }
@@ -155,13 +156,14 @@ impl<'py> Call<'_, 'py> {
     }
 
     fn forward_pre(&mut self, snapshot: &Snapshot<Hook>, target: &Target<'_, 'py>) -> PyResult<()> {
+        let inside = Inside::here();
         for entry in snapshot.iter() {
-            let Some(inside) = entry.enter() else {
+            let Some(invocation) = entry.enter(&inside) else {
                 continue;
             };
             let timer = entry.hook().start();
             let result = self.invoke_forward_pre(entry, target);
-            drop((timer, inside));
+            drop((timer, invocation));
             let settled = match result {
                 Ok(replaced) => replaced,
                 error => self.site(entry).settle(error)?,
@@ -255,12 +257,13 @@ impl<'py> Call<'_, 'py> {
     where
         'py: 's,
     {
+        let inside = Inside::here();
         while let Some(step) = steps.next() {
-            match self.take(step, Some(&output)) {
+            match self.take(step, &inside, Some(&output)) {
                 Ok(None) => {}
                 Ok(Some(replaced)) => output = replaced,
                 Err(error) => {
-                    self.run_always_called(steps, Some(output));
+                    self.run_always_called(&mut steps, Some(output));
                     return Err(error);
                 }
             }
@@ -269,9 +272,15 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Gives one forward hook its turn; `output` is None where the module did not return.
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
     fn take(
         &mut self,
         step: Step<'_, 'py>,
+        inside: &Inside,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let none;
@@ -287,45 +296,72 @@ impl<'py> Call<'_, 'py> {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
         };
-        let Some(inside) = entry.enter() else {
+        let Some(invocation) = entry.enter(inside) else {
             return Ok(None);
         };
         let timer = entry.hook().start();
         let result = self.invoke_forward(entry, output);
-        drop((timer, inside));
+        drop((timer, invocation));
         match result {
             Ok(replaced) => Ok(replaced),
             error => self.site(entry).settle(error),
         }
     }
 
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
     fn invoke_forward(
         &mut self,
         entry: &Entry<Hook>,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let hook = entry.hook();
+        let with_kwargs = hook.options.with_kwargs;
         match hook.callback(self.module.py()) {
-            Callback::Plain(callback) => {
-                self.invoke_plain(callback, hook.options.with_kwargs, output)
-            }
-            Callback::Typed(callback) => {
-                let result = invoke::call(callback, [&input_of(&self.args), output])?;
-                if result.is_none() {
-                    return Ok(None);
-                }
-                let expected = "observes and returns None";
-                Err(self.site(entry).type_error(expected, &result))
-            }
+            Callback::Plain(callback) => self.invoke_plain(callback, with_kwargs, output),
+            Callback::Typed(callback) => self.invoke_typed(entry, callback, output),
             Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
-            Callback::Point(point) => match point.get().call(self.module, output)? {
-                Some(result) => Ok((!result.is_none()).then_some(result)),
-                None => self.invoke_plain(point.as_any(), hook.options.with_kwargs, output),
-            },
+            Callback::Point(point) => self.invoke_point(point, with_kwargs, output),
+        }
+    }
+
+    #[inline(never)]
+    fn invoke_typed(
+        &self,
+        entry: &Entry<Hook>,
+        callback: &Bound<'py, PyAny>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let result = invoke::call(callback, [&input_of(&self.args), output])?;
+        if result.is_none() {
+            return Ok(None);
+        }
+        let expected = "observes and returns None";
+        Err(self.site(entry).type_error(expected, &result))
+    }
+
+    #[inline(never)]
+    fn invoke_point(
+        &mut self,
+        point: &Bound<'py, PointHook>,
+        with_kwargs: bool,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match point.get().call(self.module, output)? {
+            Some(result) => Ok((!result.is_none()).then_some(result)),
+            None => self.invoke_plain(point.as_any(), with_kwargs, output),
         }
     }
 
     /// Calls a hook of PyTorch's contract.
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
     fn invoke_plain(
         &mut self,
         callback: &Bound<'py, PyAny>,
@@ -343,13 +379,15 @@ impl<'py> Call<'_, 'py> {
 
     /// After an exception, whichever: those of the hooks not reached that are `always_call`. What
     /// they raise is told in a warning and never replaces the exception.
+    #[cold]
     fn run_always_called<'s>(
         &mut self,
-        steps: impl Iterator<Item = Step<'s, 'py>>,
+        steps: &mut dyn Iterator<Item = Step<'s, 'py>>,
         mut output: Option<Bound<'py, PyAny>>,
     ) where
         'py: 's,
     {
+        let inside = Inside::here();
         for step in steps {
             let always = match step {
                 Step::Own(entry) => entry.hook().options.always_call,
@@ -358,7 +396,7 @@ impl<'py> Call<'_, 'py> {
             if !always {
                 continue;
             }
-            match self.take(step, output.as_ref()) {
+            match self.take(step, &inside, output.as_ref()) {
                 Ok(None) => {}
                 Ok(replaced) => output = replaced,
                 Err(error) => match step {

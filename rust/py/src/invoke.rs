@@ -86,6 +86,7 @@ pub fn detached<T>(_: Python<'_>, wait: impl FnOnce() -> T + Send) -> T {
 }
 
 /// `callable(*args)`, for up to four arguments.
+#[inline]
 pub fn call<'py, const N: usize>(
     callable: &Bound<'py, PyAny>,
     args: [&Bound<'py, PyAny>; N],
@@ -178,17 +179,12 @@ unsafe fn vectorcall<'py>(
     nargsf: usize,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let of_type = match kwargs {
-        // SAFETY: a live object.
-        None => unsafe { ffi::PyVectorcall_Function(callable.as_ptr()) },
+    let call = match kwargs {
+        None => of_type(callable),
         // The function takes the keywords in another form.
         Some(_) => None,
     };
-    let call = match of_type {
-        // SAFETY: the same signature, without the promise not to unwind.
-        Some(function) => unsafe { mem::transmute::<ffi::vectorcallfunc, Vectorcall>(function) },
-        None => black_box(PyObject_VectorcallDict as Vectorcall),
-    };
+    let call = call.unwrap_or_else(|| black_box(PyObject_VectorcallDict as Vectorcall));
     let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
     let unwound = Unwound;
     // SAFETY: the caller's promise; the other two are live objects, the second a dict or null, and
@@ -197,4 +193,20 @@ unsafe fn vectorcall<'py>(
     mem::forget(unwound);
     // SAFETY: a new reference, or null with an exception set.
     unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
+}
+
+/// What `PyVectorcall_Function` gives, which is a call of its own and asks whether it can be called.
+#[inline]
+fn of_type(callable: &Bound<'_, PyAny>) -> Option<Vectorcall> {
+    let object = callable.as_ptr();
+    // SAFETY: a live object. One of a type with that flag has such a function, or null, at that
+    // place; the signature is the same, without the promise not to unwind.
+    unsafe {
+        let of = ffi::Py_TYPE(object);
+        if ffi::PyType_HasFeature(of, ffi::Py_TPFLAGS_HAVE_VECTORCALL) == 0 {
+            return None;
+        }
+        let place = object.byte_offset((*of).tp_vectorcall_offset);
+        place.cast::<Option<Vectorcall>>().read()
+    }
 }

@@ -1,6 +1,5 @@
 //! `Registry`: a core registry for Python, and the walk of its backward phases.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::{Phase, Placement};
@@ -76,7 +75,7 @@ impl Registry {
         py: Python<'py>,
         phase: Phase,
         scopes: &Scopes<'py>,
-    ) -> PyResult<Option<Arc<Snapshot>>> {
+    ) -> PyResult<Option<Snapshot>> {
         if self.scoped.any(phase)
             && let Some(scopes) = scopes.entered(py)?
         {
@@ -85,12 +84,12 @@ impl Registry {
         Ok(self.begin_outside(phase))
     }
 
-    fn begin_outside(&self, phase: Phase) -> Option<Arc<Snapshot>> {
+    fn begin_outside(&self, phase: Phase) -> Option<Snapshot> {
         let occupied = self.hooks.occupied(phase);
         occupied.then(|| self.hooks.snapshot(phase))
     }
 
-    fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Arc<Snapshot>> {
+    fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Snapshot> {
         let mut snapshots = scope::hooks(scopes, self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
@@ -100,11 +99,11 @@ impl Registry {
             return Some(first);
         };
         let all: Vec<_> = [first, second].into_iter().chain(snapshots).collect();
-        Some(Arc::new(Snapshot::merged(&all)))
+        Some(Snapshot::merged(&all))
     }
 
     /// The hooks of a phase that fire in this context.
-    fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Arc<Snapshot>>> {
+    fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Snapshot>> {
         self.begin(py, phase, &Scopes::default())
     }
 
@@ -184,7 +183,7 @@ impl Registry {
     fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
         for each in selected(phase) {
-            for entry in self.firing(py, each)?.iter().flat_map(|it| it.iter()) {
+            for entry in self.firing(py, each)?.iter().flat_map(Snapshot::iter) {
                 if !entry.removed() {
                     rows.push((
                         entry.id().get(),
@@ -205,7 +204,7 @@ impl Registry {
     /// `register` never returned.
     fn handles(&self, py: Python<'_>) -> Vec<(Py<PyAny>, HookHandle)> {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
-        let entries = snapshots.iter().flat_map(|snapshot| snapshot.iter());
+        let entries = snapshots.iter().flat_map(Snapshot::iter);
         let with_handle = |entry: &ferrohook_core::Entry<Hook>| {
             let given = entry.hook().given().clone_ref(py);
             (given, HookHandle(self.hooks.handle(entry)))
@@ -258,7 +257,7 @@ impl Registry {
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
-            for entry in self.firing(py, phase)?.iter().flat_map(|it| it.iter()) {
+            for entry in self.firing(py, phase)?.iter().flat_map(Snapshot::iter) {
                 if !entry.enabled() || entry.removed() {
                     continue;
                 }

@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use ferrohook_core::{Entry, Phase, Registry, Snapshot};
+use ferrohook_core::{Entry, Inside, Phase, Registry, Snapshot};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -313,7 +313,7 @@ pub fn record(
         _ => None,
     };
     if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
-        && let Some(_inside) = entry.enter()
+        && let Some(_invocation) = entry.enter(&Inside::here())
     {
         return recorder.get().record_picked(value);
     }
