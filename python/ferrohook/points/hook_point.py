@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
@@ -12,8 +11,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.instrumentation import _KEY, hold, registry_of
 from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
-    BackwardLensHandle,
-    ForwardLensHandle,
+    HANDLES,
     HookFunction,
     LensHandle,
     TensorConversion,
@@ -33,11 +31,6 @@ Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
 # What `add_hook` registers for, and how.
 _PHASES = {"fwd": "forward", "bwd": "backward"}
-_KINDS: dict[str, type[ForwardLensHandle | BackwardLensHandle]] = {
-    "fwd": ForwardLensHandle,
-    "bwd": BackwardLensHandle,
-}
-_USUAL_COUNT = len(("tensor", "hook"))
 # What anybody may have registered for.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
@@ -111,10 +104,18 @@ class HookPoint(nn.Module):
             ValueError: another `dir`, or no alias at all.
             HookError: the scope was left.
         """
+        kind = HANDLES.get(dir)
+        if kind is None:
+            msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
+            raise ValueError(msg)
+        check_hook(hook)
+        if level is not None and type(level) is not int:
+            msg = f"level is a whole number or None, got {type(level).__name__}"
+            raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
-        handle = new_handle(hook, dir, is_permanent, level, aliases)
+        handle = kind(hook, is_permanent, level, aliases)
         registry: Registry = vars(self)[_KEY].registry
-        handle.hook = registry.register(handle.phase, handle, prepend=prepend, scope=scope)
+        handle._registered(registry.register(handle.phase, handle, prepend=prepend, scope=scope))
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
@@ -259,7 +260,7 @@ class HookPoint(nn.Module):
         hold(self, asked_for=True)
         for hook, handle in registry_of(self).handles():
             if isinstance(hook, LensHandle):
-                hook.hook = handle  # a copied one removes nothing
+                hook._registered(handle)  # a copied one knew of none
 
 
 def _directions(direction: object) -> tuple[str, ...]:
@@ -279,30 +280,3 @@ def _check_aliases(names: Sequence[str]) -> list[str]:
         msg = "alias_names is empty: the hook would never be called"
         raise ValueError(msg)
     return list(names)
-
-
-def new_handle(
-    hook: HookFunction,
-    dir: Direction,
-    is_permanent: bool = False,
-    level: int | None = None,
-    aliases: Sequence[str] | None = None,
-) -> ForwardLensHandle | BackwardLensHandle:
-    """What is registered for a hook, see `HookPoint.add_hook`."""
-    kind = _KINDS.get(dir)
-    if kind is None:
-        msg = f"dir is 'fwd' or 'bwd', got {dir!r}"
-        raise ValueError(msg)
-    # `def hook(tensor, hook)`, as most are, is told here: this is called too often for more.
-    if (
-        type(hook) is not FunctionType
-        or (code := hook.__code__).co_argcount != _USUAL_COUNT
-        or code.co_varnames[1] != "hook"
-        or code.co_kwonlyargcount
-        or code.co_posonlyargcount
-    ):
-        check_hook(hook)
-    if level is not None and type(level) is not int:
-        msg = f"level is a whole number or None, got {type(level).__name__}"
-        raise HookTypeError(msg)
-    return kind(hook, is_permanent, level, aliases)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ferrohook._core import HookHandle, PointHook
+from ferrohook._core import PointHook
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from ferrohook.points.hook_point import HookPoint
 
@@ -42,10 +42,6 @@ class TensorConversion(Protocol):
         ...
 
 
-# The handle of a hook that is not registered yet.
-_NOT_YET = HookHandle._removed("forward")
-
-
 class LensHandle(PointHook):
     """One hook that was added to a hook point.
 
@@ -60,19 +56,7 @@ class LensHandle(PointHook):
         user_hook: what was added.
     """
 
-    __slots__ = ("_aliases", "context_level", "hook", "is_permanent")
-
-    def __init__(
-        self,
-        user_hook: HookFunction,  # noqa: ARG002 (its base keeps that)
-        is_permanent: bool = False,
-        context_level: int | None = None,
-        aliases: Sequence[str] | None = None,
-    ) -> None:
-        self.hook = _NOT_YET
-        self.is_permanent = is_permanent
-        self.context_level = context_level
-        self._aliases = aliases
+    __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LensHandle:
         user_hook = copy.deepcopy(self.user_hook, memo)
@@ -196,12 +180,36 @@ class ScaledGradient(Tensor):
         return result * self._scale if result.numel() == 1 else result
 
 
+HANDLES: dict[str, type[ForwardLensHandle | BackwardLensHandle]] = {
+    "fwd": ForwardLensHandle,
+    "bwd": BackwardLensHandle,
+}
+"""What is registered for a hook, by its direction."""
+
+_USUAL_COUNT = len(("tensor", "hook"))
+
+
+def usual_code(hook: object) -> CodeType | None:
+    """The code of `def hook(tensor, hook)`, as most are, by which all are known that have it."""
+    if (
+        type(hook) is FunctionType
+        and (code := hook.__code__).co_argcount == _USUAL_COUNT
+        and code.co_varnames[1] == "hook"
+        and not code.co_kwonlyargcount
+        and not code.co_posonlyargcount
+    ):
+        return code
+    return None
+
+
 def check_hook(hook: object) -> None:
     """Refuses what cannot be called as `hook(tensor, hook=point)`.
 
     Raises:
         HookTypeError: it cannot.
     """
+    if usual_code(hook):
+        return
     if not callable(hook):
         msg = f"a hook is called as hook(tensor, hook=point), got {type(hook).__name__}"
         raise HookTypeError(msg)

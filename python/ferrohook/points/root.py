@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 
 import torch
@@ -22,9 +23,14 @@ from ferrohook.points.hook_point import (
     Directions,
     HookPoint,
     _directions,
-    new_handle,
 )
-from ferrohook.points.lens_hooks import HookFunction, LensHandle
+from ferrohook.points.lens_hooks import (
+    HANDLES,
+    HookFunction,
+    LensHandle,
+    check_hook,
+    usual_code,
+)
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
 from ferrohook.scopes import Scope
@@ -324,18 +330,21 @@ class HookedRootModule(nn.Module):
         handles: list[LensHandle] = []
         directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
         for dir, pairs in directions.items():
-            rows = []
+            kind = HANDLES[dir]
+            known = None  # the same hook, or hooks of one loop, stand one after the other
+            rows: list[tuple[HookPoint, LensHandle]] = []
             for which, hook in _pairs(pairs, dir):
-                point = points.get(which) if isinstance(which, str) else None
-                if point is not None:
-                    rows.append((point, new_handle(hook, dir, False, level)))
-                    continue
-                found = self._points(which).values()
-                rows += [(each, new_handle(hook, dir, False, level)) for each in found]
-            registered = register_all(rows, _PHASES[dir], scope) if rows else []
-            for (_, handle), hooked in zip(rows, registered, strict=True):
-                handle.hook = hooked
-                handles.append(handle)
+                if type(hook) is not FunctionType or hook.__code__ is not known:
+                    check_hook(hook)
+                    known = usual_code(hook)
+                if isinstance(which, str) and which in points:
+                    rows.append((points[which], kind(hook, False, level)))
+                else:
+                    found = self._points(which).values()
+                    rows += [(each, kind(hook, False, level)) for each in found]
+            if rows:
+                register_all(rows, _PHASES[dir], scope)
+                handles += [handle for _, handle in rows]
         return handles
 
     def run_with_hooks(
@@ -627,7 +636,8 @@ class HookedRootModule(nn.Module):
 def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
     """The pairs, or an error that says what was expected."""
     try:
-        return [(which, hook) for which, hook in pairs]
+        whiches, hooks = tuple(zip(*pairs, strict=True)) or ((), ())
+        return zip(whiches, hooks, strict=True)
     except (TypeError, ValueError) as error:
         msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
         raise HookTypeError(msg) from error

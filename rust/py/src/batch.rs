@@ -8,6 +8,7 @@ use crate::dispatcher::Dispatcher;
 use crate::error::hook_error;
 use crate::handle::HookHandle;
 use crate::hook::{OnError, PhaseName, Priority};
+use crate::point::PointHook;
 use crate::recorder::{Collector, Recorder};
 use crate::scope::ScopeArg;
 use crate::torch;
@@ -33,23 +34,24 @@ pub fn record_all(
     Ok(())
 }
 
-/// Registers hooks with instrumented modules, (module, hook) each, for one phase and scope.
+/// Registers hooks of hook points, (point, hook) each, for one phase and scope.
 ///
 /// Raises:
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         registered.
-///     HookTypeError: not a callable.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what pyo3 takes from Python")]
 pub fn register_all(
-    hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+    py: Python<'_>,
+    hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PointHook>)>,
     phase: PhaseName,
     scope: ScopeArg<'_>,
-) -> PyResult<Vec<HookHandle>> {
-    hooks
-        .iter()
-        .map(|(module, hook)| register(module, hook, phase.0, Priority(0), &scope))
-        .collect()
+) -> PyResult<()> {
+    for (point, hook) in &hooks {
+        let handle = register(point, hook.as_any(), phase.0, Priority(0), &scope)?;
+        hook.get().registered(Py::new(py, handle)?);
+    }
+    Ok(())
 }
 
 fn register(

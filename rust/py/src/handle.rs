@@ -129,8 +129,10 @@ impl HookHandle {
         Ok((slf.get_type().getattr("_removed")?, (slf.get().phase(),)))
     }
 
+    /// The handle of a hook that is not there.
     #[staticmethod]
-    fn _removed(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
+    #[pyo3(name = "_removed")]
+    pub fn none(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
         // Any callable will do: it is never called.
         let placeholder = py.get_type::<PyString>();
         let hook = Hook::new(placeholder.as_any(), phase.0, OnError::Raise.into())?;

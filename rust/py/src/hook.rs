@@ -181,7 +181,7 @@ impl Hook {
             (Kind::Recorder, recorder.get().phase())
         } else if phase == Phase::Forward
             && let Ok(hook) = given.cast::<PointHook>()
-            && hook.get().under_own_name
+            && hook.get().under_own_name()
         {
             (Kind::Point, phase)
         } else {

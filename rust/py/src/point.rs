@@ -1,35 +1,46 @@
 //! Hooks of hook points, as far as the call needs to know them.
 
+use std::sync::OnceLock;
+
+use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use crate::handle::HookHandle;
+use crate::hook::PhaseName;
 use crate::{invoke, torch};
 
-/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`.
+/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
+/// it was added.
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
 pub struct PointHook {
     user_hook: Py<PyAny>,
-    /// Whether it is called under the point's own name, and not under others.
-    pub under_own_name: bool,
+    is_permanent: bool,
+    context_level: Option<Py<PyAny>>,
+    aliases: Option<Py<PyAny>>,
+    /// Once it is registered.
+    handle: OnceLock<Py<HookHandle>>,
 }
 
 #[pymethods]
 impl PointHook {
     #[new]
-    #[pyo3(signature = (user_hook, is_permanent = None, context_level = None, aliases = None))]
+    #[pyo3(signature = (user_hook, is_permanent = false, context_level = None, aliases = None))]
     fn new(
         user_hook: Py<PyAny>,
-        is_permanent: Option<&Bound<'_, PyAny>>,
-        context_level: Option<&Bound<'_, PyAny>>,
-        aliases: Option<&Bound<'_, PyAny>>,
+        is_permanent: bool,
+        context_level: Option<Py<PyAny>>,
+        aliases: Option<Py<PyAny>>,
     ) -> Self {
-        let _ = (is_permanent, context_level); // those of the subclass
         Self {
             user_hook,
-            under_own_name: aliases.is_none(),
+            is_permanent,
+            context_level,
+            aliases,
+            handle: OnceLock::new(),
         }
     }
 
@@ -39,13 +50,59 @@ impl PointHook {
         self.user_hook.bind(py)
     }
 
+    /// Whether it stays when hooks are removed, unless permanent ones are asked for.
+    #[getter]
+    fn is_permanent(&self) -> bool {
+        self.is_permanent
+    }
+
+    /// How many `hooks` contexts were open around it, its own included; None for what was added
+    /// without.
+    #[getter]
+    fn context_level<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.context_level.as_ref()?.bind(py))
+    }
+
+    /// The names that it is called under, in place of the point's own.
+    #[getter]
+    fn _aliases<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.aliases.as_ref()?.bind(py))
+    }
+
+    /// The registry's handle: removes, disables and describes the hook. A removed one until there
+    /// is one.
+    #[getter]
+    fn hook<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, HookHandle>> {
+        static NOT_YET: PyOnceLock<Py<HookHandle>> = PyOnceLock::new();
+        let handle = match self.handle.get() {
+            Some(handle) => handle,
+            None => NOT_YET.get_or_try_init(py, || {
+                Py::new(py, HookHandle::none(py, PhaseName(Phase::Forward))?)
+            })?,
+        };
+        Ok(handle.bind(py))
+    }
+
+    /// Tells it its handle, once.
+    #[pyo3(name = "_registered")]
+    pub fn registered(&self, handle: Py<HookHandle>) {
+        let _ = self.handle.set(handle);
+    }
+
     // No `__clear__`: the hook never changes, so a cycle through it has another edge to cut.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.user_hook)
+        visit.call(&self.user_hook)?;
+        visit.call(&self.context_level)?;
+        visit.call(&self.aliases)
     }
 }
 
 impl PointHook {
+    /// Whether it is called under the point's own name, and not under others.
+    pub fn under_own_name(&self) -> bool {
+        self.aliases.is_none()
+    }
+
     /// Calls it for what the point returned; None where the point shows its hooks another layout,
     /// which Python sees to.
     pub fn call<'py>(
