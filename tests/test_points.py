@@ -349,13 +349,19 @@ def test_an_error_in_a_hook_names_the_users_hook(model: Model, x: torch.Tensor) 
     assert "HookPoint" in caught.value.__notes__[0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiles_with_the_hooks_in_the_graph(model: Model, x: torch.Tensor) -> None:
+def compiled_for(model: Any, x: torch.Tensor) -> Callable[..., Any]:
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     try:
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x), model(x))
+        compiled(x)
     except RuntimeError as error:  # no Dynamo on this Python
         pytest.skip(str(error))
+    return compiled
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_with_the_hooks_in_the_graph(model: Model, x: torch.Tensor) -> None:
+    compiled = compiled_for(model, x)
+    assert torch.equal(compiled(x), model(x))
     with model.hooks(fwd_hooks=[(MID, adding(1))]):
         assert torch.equal(compiled(x), model(x))
     handle = model.add_hook(MID, zero)
@@ -757,6 +763,19 @@ def test_tensors_go_to_a_device(model: Model, x: torch.Tensor) -> None:
     assert torch.equal(cache["hook_embed"], x)
     with pytest.raises(RuntimeError, match="nowhere"):
         model.run_with_cache(x, device="nowhere")
+
+
+@pytest.mark.cuda
+def test_copies_from_a_gpu_are_complete_when_they_are_read(model: Model) -> None:
+    model = model.cuda()
+    for factor in range(1, 6):
+        x = torch.full((BATCH, POS, WIDTH), float(factor), device="cuda")
+        torch.cuda._sleep(50_000_000)
+        out, cache = model.run_with_cache(x, device="cpu", incl_bwd=True)
+        assert torch.equal(cache["hook_embed"], torch.full((BATCH, POS, WIDTH), float(factor)))
+        out.backward()
+        assert torch.equal(cache["hook_out_grad"], torch.ones(BATCH, POS, WIDTH))
+        assert not cache[MID].is_cuda
 
 
 def test_conversions_show_in_caches(model: Model, x: torch.Tensor) -> None:
@@ -1347,6 +1366,21 @@ def test_wrap_makes_points_of_modules(x: torch.Tensor) -> None:
     out = model.run_with_hooks(x, fwd_hooks=[("layers.1.hook_out", zero)])
     assert not out["hidden"].any()
     assert torch.equal(plain(x)["logits"], expected["logits"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_wrapped_model_compiles_with_its_hook_points(x: torch.Tensor) -> None:
+    plain = Plain().eval()
+    expected = plain(x)["logits"]
+    model = HookedRootModule.wrap(plain, points=POINTS)
+    compiled = compiled_for(model, x)
+    with model.hooks(fwd_hooks=[("layers.1.hook_in", zero)]):
+        assert torch.equal(compiled(x)["hidden"], model(x)["hidden"])
+        assert not torch.equal(compiled(x)["logits"], expected)
+    assert torch.equal(compiled(x)["logits"], expected)
+    model.add_hook("head.hook_out", adding(1))
+    assert torch.equal(compiled(x)["logits"], expected + 1)
+    assert torch.equal(compiled.run_with_cache(x)[1]["head.hook_out"], expected + 1)
 
 
 def test_wrapped_gradients(x: torch.Tensor) -> None:

@@ -200,7 +200,8 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
         items = [map_tensors(convert, item) for item in value]
         return items if isinstance(value, list) else _tuple_like(value, items)
     if isinstance(value, dict):
-        copied = shallow_copy(value)
+        # Dynamo traces no copies of plain dicts.
+        copied = {} if type(value) is dict else shallow_copy(value)
         for key, item in value.items():
             copied[key] = map_tensors(convert, item)
         return copied

@@ -14,7 +14,6 @@ from ferrohook._core import PointHook
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
-
     from ferrohook.points.hook_point import HookPoint
 
 
