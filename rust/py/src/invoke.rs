@@ -86,7 +86,11 @@ pub fn detached<T>(_: Python<'_>, wait: impl FnOnce() -> T + Send) -> T {
 }
 
 /// `callable(*args)`, for up to four arguments.
-#[inline]
+#[expect(
+    clippy::inline_always,
+    reason = "part of the walk of hooks, see `call`"
+)]
+#[inline(always)]
 pub fn call<'py, const N: usize>(
     callable: &Bound<'py, PyAny>,
     args: [&Bound<'py, PyAny>; N],
