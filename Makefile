@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 export HF_HUB_OFFLINE := 1
+# Tests side by side, each on one core: their models are too small to be worth more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench loom free-threaded wheels docs build format clean
@@ -18,7 +20,7 @@ demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, 
 
 test: build $(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/oracle ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show ## Formatting, lints and types
 	cargo fmt --check
