@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook._core import Collector, HookHandle, Recorder
+from ferrohook._core import Collector, HookHandle, record_all
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.never_fired import explain
@@ -346,14 +346,14 @@ class _Capture:
         model: nn.Module,
         modules: dict[str, nn.Module],
         recording: Callable[[int | None], tuple[Collector, ActivationCache]],
-        recorder: Callable[[Collector, int], Recorder],
+        record: Callable[..., list[HookHandle]],
         *,
         stop: bool,
     ) -> None:
         self._model = model
         self._modules = modules
         self._recording = recording
-        self._recorder = recorder
+        self._record = record
         self._stop = stop
         self._scope = Scope()
         self._held: list[nn.Module] = []
@@ -380,13 +380,8 @@ class _Capture:
         if root is not None:
             begin = self._collector.begin
             root.register("forward_pre", begin, priority=_AHEAD_OF_ALL, scope=self._scope)
-        for index, module in enumerate(self._modules.values()):
-            hook = self._recorder(self._collector, index)
-            self._handles.append(
-                registry_of(module).register(
-                    hook.phase, hook, priority=_BEHIND_ALL, scope=self._scope
-                )
-            )
+        modules = list(self._modules.values())
+        self._handles = self._record(self._collector, modules, _BEHIND_ALL, self._scope)
         if root is not None:
             options: Any = {"priority": _BEHIND_ALL, "always_call": True, "scope": self._scope}
             root.register("forward", self._collector.end, **options)
@@ -536,10 +531,8 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             collected(_values), collected(_gradients) if grads else None
         )
 
-    def recorder(collector: Collector, index: int) -> Recorder:
-        return Recorder(collector, index, inputs, output_index)
-
-    return _Capture(model, modules, recording, recorder, stop=stop)
+    record = functools.partial(record_all, inputs=inputs, part=output_index)
+    return _Capture(model, modules, recording, record, stop=stop)
 
 
 _Slice = slice

@@ -320,6 +320,12 @@ def hold(module: nn.Module, *, asked_for: bool = False) -> None:
     cls = type(module)
     if _has_another_s(cls):
         return
+    if issubclass(cls, Instrumented):  # as most are that are hooked or captured for each call
+        with _LOCK:
+            held: Dispatcher | None = vars(module).get(_KEY)
+            if held is not None and issubclass(type(module), Instrumented):
+                held.hold(asked_for)
+                return
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
         raise HookError(msg)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Set as AbstractSet
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_origin
+from typing import TYPE_CHECKING, TypeAlias, get_origin
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.module import _describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _Single: TypeAlias = "str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], object]"
 _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
@@ -56,10 +56,20 @@ def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         msg = f"select names modules of an instance of nn.Module, got {_describe(model)}"
         raise HookTypeError(msg)
+    if isinstance(what, str) and (module := _at(model, what)) is not None:
+        return {what: module}  # without a look at all others
     tree = _Tree(model)
-    found = tree.named if what is None else _match(tree, what)
-    names = sorted(found, key=lambda name: found[name].place)
-    return {name: found[name].module for name in names}
+    return tree.named if what is None else tree.ordered(_match(tree, what))
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, if there is one."""
+    found: nn.Module | None = model
+    for segment in path.split(".") if path else ():
+        if found is None:
+            break
+        found = found._modules.get(segment)
+    return found
 
 
 def select_names(names: Iterable[str], pattern: str | re.Pattern[str]) -> list[str]:
@@ -77,12 +87,6 @@ def _pattern_fits(pattern: str | re.Pattern[str], name: str) -> bool:
     return pattern.search(name) is not None
 
 
-class _Node(NamedTuple):
-    place: tuple[int, ...]
-    """The indices of the path's segments among their siblings, which sort as `named_modules`."""
-    module: nn.Module
-
-
 class _Tree:
     """The modules of a model at one moment.
 
@@ -92,52 +96,58 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.named: dict[str, _Node] = {}
-        self._children: dict[int, dict[str, _Node]] = {}
-        waiting = [("", _Node((), model))]
+        # By their first path, in the order of `named_modules`.
+        self.named: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        waiting = [("", model)]
         while waiting:
-            name, node = waiting.pop()
-            if id(node.module) in self._children:
+            name, module = waiting.pop()
+            if id(module) in seen:
                 continue
-            self.named[name] = node
-            children = {
-                segment: _Node((*node.place, index), child)
-                for index, (segment, child) in enumerate(list(node.module._modules.items()))
-                if child is not None
-            }
-            self._children[id(node.module)] = children
-            prefix = f"{name}." if name else ""
-            waiting += [(prefix + segment, children[segment]) for segment in reversed(children)]
+            seen.add(id(module))
+            self.named[name] = module
+            if children := list(module._modules.items()):
+                prefix = f"{name}." if name else ""
+                waiting += [
+                    (prefix + segment, child)
+                    for segment, child in reversed(children)
+                    if child is not None
+                ]
 
-    def find(self, path: str) -> _Node | None:
-        if path in self.named:
-            return self.named[path]
-        node = _Node((), self.model)
-        for segment in path.split("."):
-            child = self._children[id(node.module)].get(segment)
-            if child is None:
-                return None
-            node = _Node((*node.place, child.place[-1]), child.module)
-        return node
+    def ordered(self, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """In the order of `named_modules`, modules at other than their first paths too."""
+        if found.keys() <= self.named.keys():
+            return {name: module for name, module in self.named.items() if name in found}
+        return {name: found[name] for name in sorted(found, key=self._place)}
+
+    def _place(self, path: str) -> list[int]:
+        """The indices of the path's segments among their siblings."""
+        place: list[int] = []
+        module: nn.Module | None = self.model
+        for segment in path.split(".") if path else ():
+            siblings = {} if module is None else dict(module._modules)
+            place.append([*siblings].index(segment) if segment in siblings else -1)
+            module = siblings.get(segment)
+        return place
 
 
-def _match(tree: _Tree, what: object) -> dict[str, _Node]:
+def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
     if isinstance(what, (list, tuple, AbstractSet)):
         if not what:
             msg = f"an empty {type(what).__name__} selects nothing"
             raise SelectionError(msg)
-        return {name: node for member in what for name, node in _match(tree, member).items()}
-    if isinstance(what, str) and (node := tree.find(what)) is not None:
-        return {what: node}
+        return {name: it for member in what for name, it in _match(tree, member).items()}
+    if isinstance(what, str) and (module := _at(tree.model, what)) is not None:
+        return {what: module}
     if isinstance(what, nn.Module):
-        names = (repr(name) for name, node in tree.named.items() if node.module is what)
+        names = (repr(name) for name, module in tree.named.items() if module is what)
         msg = (
             f"select takes the name of a module ({next(names, 'this one is not in the model')}), "
             f"not the module itself, got {_describe(what)}"
         )
         raise HookTypeError(msg)
     fits = _criterion(what)
-    found = {name: node for name, node in tree.named.items() if fits(name, node.module)}
+    found = {name: module for name, module in tree.named.items() if fits(name, module)}
     if not found:
         raise SelectionError(_nothing(tree, what))
     return found
@@ -193,7 +203,7 @@ def _nothing(tree: _Tree, what: object) -> str:
     kind, given = "names", ""
     if isinstance(what, type):
         shown, given = f"the class {_title(what)}", what.__name__
-        kind, names = "classes", (_title(type(node.module)) for node in tree.named.values())
+        kind, names = "classes", (_title(type(module)) for module in tree.named.values())
     elif isinstance(what, re.Pattern):
         shown, given = repr(what), what.pattern
     elif isinstance(what, str):

@@ -5,33 +5,40 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::dispatcher::Dispatcher;
-use crate::error::hook_error;
+use crate::error::{hook_error, type_name};
 use crate::handle::HookHandle;
 use crate::hook::{OnError, PhaseName, Priority};
+use crate::module::HookedBase;
 use crate::point::PointHook;
 use crate::recorder::{Collector, Recorder};
 use crate::scope::ScopeArg;
 use crate::torch;
 
-/// Has the outputs of instrumented modules recorded under the collector's names, in order.
+/// Has what instrumented modules take (`inputs`) or return, or the `part` of it, recorded under the
+/// collector's names, in order.
 ///
 /// Raises:
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         recorded.
 #[pyfunction]
+#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
 #[expect(clippy::needless_pass_by_value, reason = "what pyo3 takes from Python")]
 pub fn record_all(
     collector: &Bound<'_, Collector>,
     modules: Vec<Bound<'_, PyAny>>,
     priority: Priority,
     scope: ScopeArg<'_>,
-) -> PyResult<()> {
-    for (index, module) in modules.iter().enumerate() {
-        let recorder = Recorder::of_outputs(collector, index)?;
+    inputs: bool,
+    part: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Vec<HookHandle>> {
+    let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
+        let part = part.cloned().map(Bound::unbind);
+        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, false)?;
+        let phase = recorder.phase();
         let recorder = Bound::new(module.py(), recorder)?;
-        register(module, recorder.as_any(), Phase::Forward, priority, &scope)?;
-    }
-    Ok(())
+        register(module, recorder.as_any(), phase, priority, &scope)
+    };
+    modules.iter().enumerate().map(record).collect()
 }
 
 /// Registers hooks of hook points, (point, hook) each, for one phase and scope.
@@ -62,16 +69,25 @@ fn register(
     scope: &ScopeArg<'_>,
 ) -> PyResult<HookHandle> {
     let py = module.py();
-    let state = torch::instance_dict(module)?;
-    let Some(dispatcher) = state.get_item(intern!(py, Dispatcher::KEY))? else {
-        return Err(hook_error(py, "a module is not instrumented".to_owned()));
+    let state;
+    let dispatcher;
+    let registry = if let Ok(wrapper) = module.cast::<HookedBase>() {
+        wrapper.get().registry(py)?
+    } else {
+        state = torch::instance_dict(module)?;
+        let Some(found) = state.get_item(intern!(py, Dispatcher::KEY))? else {
+            return Err(hook_error(
+                py,
+                format!(
+                    "this {} is no longer instrumented: its hooks were removed",
+                    type_name(module)
+                ),
+            ));
+        };
+        dispatcher = found.cast_into::<Dispatcher>()?;
+        dispatcher.get().registry(py)
     };
-    let dispatcher = dispatcher.cast::<Dispatcher>()?;
-    dispatcher.get().registry(py).get().register(
-        phase,
-        hook,
-        priority.place(false),
-        OnError::Raise.into(),
-        Some(scope),
-    )
+    let (placement, options) = (priority.place(false), OnError::Raise.into());
+    let registry = registry.get();
+    registry.register(phase, hook, placement, options, Some(scope))
 }

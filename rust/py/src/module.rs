@@ -43,7 +43,7 @@ impl HookedBase {
             .ok_or_else(|| not_initialised(py))
     }
 
-    fn registry<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, Registry>> {
+    pub fn registry<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, Registry>> {
         self.registry
             .get()
             .map(|registry| registry.bind(py))

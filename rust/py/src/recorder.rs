@@ -574,18 +574,11 @@ pub struct Recorder {
     pick: Pick,
 }
 
-impl Recorder {
-    /// Records what a module returns under the name at `index`.
-    pub fn of_outputs(collector: &Bound<'_, Collector>, index: usize) -> PyResult<Self> {
-        Self::new(collector.clone().unbind(), index, false, None, false)
-    }
-}
-
 #[pymethods]
 impl Recorder {
     #[new]
     #[pyo3(signature = (collector, index, inputs, part, *, of_tuples = false))]
-    fn new(
+    pub fn new(
         collector: Py<Collector>,
         index: usize,
         inputs: bool,
