@@ -1,0 +1,342 @@
+"""Detectors: hooks that watch what passes a module and keep it."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.interventions.collected import ContextDict, TensorDict
+from ferrohook.interventions.hooks import Hook, HookType, check_signature
+from ferrohook.interventions.tensors import extract_tensor_from_output, first_tensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SupportsPut(Protocol):
+    """What a detector asks of its store."""
+
+    def put(self, run: str, batch: int, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps the tensors of one layer and batch."""
+
+
+class Detector(Hook):
+    """A hook that watches what passes a module, and changes nothing.
+
+    Subclasses say in `process_activations` what they keep, in `metadata` and `tensor_metadata`.
+    Each context (`contextvars`) has its own: threads that share a detector see what they collected
+    themselves.
+
+    Where nobody gives a priority, it runs behind the controllers of its layer and sees what they
+    make of the activations.
+
+    Args:
+        hook_type: see `Hook`.
+        hook_id: see `Hook`.
+        store: where `save` puts what was collected.
+        layer_signature: see `Hook`.
+
+    Raises:
+        ValueError: an unknown `hook_type`.
+        HookTypeError: an argument of the wrong type, a `store` without `put`.
+    """
+
+    # Behind controllers, also those that were given a priority below 0; ahead of captures.
+    _priority = -(2**31)
+
+    def __init__(
+        self,
+        hook_type: HookType | str = HookType.FORWARD,
+        hook_id: str | None = None,
+        store: SupportsPut | None = None,
+        layer_signature: str | int | None = None,
+    ) -> None:
+        super().__init__(layer_signature=layer_signature, hook_type=hook_type, hook_id=hook_id)
+        if store is not None and not callable(getattr(store, "put", None)):
+            msg = f"store has put(run, batch, layer, tensors), got {type(store).__name__}"
+            raise HookTypeError(msg)
+        self.store = store
+        self._metadata: ContextDict[Any] = ContextDict()
+        self._tensor_metadata = TensorDict()
+
+    @property
+    def metadata(self) -> ContextDict[Any]:
+        """What was collected in this context, but for tensors."""
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, content: Mapping[str, Any]) -> None:
+        self._metadata.replace(dict(content))
+
+    @property
+    def tensor_metadata(self) -> TensorDict:
+        """The tensors that were collected in this context."""
+        return self._tensor_metadata
+
+    @tensor_metadata.setter
+    def tensor_metadata(self, content: Mapping[str, Tensor]) -> None:
+        self._tensor_metadata.replace(dict(content))
+
+    @abc.abstractmethod
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 (mi_crow's name)
+        """Looks at one call of the module.
+
+        Args:
+            module: that is called.
+            input: the tuple of its positional arguments. Before a forward the dict of the keyword
+                arguments comes last, if there are any.
+            output: what it returned, None before its forward.
+        """
+
+    def clear_captured(self) -> None:
+        """Forgets what was collected in this context."""
+        self._metadata.clear()
+        self._tensor_metadata.clear()
+
+    def save(self, run: str, batch: int) -> None:
+        """Puts the tensors that were collected in this context into the store.
+
+        Args:
+            run: the name of the run.
+            batch: the number of the batch in it.
+
+        Raises:
+            HookError: it has no store, or is registered on no layer.
+        """
+        layer = self.layer
+        if self.store is None or layer is None:
+            missing = "has no store" if self.store is None else "is registered on no layer"
+            msg = f"{self} {missing}: there is nowhere to save to"
+            raise HookError(msg)
+        self.store.put(run, batch, layer, dict(self._tensor_metadata))
+
+    def _keep(self, dtype: torch.dtype | None = None, **values: Any) -> None:
+        """Keeps those that are tensors, and their shapes, and nothing else."""
+        tensors, shapes = {}, {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[name] = self._copied(value, dtype)
+                shapes[f"{name}_shape"] = tuple(value.shape)
+        self._tensor_metadata.replace(tensors)
+        self._metadata.replace(shapes)
+
+    def _copied(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        # Also on the CPU: what runs behind the module may write in place.
+        source = tensor.detach()
+        cast = dtype not in (None, tensor.dtype)
+        if cast:
+            source = source.to(dtype)
+        if source.is_cuda:
+            return self._tensor_metadata.copies.start(source, clone=not cast)
+        return source if cast else source.clone()
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            self.process_activations(module, (*args, kwargs) if kwargs else args, None)
+        except Exception as error:
+            raise self._failed(error) from error
+        return super()._before(module, args, kwargs)
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        try:
+            self.process_activations(module, args, output)
+        except Exception as error:
+            raise self._failed(error) from error
+        return super()._after(module, args, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"store": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied.store = self.store
+        return copied
+
+
+class LayerActivationDetector(Detector):
+    """Keeps what its layer returned last: the tensor that `extract_tensor_from_output` finds.
+
+    It is a copy on the CPU, detached, that nothing behind the layer can change. As a pre-forward
+    hook it keeps what the layer takes.
+
+    Args:
+        layer_signature: the name or the index of the layer.
+        hook_id: see `Hook`.
+        target_dtype: what the tensor is cast to.
+        store: see `Detector`.
+
+    Raises:
+        HookTypeError: no `layer_signature`, or an argument of the wrong type.
+    """
+
+    def __init__(
+        self,
+        layer_signature: str | int,
+        hook_id: str | None = None,
+        target_dtype: torch.dtype | None = None,
+        store: SupportsPut | None = None,
+    ) -> None:
+        check_signature(layer_signature)
+        if not isinstance(target_dtype, torch.dtype | None):
+            msg = f"target_dtype is a torch.dtype or None, got {type(target_dtype).__name__}"
+            raise HookTypeError(msg)
+        super().__init__(hook_id=hook_id, store=store, layer_signature=layer_signature)
+        self.target_dtype = target_dtype
+
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+        if self._hook_type is HookType.FORWARD:
+            tensor = extract_tensor_from_output(output)
+        else:
+            tensor = first_tensor(input[0], in_dicts=True) if input else None
+        self._keep(self.target_dtype, activations=tensor)
+
+    def get_captured(self) -> Tensor | None:
+        """The activations of the last call in this context, if any."""
+        return self._tensor_metadata.get("activations")
+
+
+class ModelInputDetector(Detector):
+    """Keeps the token ids that a model takes, and which of them are neither padding nor special.
+
+    Arguments are known by their names, whether they were given by position, by keyword or in a
+    dict. Copies on the CPU, `input_ids` and `attention_mask` in `tensor_metadata`.
+
+    Args:
+        layer_signature: see `Hook`; `""` is the model itself.
+        hook_id: see `Hook`.
+        save_input_ids: keep the ids.
+        save_attention_mask: keep a mask that is True for each token that is attended to and is
+            none of the special ones.
+        special_token_ids: the special tokens; None for the `special_token_ids` of the `context`,
+            if it has any.
+        store: see `Detector`.
+
+    Raises:
+        HookTypeError: an argument of the wrong type.
+    """
+
+    _types: ClassVar = (HookType.PRE_FORWARD,)
+
+    def __init__(  # noqa: PLR0913, PLR0917 (mi_crow's, and the store)
+        self,
+        layer_signature: str | int | None = None,
+        hook_id: str | None = None,
+        save_input_ids: bool = True,  # noqa: FBT001, FBT002 (mi_crow's)
+        save_attention_mask: bool = False,  # noqa: FBT001, FBT002 (mi_crow's)
+        special_token_ids: Iterable[int] | None = None,
+        store: SupportsPut | None = None,
+    ) -> None:
+        super().__init__(HookType.PRE_FORWARD, hook_id, store, layer_signature)
+        self.save_input_ids = save_input_ids
+        self.save_attention_mask = save_attention_mask
+        self.special_token_ids = None if special_token_ids is None else {*special_token_ids}
+
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+        named: dict[str, Any] = {}
+        if any(not isinstance(each, Mapping) for each in input):
+            named |= zip(inspect.signature(module.forward).parameters, input, strict=False)
+        for each in input:
+            if isinstance(each, Mapping):
+                named |= each
+        ids = named.get("input_ids", input[0] if input else None)
+        self._keep_inputs(ids, named.get("attention_mask"))
+
+    def set_inputs_from_encodings(
+        self,
+        encodings: Mapping[str, Tensor],
+        module: nn.Module | None = None,  # noqa: ARG002 (mi_crow's)
+    ) -> None:
+        """Keeps what a tokenizer returned as if the model had been called with it.
+
+        Args:
+            encodings: with `input_ids`, and `attention_mask` if there is one.
+            module: not needed.
+
+        Raises:
+            HookTypeError: `encodings` is no mapping.
+        """
+        if not isinstance(encodings, Mapping):
+            msg = f"encodings is a mapping with 'input_ids', got {type(encodings).__name__}"
+            raise HookTypeError(msg)
+        self._keep_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
+
+    def _keep_inputs(self, ids: Any, mask: Any) -> None:
+        if not isinstance(ids, Tensor):
+            self.clear_captured()
+            return
+        self._keep(
+            input_ids=ids if self.save_input_ids else None,
+            attention_mask=self._regular(ids, mask) if self.save_attention_mask else None,
+        )
+
+    def _regular(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        special: Iterable[int] | None = self.special_token_ids
+        if special is None:
+            special = getattr(self.context, "special_token_ids", None) or ()
+        regular = torch.isin(ids, torch.tensor([*special], dtype=ids.dtype, device=ids.device))
+        regular.logical_not_()
+        return regular if mask is None else regular & mask.bool()
+
+    def get_captured_input_ids(self) -> Tensor | None:
+        """The ids of the last call in this context, if any."""
+        return self._tensor_metadata.get("input_ids")
+
+    def get_captured_attention_mask(self) -> Tensor | None:
+        """The mask of the last call in this context, if any: without padding and special tokens."""
+        return self._tensor_metadata.get("attention_mask")
+
+
+class ModelOutputDetector(Detector):
+    """Keeps what a model returned: `output_logits`, `output_hidden_state` in `tensor_metadata`.
+
+    The logits are the output's `logits`, or else the output itself or its first element, if that
+    is a tensor; the hidden state is its `last_hidden_state`. Copies on the CPU, detached.
+
+    Args:
+        layer_signature: see `Hook`; `""` is the model itself.
+        hook_id: see `Hook`.
+        save_output_logits: keep the logits.
+        save_output_hidden_state: keep the hidden state.
+        store: see `Detector`.
+
+    Raises:
+        HookTypeError: an argument of the wrong type.
+    """
+
+    _types: ClassVar = (HookType.FORWARD,)
+
+    def __init__(
+        self,
+        layer_signature: str | int | None = None,
+        hook_id: str | None = None,
+        save_output_logits: bool = True,  # noqa: FBT001, FBT002 (mi_crow's)
+        save_output_hidden_state: bool = False,  # noqa: FBT001, FBT002 (mi_crow's)
+        store: SupportsPut | None = None,
+    ) -> None:
+        super().__init__(HookType.FORWARD, hook_id, store, layer_signature)
+        self.save_output_logits = save_output_logits
+        self.save_output_hidden_state = save_output_hidden_state
+
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            logits = output[0] if isinstance(output, tuple | list) and output else output
+        state = getattr(output, "last_hidden_state", None)
+        self._keep(
+            output_logits=logits if self.save_output_logits else None,
+            output_hidden_state=state if self.save_output_hidden_state else None,
+        )
+
+    def get_captured_output_logits(self) -> Tensor | None:
+        """The logits of the last call in this context, if any."""
+        return self._tensor_metadata.get("output_logits")
+
+    def get_captured_output_hidden_state(self) -> Tensor | None:
+        """The hidden state of the last call in this context, if any."""
+        return self._tensor_metadata.get("output_hidden_state")

@@ -1,0 +1,239 @@
+"""`Hook`: what detectors and controllers have in common."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import enum
+import uuid
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ferrohook.errors import HookError as _HookError
+from ferrohook.errors import HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from ferrohook._core import HookHandle
+    from ferrohook.interventions.layers import Layers
+
+
+class HookType(enum.StrEnum):
+    """When a hook runs: before its module's forward, or after it."""
+
+    FORWARD = "forward"
+    PRE_FORWARD = "pre_forward"
+
+    @property
+    def phase(self) -> str:
+        """The registry's name for it."""
+        return "forward" if self is HookType.FORWARD else "forward_pre"
+
+
+class HookError(_HookError):
+    """A detector or a controller raised while a module was called.
+
+    Attributes:
+        hook_id: which one.
+        hook_type: `forward` or `pre_forward`.
+        original_error: what it raised; `__cause__` too.
+        layer: the path of its module, None where it was registered by hand.
+    """
+
+    def __init__(
+        self, hook_id: str, hook_type: str, original_error: Exception, layer: str | None = None
+    ) -> None:
+        # All of them as `args`: errors cross processes by those.
+        super().__init__(hook_id, hook_type, original_error, layer)
+        self.hook_id = hook_id
+        self.hook_type = hook_type
+        self.original_error = original_error
+        self.layer = layer
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f" on {self.layer or 'the model itself'!r}"
+        error = f"{type(self.original_error).__name__}: {self.original_error}"
+        return f"the {self.hook_type} hook {self.hook_id!r}{where} raised {error}"
+
+
+class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
+    """A hook as an object, to be registered by `Layers`; see `Detector` and `Controller`.
+
+    Args:
+        layer_signature: what it is meant for: the name or the index of a layer.
+        hook_type: `HookType.FORWARD`, `HookType.PRE_FORWARD`, or the string of one.
+        hook_id: unique among the hooks of a `Layers`; None for one that is made up.
+
+    Raises:
+        ValueError: an unknown `hook_type`.
+        HookTypeError: an argument of the wrong type.
+    """
+
+    _types: ClassVar[tuple[HookType, ...]] = tuple(HookType)
+    """What a class can be."""
+
+    _priority: ClassVar[int] = 0
+    """Where nobody says otherwise."""
+
+    # What belongs to this process, or to one registration.
+    _handle: HookHandle | None = None
+    _layer: str | None = None
+    _layers: Layers | None = None
+    _context: Any = None
+
+    def __init__(
+        self,
+        layer_signature: str | int | None = None,
+        hook_type: HookType | str = HookType.FORWARD,
+        hook_id: str | None = None,
+    ) -> None:
+        if not isinstance(hook_id, str | None):
+            msg = f"hook_id is a str or None, got {type(hook_id).__name__}"
+            raise HookTypeError(msg)
+        check_signature(layer_signature, optional=True)
+        self.layer_signature = layer_signature
+        self._hook_type = self._checked(hook_type)
+        self._id = str(uuid.uuid4()) if hook_id is None else hook_id
+        self._enabled = True
+
+    @property
+    def id(self) -> str:
+        """Which hook this is, among those of a `Layers`."""
+        return self._id
+
+    @property
+    def hook_id(self) -> str:
+        """The same as `id`."""
+        return self._id
+
+    @property
+    def hook_type(self) -> HookType:
+        """When it runs; can be set while it is not registered."""
+        return self._hook_type
+
+    @hook_type.setter
+    def hook_type(self, hook_type: HookType | str) -> None:
+        if self._registered:
+            msg = f"{self} is registered: its hook_type is given to register_hook, or set before"
+            raise _HookError(msg)
+        self._hook_type = self._checked(hook_type)
+
+    @property
+    def layer(self) -> str | None:
+        """The path of the layer it is registered on, `""` for the model itself."""
+        return self._layer if self._registered else None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it runs when its module does."""
+        handle = self._handle
+        # The registry may have disabled it (`on_error="disable"`).
+        return self._enabled if handle is None else handle.enabled
+
+    def enable(self) -> None:
+        """Lets it run again, at its old place."""
+        self._enabled = True
+        if self._handle is not None:
+            self._handle.enable()
+
+    def disable(self) -> None:
+        """Keeps its place, and has calls skip it at no cost."""
+        self._enabled = False
+        if self._handle is not None:
+            self._handle.disable()
+
+    @property
+    def context(self) -> Any:
+        """What `set_context` was given; if nothing was, the `Layers` it is registered with."""
+        return self._layers if self._context is None else self._context
+
+    def set_context(self, context: Any) -> None:
+        """Gives it something to look things up in, such as `special_token_ids`."""
+        self._context = context
+
+    def get_torch_hook(self) -> Callable[..., Any]:
+        """What PyTorch's own methods can register, for its `hook_type`.
+
+        It looks at `enabled` in every call. As a pre-forward hook it sees keyword arguments where
+        it is registered `with_kwargs=True`.
+        """
+        if self._hook_type is HookType.FORWARD:
+
+            def forward_hook(module: nn.Module, args: Any, output: Any) -> Any:
+                return self._after(module, args, output) if self.enabled else None
+
+            return forward_hook
+
+        def forward_pre_hook(module: nn.Module, args: Any, *kwargs: Any) -> Any:
+            if not self.enabled:
+                return None
+            changed = self._before(module, args, *(kwargs or ({},)))
+            return changed if kwargs or changed is None else changed[0]
+
+        return forward_pre_hook
+
+    def _before(self, _module: Any, _args: Any, _kwargs: Any) -> Any:
+        """What the registry calls before a forward.
+
+        Each base class does its part and asks the next: a hook may be of several.
+        """
+        return None
+
+    def _after(self, _module: Any, _args: Any, _output: Any) -> Any:
+        """Likewise, after a forward."""
+        return None
+
+    def _failed(self, error: Exception) -> HookError:
+        return HookError(self._id, self._hook_type.value, error, self.layer)
+
+    @property
+    def _registered(self) -> bool:
+        return self._handle is not None and not self._handle.removed
+
+    @classmethod
+    def _checked(cls, hook_type: HookType | str) -> HookType:
+        if not isinstance(hook_type, str):
+            msg = f"hook_type is a HookType or a str, got {type(hook_type).__name__}"
+            raise HookTypeError(msg)
+        allowed = ", ".join(repr(each.value) for each in cls._types)
+        try:
+            found = HookType(hook_type)
+        except ValueError:
+            msg = f"unknown hook_type {hook_type!r}: expected one of {allowed}"
+            raise ValueError(msg) from None
+        if found not in cls._types:
+            msg = f"the hook_type of a {cls.__name__} is {allowed}, got {found.value!r}"
+            raise ValueError(msg)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings: what belongs to this process stays here."""
+        left_out = ("_handle", "_layer", "_layers", "_context")
+        state = {key: value for key, value in vars(self).items() if key not in left_out}
+        return state | {"_enabled": self.enabled}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        copied._context = self._context
+        return copied
+
+    def __repr__(self) -> str:
+        layer = "" if self.layer is None else f" on {self.layer or 'the model itself'!r}"
+        state = "" if self.enabled else ", disabled"
+        return f"<{type(self).__name__} {self._id!r}, {self._hook_type.value}{layer}{state}>"
+
+
+def check_signature(layer_signature: object, *, optional: bool = False) -> None:
+    """Refuses what is neither the name nor the index of a layer."""
+    if layer_signature is None and optional:
+        return
+    if isinstance(layer_signature, bool) or not isinstance(layer_signature, str | int):
+        msg = (
+            "layer_signature is the name or the index of a layer ('' for the model itself), "
+            f"got {type(layer_signature).__name__}"
+        )
+        raise HookTypeError(msg)

@@ -1,0 +1,120 @@
+"""The one tensor that a hook is about, found in what a module takes and returns."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrohook.activations import _tuple_like
+
+
+def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_crow's name)
+    """The tensor that a hook takes for a module's input.
+
+    Args:
+        input: the positional arguments of the call.
+
+    Returns:
+        The first argument if it is a tensor, the first tensor in it if it is a tuple or a list,
+        else None.
+    """
+    return first_tensor(input[0]) if input else None
+
+
+def first_tensor(value: Any, *, in_dicts: bool = False) -> Tensor | None:
+    """The value if it is a tensor, the first tensor in it if it is a tuple or a list.
+
+    Args:
+        value: anything.
+        in_dicts: look into a dict, such as that of keyword arguments, too.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if in_dicts and isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return next((item for item in value if isinstance(item, Tensor)), None)
+    return None
+
+
+def extract_tensor_from_output(output: Any) -> Tensor | None:
+    """The tensor that a hook takes for a module's output.
+
+    Args:
+        output: what the module returned.
+
+    Returns:
+        It, if it is a tensor; the first tensor in it, if it is a tuple or a list; its
+        `last_hidden_state`, if that is a tensor; else None.
+    """
+    found = first_tensor(output)
+    if found is None and not isinstance(output, tuple | list):
+        state = getattr(output, "last_hidden_state", None)
+        return state if isinstance(state, Tensor) else None
+    return found
+
+
+def apply_modification_to_output(
+    output: Any,
+    modified_tensor: Tensor,
+    target_device: torch.device | str | None = None,
+) -> Any:
+    """The output with another tensor in the place of the one that a hook takes for it.
+
+    Nothing is written in place: autograd sees the new tensor.
+
+    Args:
+        output: what the module returned.
+        modified_tensor: what takes the place of `extract_tensor_from_output(output)`.
+        target_device: where it is moved to; None for where the tensor it replaces is.
+
+    Returns:
+        A new output, or the one given if it has no tensor to replace.
+
+    Raises:
+        ValueError: the tensors differ in shape.
+    """
+    original = extract_tensor_from_output(output)
+    if original is None:
+        return output
+    fitted = fit(modified_tensor, original, target_device)
+    if isinstance(output, Tensor | tuple | list):
+        return put_first(output, original, fitted)
+    copied = copy(output)
+    copied.last_hidden_state = fitted
+    return copied
+
+
+def fit(modified: Tensor, original: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A replacement for a tensor, of its dtype and on its device if not on another.
+
+    Raises:
+        ValueError: the tensors differ in shape.
+    """
+    if modified.shape != original.shape:
+        msg = (
+            f"a replacement has the shape of the tensor it replaces, {tuple(original.shape)}, "
+            f"got {tuple(modified.shape)}"
+        )
+        raise ValueError(msg)
+    if device is None:
+        device = original.device
+    if modified.dtype == original.dtype and modified.device == device:
+        return modified
+    return modified.to(device, original.dtype)
+
+
+def put_first(value: Any, original: Tensor, replacement: Tensor) -> Any:
+    """What `first_tensor` found `original` in, with another tensor in its place."""
+    if isinstance(value, Tensor):
+        return replacement
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    place = next(key for key, item in items if item is original)
+    if isinstance(value, tuple):
+        return _tuple_like(value, [replacement if key == place else item for key, item in items])
+    copied = copy(value)
+    copied[place] = replacement
+    return copied
