@@ -35,6 +35,7 @@ class ContextDict(MutableMapping[str, V]):
     # is written is never changed, only replaced, under a new mark.
 
     def __init__(self) -> None:
+        self._mark: ContextVar[_Mark | None]
         self._free = _FREE  # at the interpreter's end the module has no variables any more
         try:
             self._mark = _FREE.pop()

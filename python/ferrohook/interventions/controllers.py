@@ -73,7 +73,7 @@ class Controller(Hook):
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         super()._before(module, args, kwargs)
         holder = args[0] if args else kwargs
-        original = first_tensor(holder, in_dicts=not args)
+        original = first_tensor(holder, in_dicts=holder is kwargs)
         if original is None:
             return None
         try:

@@ -276,10 +276,12 @@ class ModelInputDetector(Detector):
         )
 
     def _regular(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        special: Iterable[int] | None = self.special_token_ids
+        special = self.special_token_ids
         if special is None:
-            special = getattr(self.context, "special_token_ids", None) or ()
-        regular = torch.isin(ids, torch.tensor([*special], dtype=ids.dtype, device=ids.device))
+            special = getattr(self.context, "special_token_ids", None)
+        regular = torch.isin(
+            ids, torch.tensor([*(special or ())], dtype=ids.dtype, device=ids.device)
+        )
         regular.logical_not_()
         return regular if mask is None else regular & mask.bool()
 

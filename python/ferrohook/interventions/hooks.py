@@ -53,9 +53,8 @@ class HookError(_HookError):
         self.layer = layer
 
     def __str__(self) -> str:
-        where = "" if self.layer is None else f" on {self.layer or 'the model itself'!r}"
         error = f"{type(self.original_error).__name__}: {self.original_error}"
-        return f"the {self.hook_type} hook {self.hook_id!r}{where} raised {error}"
+        return f"the {self.hook_type} hook {self.hook_id!r}{_on(self.layer)} raised {error}"
 
 
 class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
@@ -222,9 +221,15 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
         return copied
 
     def __repr__(self) -> str:
-        layer = "" if self.layer is None else f" on {self.layer or 'the model itself'!r}"
         state = "" if self.enabled else ", disabled"
-        return f"<{type(self).__name__} {self._id!r}, {self._hook_type.value}{layer}{state}>"
+        kind = type(self).__name__
+        return f"<{kind} {self._id!r}, {self._hook_type.value}{_on(self.layer)}{state}>"
+
+
+def _on(layer: str | None) -> str:
+    if layer is None:
+        return ""
+    return f" on {layer!r}" if layer else " on the model itself"
 
 
 def check_signature(layer_signature: object, *, optional: bool = False) -> None:

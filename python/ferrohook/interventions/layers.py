@@ -246,13 +246,14 @@ class Layers:
         if len(found) == 1:
             return found[0], places[found[0]]
         if found:
-            msg = (
-                f"{layer_signature!r} may be {' or '.join(map(repr, found))} of {model}: say which"
-            )
+            msg = f"{layer_signature!r} is {len(found)} layers of {model}: say {_listed(found)}"
             raise SelectionError(msg)
-        names = _closest(layer_signature, [*places, *flat.values()]) or [*places][1:]
-        listed = ", ".join(map(repr, names[:MOST_SUGGESTIONS])) or "none but '', the model itself"
-        msg = f"{model} has no layer {layer_signature!r}; the closest names are {listed}"
+        names = _closest(layer_signature, [*places, *flat.values()])
+        if names:
+            msg = f"{model} has no layer {layer_signature!r}; the closest are {_listed(names)}"
+        else:
+            first = _listed([*places][:MOST_SUGGESTIONS])
+            msg = f"{model} has no layer {layer_signature!r}; the first are {first}"
         raise SelectionError(msg)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -293,6 +294,10 @@ def _id(hook_or_id: Hook | str) -> str:
         return hook_or_id
     msg = f"a hook or its id, a str, is expected, got {_describe(hook_or_id)}"
     raise HookTypeError(msg)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _flat(model: nn.Module, path: str) -> str:
