@@ -6,6 +6,7 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ferrohook.errors import HookTypeError
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
@@ -28,8 +29,9 @@ class Controller(Hook):
     """A hook that changes what passes a module.
 
     Subclasses say in `modify_activations` what takes the place of the activations. What comes out
-    of it flows on, and autograd sees it; nothing that the caller or another module holds is
-    written in place. A hook that is a `Detector` too detects first.
+    of it flows on, and autograd sees it. Nothing is written in place, and a controller that does
+    is an error. (In inference mode and compiled, where nobody could tell, it is given a copy.) A hook that is a
+    `Detector` too detects first.
 
     Args:
         hook_type: `HookType.FORWARD` to change what the module returns, `HookType.PRE_FORWARD` for
@@ -41,6 +43,8 @@ class Controller(Hook):
         ValueError: an unknown `hook_type`.
         HookTypeError: an argument of the wrong type.
     """
+
+    _controls = True
 
     def __init__(
         self,
@@ -54,9 +58,7 @@ class Controller(Hook):
     def modify_activations(
         self, module: nn.Module, inputs: Tensor | None, output: Tensor | None
     ) -> Tensor | None:
-        """Says what takes the place of the activations.
-
-        They come as a copy, which may be written in place.
+        """Says what takes the place of the activations, which it does not write to.
 
         Args:
             module: that is called.
@@ -67,39 +69,63 @@ class Controller(Hook):
 
         Returns:
             A tensor of the same shape, which is moved to the device and cast to the dtype of what
-            it replaces; or None for the copy as it then is.
+            it replaces; or None for the activations as they are.
         """
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
-        super()._before(module, args, kwargs)
+        if self._detects:
+            super()._before(module, args, kwargs)
         holder = args[0] if args else kwargs
         original = first_tensor(holder, in_dicts=holder is kwargs)
         if original is None:
             return None
         try:
-            copied = original.clone()
-            changed = fit(self._change(module, copied, copied), original)
+            changed = self._change(module, None, original)
+            if changed is None:
+                return None
+            holder = put_first(holder, original, fit(changed, original))
         except Exception as error:
             raise self._failed(error) from error
-        holder = put_first(holder, original, changed)
         return ((holder, *args[1:]), kwargs) if args else (args, holder)
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        super()._after(module, args, output)
-        original = extract_tensor_from_output(output)
+        if self._detects:
+            super()._after(module, args, output)
+        is_tensor = isinstance(output, Tensor)
+        original = output if is_tensor else extract_tensor_from_output(output)
         if original is None:
             return None
-        inputs = extract_tensor_from_input(args)
         try:
-            changed = self._change(module, inputs, original.clone())
+            changed = self._change(module, args, original)
+            if changed is None:
+                return None
+            if is_tensor:
+                return fit(changed, original)
             return apply_modification_to_output(output, changed)
         except Exception as error:
             raise self._failed(error) from error
 
-    def _change(self, module: Any, inputs: Tensor | None, copied: Tensor) -> Tensor:
-        changed = self.modify_activations(module, inputs, copied)
-        if changed is None:
-            return copied
+    def _change(self, module: Any, args: Any, original: Tensor) -> Tensor | None:
+        """What takes the place of a tensor; None for itself. Before a forward without `args`."""
+        # Where nobody could tell that it is written to, a copy is given.
+        given, version = original, None
+        if is_compiling():
+            given = original.clone()
+        else:
+            try:
+                version = original._version
+            except RuntimeError:  # inference tensors count no changes
+                given = original.clone()
+        inputs = given if args is None else extract_tensor_from_input(args)
+        changed = self.modify_activations(module, inputs, given)
+        if version is not None and given._version != version:
+            msg = (
+                "it wrote to the activations in place, which may be those of others: "
+                "return a new tensor, as x * 2 and not x.mul_(2), or write to x.clone()"
+            )
+            raise RuntimeError(msg)
+        if changed is None or changed is original:
+            return None if given is original else given
         if not isinstance(changed, Tensor):
             msg = f"modify_activations returns a tensor or None, got {type(changed).__name__}"
             raise HookTypeError(msg)
@@ -111,8 +137,8 @@ class FunctionController(Controller):
 
     Args:
         layer_signature: the name or the index of the layer.
-        function: gets the activations, and returns what takes their place: a tensor of the same
-            shape.
+        function: gets the activations, and returns what takes their place: a new tensor of the
+            same shape.
         hook_type: see `Controller`.
         hook_id: see `Hook`.
 

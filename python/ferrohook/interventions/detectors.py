@@ -47,6 +47,7 @@ class Detector(Hook):
         HookTypeError: an argument of the wrong type, a `store` without `put`.
     """
 
+    _detects = True
     # Behind controllers, also those that were given a priority below 0; ahead of captures.
     _priority = -(2**31)
 
@@ -128,27 +129,25 @@ class Detector(Hook):
 
     def _copied(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         # Also on the CPU: what runs behind the module may write in place.
-        source = tensor.detach()
-        cast = dtype not in (None, tensor.dtype)
-        if cast:
-            source = source.to(dtype)
+        source = tensor.detach() if tensor.requires_grad else tensor
+        cast = source if dtype is None else source.to(dtype)
         if source.is_cuda:
-            return self._tensor_metadata.copies.start(source, clone=not cast)
-        return source if cast else source.clone()
+            return self._tensor_metadata.copies.start(cast, clone=cast is source)
+        return source.clone() if cast is source else cast
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
         try:
             self.process_activations(module, (*args, kwargs) if kwargs else args, None)
         except Exception as error:
             raise self._failed(error) from error
-        return super()._before(module, args, kwargs)
+        return super()._before(module, args, kwargs) if self._controls else None
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         try:
             self.process_activations(module, args, output)
         except Exception as error:
             raise self._failed(error) from error
-        return super()._after(module, args, output)
+        return super()._after(module, args, output) if self._controls else None
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"store": None}

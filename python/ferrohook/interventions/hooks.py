@@ -76,6 +76,10 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
     _priority: ClassVar[int] = 0
     """Where nobody says otherwise."""
 
+    # Which parts `_before` and `_after` have: a hook may be of both kinds.
+    _detects: ClassVar[bool] = False
+    _controls: ClassVar[bool] = False
+
     # What belongs to this process, or to one registration.
     _handle: HookHandle | None = None
     _layer: str | None = None
@@ -174,10 +178,7 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
         return forward_pre_hook
 
     def _before(self, _module: Any, _args: Any, _kwargs: Any) -> Any:
-        """What the registry calls before a forward.
-
-        Each base class does its part and asks the next: a hook may be of several.
-        """
+        """What the registry calls before a forward."""
         return None
 
     def _after(self, _module: Any, _args: Any, _output: Any) -> Any:
