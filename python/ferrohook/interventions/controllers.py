@@ -29,9 +29,9 @@ class Controller(Hook):
     """A hook that changes what passes a module.
 
     Subclasses say in `modify_activations` what takes the place of the activations. What comes out
-    of it flows on, and autograd sees it. Nothing is written in place, and a controller that does
-    is an error. (In inference mode and compiled, where nobody could tell, it is given a copy.) A hook that is a
-    `Detector` too detects first.
+    of it flows on, and autograd sees it. Nothing is written in place: a controller that writes to
+    the activations is an error, and is given a copy in inference mode and in compiled regions,
+    where nobody could tell. A hook that is a `Detector` too detects first.
 
     Args:
         hook_type: `HookType.FORWARD` to change what the module returns, `HookType.PRE_FORWARD` for
