@@ -940,6 +940,18 @@ def test_a_hook_can_be_registered_anew_when_its_module_was_cleared() -> None:
     assert layers.get_hooks() == [hook]
 
 
+def test_a_hook_that_was_cleared_moves_to_another_model() -> None:
+    old, new = fi.Layers(Model()), fi.Layers(Model())
+    old.register_hook("head", hook := Seen())
+    registry = find_registry(old.model.head)  # type: ignore[arg-type]
+    assert registry is not None
+    registry.clear()
+    new.register_hook("head", hook)
+    assert old.get_hooks() == []
+    assert new.get_hooks() == [hook]
+    assert find_registry(old.model.head) is None  # type: ignore[arg-type]
+
+
 def test_modules_are_given_back() -> None:
     model = Model()
     layers = fi.Layers(model)

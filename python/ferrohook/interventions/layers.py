@@ -108,7 +108,8 @@ class Layers:
             if hook.id in self._hooks and self._hooks[hook.id].hook is not hook:
                 msg = f"the id {hook.id!r} is that of {self._hooks[hook.id].hook}: give another"
                 raise HookError(msg)
-            self.unregister_hook(hook)  # if its handle was removed behind our back
+            if hook._layers is not None:  # where its handle was removed by others
+                hook._layers.unregister_hook(hook)
             hold_all({path: module})
             try:
                 handle = registry_of(module).register(
