@@ -6,6 +6,7 @@ mod phase;
 mod registry;
 mod snapshot;
 mod state;
+pub mod statistics;
 mod sync;
 
 pub use error::WaitError;

@@ -1,0 +1,148 @@
+//! Floating-point numbers as tensors hold them.
+
+/// A number of one of the formats that are read in place.
+pub trait Float: Copy + Send + Sync + 'static {
+    /// Whether it is an infinity or no number: 1 or 0, as wide as the number itself so that a loop
+    /// over many becomes vector instructions.
+    type Flag: Copy + Default + PartialEq + std::ops::BitOr<Output = Self::Flag>;
+
+    /// Whether it is an infinity or no number.
+    fn not_finite(self) -> Self::Flag;
+
+    /// Whether it is no number.
+    fn is_nan(self) -> bool;
+
+    /// The same finite number.
+    fn widen(self) -> f64;
+}
+
+/// IEEE 754's format of 16 bits.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct F16(pub u16);
+
+/// The upper half of an `f32`.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct Bf16(pub u16);
+
+impl Float for f32 {
+    type Flag = u32;
+
+    #[inline]
+    fn not_finite(self) -> u32 {
+        u32::from(!self.is_finite())
+    }
+
+    fn is_nan(self) -> bool {
+        self.is_nan()
+    }
+
+    #[inline]
+    fn widen(self) -> f64 {
+        self.into()
+    }
+}
+
+impl Float for f64 {
+    type Flag = u64;
+
+    #[inline]
+    fn not_finite(self) -> u64 {
+        u64::from(!self.is_finite())
+    }
+
+    fn is_nan(self) -> bool {
+        self.is_nan()
+    }
+
+    #[inline]
+    fn widen(self) -> f64 {
+        self
+    }
+}
+
+impl Float for F16 {
+    type Flag = u16;
+
+    #[inline]
+    fn not_finite(self) -> u16 {
+        u16::from(self.0 & 0x7fff >= 0x7c00)
+    }
+
+    fn is_nan(self) -> bool {
+        self.0 & 0x7fff > 0x7c00
+    }
+
+    #[inline]
+    fn widen(self) -> f64 {
+        // The bits in an f32's places, where only the exponent's bias differs: 127 for 15.
+        let magnitude = f32::from_bits(u32::from(self.0 & 0x7fff) << 13);
+        let sign = u32::from(self.0 & 0x8000) << 16;
+        let rebias = f32::from_bits((127 + 127 - 15) << 23);
+        f32::from_bits((magnitude * rebias).to_bits() | sign).into()
+    }
+}
+
+impl Float for Bf16 {
+    type Flag = u16;
+
+    #[inline]
+    fn not_finite(self) -> u16 {
+        u16::from(self.0 & 0x7fff >= 0x7f80)
+    }
+
+    fn is_nan(self) -> bool {
+        self.0 & 0x7fff > 0x7f80
+    }
+
+    #[inline]
+    fn widen(self) -> f64 {
+        f32::from_bits(u32::from(self.0) << 16).into()
+    }
+}
+
+/// Whether any is an infinity or no number.
+#[inline]
+pub(super) fn any_not_finite<T: Float>(values: &[T]) -> bool {
+    // All of them, without a way out: that is what becomes vector instructions.
+    let any = values
+        .iter()
+        .fold(T::Flag::default(), |any, value| any | value.not_finite());
+    any != T::Flag::default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By the definition of the format.
+    fn half(bits: u16) -> f64 {
+        let sign = if bits & 0x8000 == 0 { 1.0 } else { -1.0 };
+        let (exponent, fraction) = (i32::from(bits >> 10 & 0x1f), f64::from(bits & 0x3ff));
+        match exponent {
+            0 => sign * fraction * 2f64.powi(-24),
+            31 if fraction == 0.0 => sign * f64::INFINITY,
+            31 => f64::NAN,
+            _ => sign * (1.0 + fraction / 1024.0) * 2f64.powi(exponent - 15),
+        }
+    }
+
+    #[test]
+    fn all_numbers_of_16_bits_are_what_their_formats_say() {
+        for bits in 0..=u16::MAX {
+            let expected = half(bits);
+            let found = F16(bits);
+            assert_eq!(found.not_finite() == 1, !expected.is_finite(), "{bits:#x}");
+            assert_eq!(found.is_nan(), expected.is_nan(), "{bits:#x}");
+            if expected.is_finite() {
+                assert_eq!(found.widen().to_bits(), expected.to_bits(), "{bits:#x}");
+            }
+
+            let expected = f32::from_bits(u32::from(bits) << 16);
+            let found = Bf16(bits);
+            assert_eq!(found.not_finite() == 1, !expected.is_finite(), "{bits:#x}");
+            assert_eq!(found.is_nan(), expected.is_nan(), "{bits:#x}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Durations and their quantiles.
+
+/// How many bits of a number tell its bucket apart from others of the same magnitude.
+const BITS: u32 = 5;
+const PER_OCTAVE: usize = 1 << BITS;
+const BUCKETS: usize = (u64::BITS - BITS + 1) as usize * PER_OCTAVE;
+
+/// How often which number was seen, to within 1 part in 64: each octave has 32 buckets.
+#[derive(Clone, Debug)]
+pub struct Histogram {
+    buckets: Box<[u64]>,
+    count: u64,
+    sum: u128,
+    min: u64,
+    max: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self {
+            buckets: vec![0; BUCKETS].into(),
+            count: 0,
+            sum: 0,
+            min: u64::MAX,
+            max: 0,
+        }
+    }
+}
+
+impl Histogram {
+    /// Counts a number.
+    pub fn record(&mut self, value: u64) {
+        self.buckets[bucket(value)] += 1;
+        self.count += 1;
+        self.sum += u128::from(value);
+        self.min = self.min.min(value);
+        self.max = self.max.max(value);
+    }
+
+    /// Adds what was counted elsewhere.
+    pub fn merge(&mut self, other: &Self) {
+        for (own, other) in self.buckets.iter_mut().zip(&other.buckets) {
+            *own += other;
+        }
+        self.count += other.count;
+        self.sum += other.sum;
+        self.min = self.min.min(other.min);
+        self.max = self.max.max(other.max);
+    }
+
+    /// How many numbers were counted.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The sum of all.
+    #[must_use]
+    pub fn sum(&self) -> u128 {
+        self.sum
+    }
+
+    /// The smallest and the largest.
+    #[must_use]
+    pub fn range(&self) -> Option<(u64, u64)> {
+        (self.count > 0).then_some((self.min, self.max))
+    }
+
+    /// The number that a share of all (0.99 for p99) do not exceed, to within 1 part in 64.
+    #[must_use]
+    pub fn quantile(&self, share: f64) -> Option<u64> {
+        let (min, max) = self.range()?;
+        let rank = (share * self.count as f64).ceil().max(1.0);
+        let mut seen = 0;
+        let bucket = self.buckets.iter().position(|count| {
+            seen += count;
+            seen as f64 >= rank
+        });
+        let (low, width) = bounds(bucket?);
+        Some((low + width / 2).clamp(min, max))
+    }
+
+    /// The buckets that have counted something: the least and the largest number of each, and how
+    /// many there were.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64, u64)> {
+        let buckets = self.buckets.iter().enumerate();
+        buckets
+            .filter(|(_, count)| **count > 0)
+            .map(|(index, &count)| {
+                let (low, width) = bounds(index);
+                (low, low + (width - 1), count)
+            })
+    }
+
+    /// One with these buckets; those of `Self::buckets` give the same again.
+    ///
+    /// None where they do not fit together: a bucket that there is not, another count in all.
+    #[must_use]
+    pub fn restored(
+        buckets: impl IntoIterator<Item = (u64, u64, u64)>,
+        sum: u128,
+        range: Option<(u64, u64)>,
+    ) -> Option<Self> {
+        let mut restored = Self::default();
+        for (low, high, count) in buckets {
+            let index = bucket(low);
+            if bounds(index) != (low, high.checked_sub(low)?.checked_add(1)?) {
+                return None;
+            }
+            restored.buckets[index] = count;
+            restored.count = restored.count.checked_add(count)?;
+        }
+        if range.is_some() != (restored.count > 0) {
+            return None;
+        }
+        (restored.min, restored.max) = range.unwrap_or((u64::MAX, 0));
+        restored.sum = sum;
+        Some(restored)
+    }
+}
+
+fn bucket(value: u64) -> usize {
+    // Small numbers have a bucket each, as those of the first octave.
+    let octave = (value | 1).ilog2().saturating_sub(BITS);
+    // Less than two octaves' buckets.
+    let leading = usize::try_from(value >> octave).unwrap_or_default();
+    octave as usize * PER_OCTAVE + leading
+}
+
+/// The least number of a bucket, and how many numbers it is for.
+fn bounds(index: usize) -> (u64, u64) {
+    let within = (index % PER_OCTAVE) as u64;
+    match index / PER_OCTAVE {
+        0 => (within, 1),
+        octave => (
+            (PER_OCTAVE as u64 + within) << (octave - 1),
+            1 << (octave - 1),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_is_within_its_bucket() {
+        let near = (0..64).flat_map(|bit| [(1u64 << bit) - 1, 1 << bit, (1 << bit) + 1]);
+        for value in near.chain([u64::MAX, 12_345, 999_999_999]) {
+            let (low, width) = bounds(bucket(value));
+            assert!(low <= value && value - low < width, "{value}");
+            assert!(width == 1 || width <= low / 32, "{value}");
+        }
+        assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+    }
+
+    #[test]
+    fn quantiles_are_close_to_those_of_the_numbers() {
+        let mut histogram = Histogram::default();
+        assert_eq!(histogram.quantile(0.5), None);
+        let mut numbers: Vec<u64> = (0..10_000u64).map(|n| n * n * 7919 % 1_000_003).collect();
+        for &number in &numbers {
+            histogram.record(number);
+        }
+        numbers.sort_unstable();
+        for (share, rank) in [(0.0, 1), (0.5, 5_000), (0.99, 9_900), (1.0, 10_000)] {
+            let (found, expected) = (histogram.quantile(share).unwrap(), numbers[rank - 1]);
+            assert!(
+                found.abs_diff(expected) * 64 <= expected,
+                "{found} for {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_was_merged_or_restored_is_as_counted_at_once() {
+        let (mut all, mut left, mut right) = <(Histogram, Histogram, Histogram)>::default();
+        for value in (0..2_000).map(|n| n * 1_000_003) {
+            all.record(value);
+            if value % 3 == 0 {
+                &mut left
+            } else {
+                &mut right
+            }
+            .record(value);
+        }
+        left.merge(&right);
+        let again = Histogram::restored(left.buckets(), left.sum(), left.range()).unwrap();
+        for found in [left, again] {
+            assert_eq!(found.buckets, all.buckets);
+            assert_eq!(
+                (found.count, found.sum, found.range()),
+                (all.count, all.sum, all.range())
+            );
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_together_is_not_restored() {
+        assert!(Histogram::restored([(64, 64, 1)], 64, Some((64, 64))).is_none());
+        assert!(Histogram::restored([(1, 1, 1)], 1, None).is_none());
+        assert!(Histogram::restored([(2, 1, 1)], 1, Some((1, 1))).is_none());
+        assert!(Histogram::restored([(1, 1, u64::MAX), (2, 2, 1)], 1, Some((1, 2))).is_none());
+    }
+}

@@ -1,0 +1,20 @@
+//! What detectors count: streaming statistics that merge, so that threads and processes each count
+//! their own and add up.
+
+#![expect(
+    clippy::cast_precision_loss,
+    reason = "counts beyond 2^53 may round where they are weights or ranks"
+)]
+
+mod float;
+mod histogram;
+mod moments;
+mod non_finite;
+
+pub use float::{Bf16, F16, Float};
+pub use histogram::Histogram;
+pub use moments::Moments;
+pub use non_finite::NonFinite;
+
+/// How many numbers are looked at in one go: they stay in the fastest cache between the looks.
+const BLOCK: usize = 1024;

@@ -1,0 +1,219 @@
+//! Mean, variance and extremes in one pass.
+
+use super::BLOCK;
+use super::float::{Float, any_not_finite};
+
+/// How many sums run beside each other: no addition waits for the one before it.
+const LANES: usize = 16;
+
+/// The moments and the extremes of the finite among some numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Moments {
+    /// How many there are.
+    pub count: u64,
+    /// 0 where there are none.
+    pub mean: f64,
+    /// The sum of the squared distances from the mean.
+    pub squares: f64,
+    /// Infinity where there are none.
+    pub min: f64,
+    /// Negative infinity where there are none.
+    pub max: f64,
+    /// How many were left out as they are no finite numbers.
+    pub not_finite: u64,
+}
+
+impl Default for Moments {
+    fn default() -> Self {
+        Self {
+            count: 0,
+            mean: 0.0,
+            squares: 0.0,
+            min: f64::INFINITY,
+            max: f64::NEG_INFINITY,
+            not_finite: 0,
+        }
+    }
+}
+
+impl Moments {
+    /// Reads each number once from memory.
+    #[must_use]
+    pub fn of<T: Float>(values: &[T]) -> Self {
+        let mut moments = Self::default();
+        let mut wide = [0.0; BLOCK];
+        for block in values.chunks(BLOCK) {
+            let mut kept = 0;
+            if any_not_finite(block) {
+                for value in block {
+                    if value.not_finite() == T::Flag::default() {
+                        wide[kept] = value.widen();
+                        kept += 1;
+                    }
+                }
+                moments.not_finite += (block.len() - kept) as u64;
+            } else {
+                for (wide, value) in wide.iter_mut().zip(block) {
+                    *wide = value.widen();
+                }
+                kept = block.len();
+            }
+            moments.merge(&Self::of_block(&wide[..kept]));
+        }
+        moments
+    }
+
+    /// Of few finite numbers: twice over them, which forgets nothing as a difference of large sums
+    /// would.
+    fn of_block(values: &[f64]) -> Self {
+        if values.is_empty() {
+            return Self::default();
+        }
+        let (lanes, rest) = values.as_chunks::<LANES>();
+        let (mut sums, mut lows, mut highs) = (
+            [0.0; LANES],
+            [f64::INFINITY; LANES],
+            [f64::NEG_INFINITY; LANES],
+        );
+        for values in lanes {
+            for lane in 0..LANES {
+                let value = values[lane];
+                sums[lane] += value;
+                lows[lane] = if value < lows[lane] {
+                    value
+                } else {
+                    lows[lane]
+                };
+                highs[lane] = if value > highs[lane] {
+                    value
+                } else {
+                    highs[lane]
+                };
+            }
+        }
+        let sum = sums.iter().chain(rest).sum::<f64>();
+        let mean = sum / values.len() as f64;
+        let mut squares = [0.0; LANES];
+        for values in lanes {
+            for lane in 0..LANES {
+                let distance = values[lane] - mean;
+                squares[lane] += distance * distance;
+            }
+        }
+        let of_rest = rest.iter().map(|value| (value - mean) * (value - mean));
+        Self {
+            count: values.len() as u64,
+            mean,
+            squares: squares.into_iter().chain(of_rest).sum(),
+            min: lows
+                .iter()
+                .chain(rest)
+                .copied()
+                .fold(f64::INFINITY, f64::min),
+            max: highs
+                .iter()
+                .chain(rest)
+                .copied()
+                .fold(f64::NEG_INFINITY, f64::max),
+            not_finite: 0,
+        }
+    }
+
+    /// Adds those of other numbers (Chan, Golub and `LeVeque`'s formula).
+    pub fn merge(&mut self, other: &Self) {
+        self.not_finite += other.not_finite;
+        if other.count == 0 {
+            return;
+        }
+        let count = self.count + other.count;
+        let share = other.count as f64 / count as f64;
+        let distance = other.mean - self.mean;
+        self.squares += other.squares + distance * distance * self.count as f64 * share;
+        self.mean += distance * share;
+        self.count = count;
+        self.min = self.min.min(other.min);
+        self.max = self.max.max(other.max);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn close(found: f64, expected: f64) {
+        let error = (found - expected).abs();
+        assert!(
+            error <= 1e-12 * expected.abs().max(1.0),
+            "{found} for {expected}"
+        );
+    }
+
+    #[test]
+    fn they_are_those_of_the_definition() {
+        for count in [
+            1,
+            2,
+            LANES,
+            LANES + 1,
+            BLOCK - 1,
+            BLOCK,
+            BLOCK + 1,
+            5 * BLOCK + 7,
+        ] {
+            let values: Vec<f64> = (0..count).map(|n| ((n * 37 % 101) as f64) - 20.0).collect();
+            let mean = values.iter().sum::<f64>() / count as f64;
+            let squares = values.iter().map(|value| (value - mean).powi(2)).sum();
+            let found = Moments::of(&values);
+            assert_eq!(found.count, count as u64);
+            close(found.mean, mean);
+            close(found.squares, squares);
+            let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+            let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            assert_eq!((found.min, found.max), (min, max));
+        }
+    }
+
+    #[test]
+    fn a_large_mean_does_not_drown_a_small_variance() {
+        let values: Vec<f64> = (0..100_000).map(|n| 1e9 + f64::from(n % 2)).collect();
+        let found = Moments::of(&values);
+        close(found.squares / found.count as f64, 0.25);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_counted_and_left_out() {
+        let mut values = vec![2.0f32; 3 * BLOCK];
+        values[BLOCK + 1] = f32::NAN;
+        values[BLOCK + 2] = f32::INFINITY;
+        let found = Moments::of(&values);
+        assert_eq!((found.count, found.not_finite), (3 * BLOCK as u64 - 2, 2));
+        assert_eq!(
+            (found.mean, found.squares, found.min, found.max),
+            (2.0, 0.0, 2.0, 2.0)
+        );
+        let none = Moments::of(&[f32::NAN; 3]);
+        assert_eq!(
+            none,
+            Moments {
+                not_finite: 3,
+                ..Moments::default()
+            }
+        );
+    }
+
+    #[test]
+    fn merging_is_as_looking_at_all() {
+        let values: Vec<f32> = (0..10_000u16).map(|n| f32::from(n % 97)).collect();
+        let all = Moments::of(&values);
+        for at in [0, 1, 5_000, 9_999, 10_000] {
+            let mut merged = Moments::of(&values[..at]);
+            merged.merge(&Moments::of(&values[at..]));
+            assert_eq!(
+                (merged.count, merged.min, merged.max),
+                (all.count, all.min, all.max)
+            );
+            close(merged.mean, all.mean);
+            close(merged.squares, all.squares);
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Infinities and what is no number.
+
+use super::BLOCK;
+use super::float::{Float, any_not_finite};
+
+/// How many of some numbers are infinite, and how many are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NonFinite {
+    /// Not a number.
+    pub nan: u64,
+    /// Positive or negative infinity.
+    pub infinite: u64,
+}
+
+impl NonFinite {
+    /// Looks at each number once.
+    #[must_use]
+    pub fn of<T: Float>(values: &[T]) -> Self {
+        let mut found = Self::default();
+        for block in values.chunks(BLOCK) {
+            // As good as always there is none.
+            if any_not_finite(block) {
+                for value in block {
+                    let nan = value.is_nan();
+                    let not_finite = value.not_finite() != T::Flag::default();
+                    found.nan += u64::from(nan);
+                    found.infinite += u64::from(not_finite && !nan);
+                }
+            }
+        }
+        found
+    }
+
+    /// Adds what was found elsewhere.
+    pub fn merge(&mut self, other: &Self) {
+        self.nan += other.nan;
+        self.infinite += other.infinite;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_place_is_looked_at() {
+        for place in [0, 1, 7, BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 2] {
+            let mut values = vec![1.0f32; 2 * BLOCK + 3];
+            values[place] = f32::NAN;
+            let nan = NonFinite::of(&values);
+            values[place] = f32::NEG_INFINITY;
+            let infinite = NonFinite::of(&values);
+            assert_eq!((nan.nan, nan.infinite), (1, 0));
+            assert_eq!((infinite.nan, infinite.infinite), (0, 1));
+        }
+    }
+
+    #[test]
+    fn the_largest_and_the_smallest_are_finite() {
+        let values = [f64::MAX, f64::MIN, 5e-324, -0.0];
+        assert_eq!(NonFinite::of(&values), NonFinite::default());
+        assert_eq!(NonFinite::of::<f32>(&[]), NonFinite::default());
+    }
+}
