@@ -9,15 +9,21 @@ from typing_extensions import disjoint_base
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
+    "CallCounter",
     "Callee",
     "Collector",
     "Dispatcher",
     "HookHandle",
     "HookedBase",
+    "LatencyDetector",
+    "NativeDetector",
+    "NonFiniteDetector",
+    "NormDetector",
     "PointHook",
     "Recorder",
     "Registry",
     "ScopeBase",
+    "ShapeDetector",
     "Stop",
     "TypedHook",
     "__version__",
@@ -76,6 +82,33 @@ class PointHook:
     def hook(self) -> HookHandle: ...
     def _registered(self, handle: HookHandle) -> None: ...
 
+@disjoint_base
+class NativeDetector:
+    def snapshot(self) -> dict[str, Any]: ...
+    def merge(self, other: Self) -> None: ...
+    def __reduce__(self) -> tuple[type[Self], tuple[()], Any]: ...
+    def __setstate__(self, state: Any) -> None: ...
+
+@final
+class CallCounter(NativeDetector):
+    def __new__(cls) -> Self: ...
+
+@final
+class LatencyDetector(NativeDetector):
+    def __new__(cls) -> Self: ...
+
+@final
+class ShapeDetector(NativeDetector):
+    def __new__(cls, *, limit: int = 1024) -> Self: ...
+
+@final
+class NonFiniteDetector(NativeDetector):
+    def __new__(cls) -> Self: ...
+
+@final
+class NormDetector(NativeDetector):
+    def __new__(cls) -> Self: ...
+
 @final
 class HookHandle:
     @property
@@ -106,7 +139,7 @@ class Registry:
     def register(
         self,
         phase: str,
-        hook: TypedHook | Recorder | Callable[..., Any],
+        hook: TypedHook | Recorder | NativeDetector | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -224,7 +257,7 @@ class HookedBase:
     def _release(self) -> None: ...
     def register_forward_pre_hook(
         self,
-        hook: ForwardPreHook[Any] | _PlainForwardPreHook,
+        hook: ForwardPreHook[Any] | NativeDetector | _PlainForwardPreHook,
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -234,7 +267,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_forward_hook(
         self,
-        hook: ForwardHook[Any, Any] | _PlainForwardHook,
+        hook: ForwardHook[Any, Any] | NativeDetector | _PlainForwardHook,
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -245,7 +278,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_full_backward_pre_hook(
         self,
-        hook: _PlainBackwardPreHook,
+        hook: NativeDetector | _PlainBackwardPreHook,
         prepend: bool = False,
         *,
         priority: int = 0,
@@ -254,7 +287,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_full_backward_hook(
         self,
-        hook: BackwardHook | _PlainBackwardHook,
+        hook: BackwardHook | NativeDetector | _PlainBackwardHook,
         prepend: bool = False,
         *,
         priority: int = 0,
@@ -263,7 +296,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_backward_hook(
         self,
-        hook: BackwardHook | _PlainBackwardHook,
+        hook: BackwardHook | NativeDetector | _PlainBackwardHook,
         prepend: bool = False,
         *,
         priority: int = 0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from ferrohook._core import HookHandle, TypedHook
+from ferrohook._core import HookHandle, NativeDetector, TypedHook
 from ferrohook.activations import capture as _capture
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
@@ -150,7 +150,7 @@ def _give_back(held: list[weakref.ref[nn.Module]]) -> None:
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
     model: nn.Module,
     what: Selector,
-    hook: Callable[..., Any] | TypedHook,
+    hook: Callable[..., Any] | TypedHook | NativeDetector,
     *,
     phase: str | None = None,
     prepend: bool = False,
@@ -170,9 +170,10 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     Args:
         model: any module.
         what: which of its modules, see `select`.
-        hook: a plain callable with PyTorch's contract for the phase, or a typed hook.
+        hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
+            detector.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for that of a typed
-            hook, and `forward` for a plain callable.
+            hook, and `forward` for others.
         prepend: ahead of all others of its priority, instead of behind them.
         with_kwargs: pass the keyword arguments too.
         always_call: run a forward hook also when the call fails.
@@ -222,7 +223,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 def run(
     model: nn.Module,
     *args: Any,
-    hooks: Mapping[Any, Callable[..., Any] | TypedHook] | None = None,
+    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector] | None = None,
     capture: Selector = None,
     **kwargs: Any,
 ) -> Any:

@@ -5,6 +5,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::detectors::Seen;
 use crate::hook::{Callback, Hook, Site};
 use crate::{invoke, torch};
 
@@ -44,6 +45,11 @@ fn invoke<'py>(
         Callback::Plain(callback) => (callback, false),
         Callback::Typed(callback) => (callback, true),
         Callback::Recorder(_) | Callback::Point(_) => return Ok(None), // of other phases
+        Callback::Detector(detector) => {
+            let (value, took) = (grads, None);
+            detector.get().observe(&Seen { value, took })?;
+            return Ok(None);
+        }
     };
     let result = match grad_output {
         Some(grad_output) if typed => invoke::call(callback, [grads, grad_output]),

@@ -1,11 +1,14 @@
 //! One call of a hooked module, from its arguments to its output.
 
+use std::time::{Duration, Instant};
+
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::detectors::{NativeDetector, Seen};
 use crate::hook::{Callback, Hook, Site};
 use crate::invoke;
 use crate::point::PointHook;
@@ -28,6 +31,7 @@ pub fn call<'py>(
         scopes: Scopes::default(),
         args: args.clone(),
         kwargs: kwargs.cloned(),
+        took: None,
     };
     call.run(target).or_else(|error| {
         if recorder::stops(module.py(), &error, registry.get().module()) {
@@ -44,6 +48,8 @@ struct Call<'a, 'py> {
     scopes: Scopes<'py>,
     args: Bound<'py, PyTuple>,
     kwargs: Option<Bound<'py, PyDict>>,
+    /// How long the module ran, where a hook needs to know and it returned.
+    took: Option<Duration>,
 }
 
 /// A hook whose turn it is: torch's hooks of a phase come first.
@@ -112,7 +118,9 @@ impl<'py> Call<'_, 'py> {
         } else {
             None
         };
+        let since = self.registry.get().timed().then(Instant::now);
         let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
+        self.took = since.map(|since| since.elapsed());
         Ok((output, tap))
     }
 
@@ -198,12 +206,22 @@ impl<'py> Call<'_, 'py> {
                 self.typed_input(entry, result).map(Some)
             }
             Callback::Recorder(recorder) => {
-                let input = match &self.kwargs {
-                    Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
-                    _ => input_of(&self.args),
-                };
-                recorder.get().record(&input).map(|()| None)
+                recorder.get().record(&self.observed_input())?;
+                Ok(None)
             }
+            Callback::Detector(detector) => {
+                let value = &self.observed_input();
+                detector.get().observe(&Seen { value, took: None })?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// What native hooks see before the module runs.
+    fn observed_input(&self) -> Bound<'py, PyAny> {
+        match &self.kwargs {
+            Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
+            _ => input_of(&self.args),
         }
     }
 
@@ -324,6 +342,7 @@ impl<'py> Call<'_, 'py> {
             Callback::Plain(callback) => self.invoke_plain(callback, with_kwargs, output),
             Callback::Typed(callback) => self.invoke_typed(entry, callback, output),
             Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
+            Callback::Detector(detector) => self.invoke_detector(detector, output),
             Callback::Point(point) => self.invoke_point(point, with_kwargs, output),
         }
     }
@@ -341,6 +360,17 @@ impl<'py> Call<'_, 'py> {
         }
         let expected = "observes and returns None";
         Err(self.site(entry).type_error(expected, &result))
+    }
+
+    #[inline(never)]
+    fn invoke_detector(
+        &self,
+        detector: &Bound<'py, NativeDetector>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (value, took) = (output, self.took);
+        detector.get().observe(&Seen { value, took })?;
+        Ok(None)
     }
 
     #[inline(never)]

@@ -1,5 +1,6 @@
 //! `HookHandle`: a core handle for Python.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Handle, Placement, WaitError};
@@ -135,7 +136,12 @@ impl HookHandle {
     pub fn none(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
         // Any callable will do: it is never called.
         let placeholder = py.get_type::<PyString>();
-        let hook = Hook::new(placeholder.as_any(), phase.0, OnError::Raise.into())?;
+        let hook = Hook::new(
+            placeholder.as_any(),
+            phase.0,
+            OnError::Raise.into(),
+            &Arc::default(),
+        )?;
         let registry = ferrohook_core::Registry::new();
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();

@@ -1,6 +1,7 @@
 //! A registered Python hook: how it is called and what happens when it fails.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Entry, Phase, Placement};
@@ -9,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyInt, PyString};
 
+use crate::detectors::NativeDetector;
 use crate::error::{hook_type_error, type_name};
 use crate::point::PointHook;
 use crate::recorder::Recorder;
@@ -128,12 +130,32 @@ impl From<OnError> for Options {
 
 /// The callback of a registry's entry.
 pub struct Hook {
-    /// As it was given: a callable, a [`TypedHook`] or a [`Recorder`].
+    /// As it was given: a callable, a [`TypedHook`], a [`Recorder`] or a [`NativeDetector`].
     given: Py<PyAny>,
     kind: Kind,
     pub options: Options,
     /// The nanoseconds spent in it, where they are counted.
     spent: Option<AtomicU64>,
+    /// Has the module timed for as long as the hook is there.
+    _clock: Option<Clock>,
+}
+
+/// One of those who want to know how long a module runs.
+struct Clock(Arc<AtomicUsize>);
+
+impl Clock {
+    fn start(clocks: &Arc<AtomicUsize>) -> Self {
+        // Relaxed, as below: a call that reads the count too early or too late is one that was
+        // under way.
+        clocks.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(clocks))
+    }
+}
+
+impl Drop for Clock {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -142,6 +164,7 @@ enum Kind {
     Typed,
     Recorder,
     Point,
+    Detector,
 }
 
 /// What a hook's turn comes down to.
@@ -151,8 +174,9 @@ pub enum Callback<'a, 'py> {
     Plain(&'a Bound<'py, PyAny>),
     /// The callback of a typed hook.
     Typed(&'a Bound<'py, PyAny>),
-    /// Runs in Rust.
+    /// Run in Rust.
     Recorder(&'a Bound<'py, Recorder>),
+    Detector(&'a Bound<'py, NativeDetector>),
     /// PyTorch's contract too, and what Rust can call more directly.
     Point(&'a Bound<'py, PointHook>),
 }
@@ -172,9 +196,16 @@ impl Drop for Timer<'_> {
 }
 
 impl Hook {
-    /// Refuses what can't be called for `phase` as `options` say.
-    pub fn new(given: &Bound<'_, PyAny>, phase: Phase, options: Options) -> PyResult<Self> {
+    /// Refuses what can't be called for `phase` as `options` say; counts itself in `clocks` where
+    /// it needs to know how long the module runs.
+    pub fn new(
+        given: &Bound<'_, PyAny>,
+        phase: Phase,
+        options: Options,
+        clocks: &Arc<AtomicUsize>,
+    ) -> PyResult<Self> {
         let py = given.py();
+        let mut times = false;
         let (kind, of) = if let Ok(typed) = given.cast::<TypedHook>() {
             (Kind::Typed, typed.get().phase)
         } else if let Ok(recorder) = given.cast::<Recorder>() {
@@ -184,6 +215,9 @@ impl Hook {
             && hook.get().under_own_name()
         {
             (Kind::Point, phase)
+        } else if let Ok(detector) = given.cast::<NativeDetector>() {
+            times = detector.get().times();
+            (Kind::Detector, detector.get().phase().unwrap_or(phase))
         } else {
             (Kind::Plain, phase)
         };
@@ -216,6 +250,7 @@ impl Hook {
             kind,
             options,
             spent: options.timed.then(AtomicU64::default),
+            _clock: times.then(|| Clock::start(clocks)),
         })
     }
 
@@ -241,6 +276,9 @@ impl Hook {
             Kind::Point => given
                 .cast::<PointHook>()
                 .map_or(Callback::Plain(given), Callback::Point),
+            Kind::Detector => given
+                .cast::<NativeDetector>()
+                .map_or(Callback::Plain(given), Callback::Detector),
         }
     }
 
@@ -276,6 +314,7 @@ impl Site<'_, '_> {
             Callback::Plain(callback) | Callback::Typed(callback) => callback,
             Callback::Recorder(recorder) => recorder.as_any(),
             Callback::Point(hook) => hook.as_any(),
+            Callback::Detector(detector) => detector.as_any(),
         };
         let name = callback
             .getattr("__qualname__")

@@ -7,6 +7,7 @@ mod batch;
 mod call;
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 mod depth;
+mod detectors;
 mod dispatcher;
 mod error;
 mod handle;
@@ -29,6 +30,11 @@ mod _core {
 
     #[pymodule_export]
     use crate::batch::{record_all, register_all};
+    #[pymodule_export]
+    use crate::detectors::{
+        CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
+        ShapeDetector,
+    };
     #[pymodule_export]
     use crate::dispatcher::Dispatcher;
     #[pymodule_export]

@@ -1,6 +1,7 @@
 //! `Registry`: a core registry for Python, and the walk of its backward phases.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use ferrohook_core::{Phase, Placement};
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -25,17 +26,27 @@ pub struct Registry {
     /// The hooks that fire in every context.
     hooks: CoreRegistry,
     scoped: Scoped,
+    /// How many hooks need to know how long the module runs.
+    clocks: Arc<AtomicUsize>,
 }
 
 impl Registry {
-    pub fn new(hooks: CoreRegistry) -> Self {
+    fn new(hooks: CoreRegistry, clocks: Arc<AtomicUsize>) -> Self {
         static MODULES: AtomicU64 = AtomicU64::new(0);
         Self {
             // Relaxed: the numbers order nothing.
             module: MODULES.fetch_add(1, Ordering::Relaxed),
             hooks,
             scoped: Scoped::default(),
+            clocks,
         }
+    }
+
+    /// Whether a hook needs to know how long the module runs.
+    #[inline]
+    pub fn timed(&self) -> bool {
+        // Relaxed: see `Clock`.
+        self.clocks.load(Ordering::Relaxed) > 0
     }
 
     pub fn module(&self) -> u64 {
@@ -52,7 +63,7 @@ impl Registry {
         scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let py = hook.py();
-        let hook = Hook::new(hook, phase, options)?;
+        let hook = Hook::new(hook, phase, options, &self.clocks)?;
         let Some(ScopeArg(scope)) = scope else {
             return Ok(HookHandle(self.hooks.register(phase, hook, placement)));
         };
@@ -129,7 +140,7 @@ impl Registry {
 impl Registry {
     #[new]
     fn py_new() -> Self {
-        Self::new(CoreRegistry::new())
+        Self::new(CoreRegistry::new(), Arc::default())
     }
 
     /// The module's number, by which captures know it.
@@ -242,10 +253,12 @@ impl Registry {
 
     /// Another registry with the same hooks in the same order; `copy` makes their callables.
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let hooks = self
-            .hooks
-            .fork(|phase, hook| Hook::new(&copy.call1((hook.given(),))?, phase, hook.options))?;
-        Ok(Self::new(hooks))
+        let clocks = Arc::default();
+        let hooks = self.hooks.fork(|phase, hook| {
+            let copied = copy.call1((hook.given(),))?;
+            Hook::new(&copied, phase, hook.options, &clocks)
+        })?;
+        Ok(Self::new(hooks, clocks))
     }
 
     /// What `torch.compile` traces instead of a call in this context: for each phase the enabled
@@ -271,6 +284,11 @@ impl Registry {
                         let (part, in_graph) = recorder.get().traced(py);
                         traceable &= in_graph;
                         (part, "recorder")
+                    }
+                    // Reads memory, which a graph knows nothing of.
+                    Callback::Detector(detector) => {
+                        traceable = false;
+                        (detector.as_any().clone(), "detector")
                     }
                 };
                 rows.push((callback, kind, hook.options.with_kwargs).into_pyobject(py)?);

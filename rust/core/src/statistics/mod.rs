@@ -5,6 +5,10 @@
     clippy::cast_precision_loss,
     reason = "counts beyond 2^53 may round where they are weights or ranks"
 )]
+#![expect(
+    clippy::inline_always,
+    reason = "what calls it decides for which processors the loop is compiled"
+)]
 
 mod float;
 mod histogram;

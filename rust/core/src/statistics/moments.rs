@@ -1,10 +1,10 @@
 //! Mean, variance and extremes in one pass.
 
 use super::BLOCK;
-use super::float::{Float, any_not_finite};
+use super::float::Float;
 
 /// How many sums run beside each other: no addition waits for the one before it.
-const LANES: usize = 16;
+const LANES: usize = 8;
 
 /// The moments and the extremes of the finite among some numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,6 +23,34 @@ pub struct Moments {
     pub not_finite: u64,
 }
 
+/// Sums of some numbers' distances from a center, and the extremes of the numbers.
+struct Lanes {
+    sum: [f64; LANES],
+    squares: [f64; LANES],
+    min: [f64; LANES],
+    max: [f64; LANES],
+}
+
+impl Lanes {
+    const NONE: Self = Self {
+        sum: [0.0; LANES],
+        squares: [0.0; LANES],
+        min: [f64::INFINITY; LANES],
+        max: [f64::NEG_INFINITY; LANES],
+    };
+
+    #[inline(always)]
+    fn add(&mut self, lane: usize, center: f64, value: f64) {
+        let distance = value - center;
+        self.sum[lane] += distance;
+        self.squares[lane] += distance * distance;
+        // Not `f64::min`, which takes care of what is no number and is no single instruction.
+        let (min, max) = (&mut self.min[lane], &mut self.max[lane]);
+        *min = if value < *min { value } else { *min };
+        *max = if value > *max { value } else { *max };
+    }
+}
+
 impl Default for Moments {
     fn default() -> Self {
         Self {
@@ -37,84 +65,64 @@ impl Default for Moments {
 }
 
 impl Moments {
-    /// Reads each number once from memory.
+    /// Reads each number once.
     #[must_use]
+    #[inline(always)]
     pub fn of<T: Float>(values: &[T]) -> Self {
         let mut moments = Self::default();
-        let mut wide = [0.0; BLOCK];
         for block in values.chunks(BLOCK) {
-            let mut kept = 0;
-            if any_not_finite(block) {
-                for value in block {
-                    if value.not_finite() == T::Flag::default() {
-                        wide[kept] = value.widen();
-                        kept += 1;
-                    }
-                }
-                moments.not_finite += (block.len() - kept) as u64;
+            let of_block = Self::around(moments.mean, block);
+            if of_block.squares.is_finite() {
+                moments.merge(&of_block);
             } else {
-                for (wide, value) in wide.iter_mut().zip(block) {
-                    *wide = value.widen();
-                }
-                kept = block.len();
+                moments.merge(&Self::of_finite(moments.mean, block));
             }
-            moments.merge(&Self::of_block(&wide[..kept]));
         }
         moments
     }
 
-    /// Of few finite numbers: twice over them, which forgets nothing as a difference of large sums
-    /// would.
-    fn of_block(values: &[f64]) -> Self {
-        if values.is_empty() {
+    /// Of a block with numbers that are not finite (or so large that their squares are not).
+    #[cold]
+    fn of_finite<T: Float>(center: f64, block: &[T]) -> Self {
+        let numbers = block.iter().map(|value| value.widen());
+        let finite: Vec<f64> = numbers.filter(|number| number.is_finite()).collect();
+        Self {
+            not_finite: (block.len() - finite.len()) as u64,
+            ..Self::around(center, &finite)
+        }
+    }
+
+    /// Of a block, by the distances from `center`, the mean of all before it.
+    ///
+    /// The difference of squares below loses what is small beside the squared distance of the
+    /// block's mean from there; but that distance is itself a part of the variance of all.
+    #[inline(always)]
+    fn around<T: Float>(center: f64, values: &[T]) -> Self {
+        let Some(first) = values.first() else {
             return Self::default();
-        }
-        let (lanes, rest) = values.as_chunks::<LANES>();
-        let (mut sums, mut lows, mut highs) = (
-            [0.0; LANES],
-            [f64::INFINITY; LANES],
-            [f64::NEG_INFINITY; LANES],
-        );
-        for values in lanes {
-            for lane in 0..LANES {
-                let value = values[lane];
-                sums[lane] += value;
-                lows[lane] = if value < lows[lane] {
-                    value
-                } else {
-                    lows[lane]
-                };
-                highs[lane] = if value > highs[lane] {
-                    value
-                } else {
-                    highs[lane]
-                };
+        };
+        // Before the first block any of its numbers will do.
+        let center = if center == 0.0 { first.widen() } else { center };
+        let mut lanes = Lanes::NONE;
+        let (chunks, rest) = values.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (lane, value) in chunk.iter().enumerate() {
+                lanes.add(lane, center, value.widen());
             }
         }
-        let sum = sums.iter().chain(rest).sum::<f64>();
-        let mean = sum / values.len() as f64;
-        let mut squares = [0.0; LANES];
-        for values in lanes {
-            for lane in 0..LANES {
-                let distance = values[lane] - mean;
-                squares[lane] += distance * distance;
-            }
+        for (lane, value) in rest.iter().enumerate() {
+            lanes.add(lane, center, value.widen());
         }
-        let of_rest = rest.iter().map(|value| (value - mean) * (value - mean));
+        let sum: f64 = lanes.sum.iter().sum();
+        let distance = sum / values.len() as f64;
+        let squares = lanes.squares.iter().sum::<f64>() - sum * distance;
         Self {
             count: values.len() as u64,
-            mean,
-            squares: squares.into_iter().chain(of_rest).sum(),
-            min: lows
-                .iter()
-                .chain(rest)
-                .copied()
-                .fold(f64::INFINITY, f64::min),
-            max: highs
-                .iter()
-                .chain(rest)
-                .copied()
-                .fold(f64::NEG_INFINITY, f64::max),
+            mean: center + distance,
+            // Not `max`, which hides what is no number.
+            squares: if squares < 0.0 { 0.0 } else { squares },
+            min: lanes.min.into_iter().fold(f64::INFINITY, f64::min),
+            max: lanes.max.into_iter().fold(f64::NEG_INFINITY, f64::max),
             not_finite: 0,
         }
     }

@@ -1,0 +1,29 @@
+"""Detectors for services: native hooks that keep statistics of what passes a module.
+
+They run in Rust, are shared by any number of threads and add up: `merge` takes in those of other
+threads, and unpickled those of other processes.
+
+Examples:
+    >>> watch = NonFiniteDetector()
+    >>> handles = fh.register(model, "encoder.*", watch)
+    >>> watch.snapshot()
+    {'tensors': 12, 'affected': 0, 'nan': 0, 'inf': 0}
+"""
+
+from __future__ import annotations
+
+from ferrohook._core import CallCounter as CallCounter
+from ferrohook._core import LatencyDetector as LatencyDetector
+from ferrohook._core import NativeDetector as NativeDetector
+from ferrohook._core import NonFiniteDetector as NonFiniteDetector
+from ferrohook._core import NormDetector as NormDetector
+from ferrohook._core import ShapeDetector as ShapeDetector
+
+__all__ = [
+    "CallCounter",
+    "LatencyDetector",
+    "NativeDetector",
+    "NonFiniteDetector",
+    "NormDetector",
+    "ShapeDetector",
+]

@@ -1,0 +1,103 @@
+"""Reductions by torch, for tensors whose memory the native detectors cannot read themselves.
+
+Those of other devices, of other layouts and formats, of subclasses, and those that are not
+contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Numbers: TypeAlias = "tuple[float, ...]"
+
+
+class Awaited:
+    """Numbers that a GPU computes, on their way into pinned memory."""
+
+    def __init__(self, reduced: Tensor) -> None:
+        with torch.cuda.device(reduced.device):
+            self._host = torch.empty_like(reduced, device="cpu", pin_memory=True)
+            self._host.copy_(reduced, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def numbers(self, wait: bool) -> Numbers | None:  # noqa: FBT001 (called from Rust)
+        """The numbers; None where they are not there yet and are not to be waited for."""
+        if wait:
+            self._there.synchronize()
+        elif not self._there.query():
+            return None
+        return _numbers(self._host)
+
+
+def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
+    """What a function makes of a tensor's numbers; None where it has none of floating point.
+
+    Args:
+        function: `non_finite` or `moments`.
+        tensor: any tensor; complex numbers count as pairs.
+    """
+    # Freed, as FSDP does between its uses, or never there.
+    if tensor.is_meta or (tensor.layout == torch.strided and _storage_freed(tensor)):
+        return None
+    with torch.no_grad():
+        values = tensor.detach()
+        if values.layout != torch.strided:
+            values = values.to_dense()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        if not values.is_floating_point() or not values.numel():
+            return None
+        if values.dtype.itemsize == 1:
+            values = values.float()  # torch computes little with these
+        reduced = torch.stack([part.double() for part in _FUNCTIONS[function](values)])
+        return Awaited(reduced) if reduced.is_cuda else _numbers(reduced)
+
+
+def _numbers(reduced: Tensor) -> Numbers:
+    # The counts too are floating point on the way.
+    return tuple(int(n) if n.is_integer() else n for n in reduced.tolist())
+
+
+def _storage_freed(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return False  # of a subclass without one
+
+
+def _non_finite(values: Tensor) -> list[Tensor]:
+    """The numbers that are none, and the infinite ones."""
+    return [values.isnan().sum(), values.isinf().sum()]
+
+
+def _moments(values: Tensor) -> list[Tensor]:
+    """Of the finite ones: count, mean, sum of squared distances from it, minimum, maximum.
+
+    And how many are not finite.
+    """
+    finite = values.isfinite()
+    count = finite.sum()
+    wide = values if values.dtype == torch.float64 else values.float()
+    mean = wide.where(finite, 0).sum(dtype=torch.float64) / count.clamp(min=1)
+    distances = (wide - mean.to(wide.dtype)).where(finite, 0)
+    return [
+        count,
+        mean,
+        distances.square().sum(dtype=torch.float64),
+        wide.where(finite, torch.inf).amin(),
+        wide.where(finite, -torch.inf).amax(),
+        values.numel() - count,
+    ]
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "non_finite": _non_finite,
+    "moments": _moments,
+}

@@ -1,0 +1,231 @@
+//! Detectors of calls: how many, how long, of what shapes.
+
+use ferrohook_core::statistics::Histogram;
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+use rustc_hash::FxHashMap;
+
+use super::{NativeDetector, Seen, Shared, Statistics};
+use crate::torch;
+
+/// Counts calls.
+///
+/// `snapshot()` has `calls`.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct CallCounter;
+
+#[pymethods]
+impl CallCounter {
+    #[new]
+    fn new() -> (Self, NativeDetector) {
+        (Self, NativeDetector::keeping(Calls::default()))
+    }
+}
+
+#[derive(Clone, Default)]
+struct Calls(u64);
+
+impl Statistics for Calls {
+    fn observe(shared: &Shared<Self>, _seen: &Seen<'_, '_>) -> PyResult<()> {
+        shared.statistics.lock().0 += 1;
+        Ok(())
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.0 += other.0;
+    }
+
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        into.set_item("calls", self.0)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Ok(self.0.into_pyobject(py)?.into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        saved.extract().map(Self)
+    }
+}
+
+/// Measures how long modules run: a histogram of the seconds from a module's beginning to its
+/// return, without the hooks of the module itself.
+///
+/// `snapshot()` has `calls` and the seconds of `total`, `mean`, `min`, `max`, `p50` and `p99` (None
+/// before the first call), the last two to within 1.6 %, and `histogram`: a list of (from, to,
+/// calls), `to` included, of the ranges in which calls fell.
+///
+/// It observes the phase `forward`. On a GPU a module returns before what it started is computed.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct LatencyDetector;
+
+#[pymethods]
+impl LatencyDetector {
+    #[new]
+    fn new() -> (Self, NativeDetector) {
+        (Self, NativeDetector::keeping(Latency::default()))
+    }
+}
+
+/// Of nanoseconds.
+#[derive(Clone, Default)]
+struct Latency(Histogram);
+
+const NANOSECONDS: f64 = 1e9;
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "half a microsecond in a century"
+)]
+fn seconds(nanoseconds: u128) -> f64 {
+    nanoseconds as f64 / NANOSECONDS
+}
+
+impl Statistics for Latency {
+    const TIMES: bool = true;
+
+    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
+        // None: registered when the module ran already, or that failed.
+        if let Some(took) = seen.took {
+            let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+            shared.statistics.lock().0.record(nanoseconds);
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.0.merge(&other.0);
+    }
+
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        let Self(histogram) = self;
+        let total = seconds(histogram.sum());
+        let range = histogram.range();
+        let quantile = |share| Some(seconds(histogram.quantile(share)?.into()));
+        into.set_item("calls", histogram.count())?;
+        into.set_item("total", total)?;
+        into.set_item("mean", range.map(|_| total / histogram.count() as f64))?;
+        into.set_item("min", range.map(|(min, _)| seconds(min.into())))?;
+        into.set_item("max", range.map(|(_, max)| seconds(max.into())))?;
+        into.set_item("p50", quantile(0.5))?;
+        into.set_item("p99", quantile(0.99))?;
+        let buckets: Vec<_> = histogram
+            .buckets()
+            .map(|(low, high, calls)| (seconds(low.into()), seconds(high.into()), calls))
+            .collect();
+        into.set_item("histogram", buckets)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let buckets: Vec<_> = self.0.buckets().collect();
+        Ok((buckets, self.0.sum(), self.0.range())
+            .into_pyobject(py)?
+            .into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (buckets, sum, range): (Vec<_>, _, _) = saved.extract()?;
+        Histogram::restored(buckets, sum, range)
+            .map(Self)
+            .ok_or_else(|| PyValueError::new_err("this is no state of a LatencyDetector"))
+    }
+}
+
+/// Counts the shapes of the tensors that pass.
+///
+/// `snapshot()` has `calls`, `shapes` (from each shape, a tuple, to how many tensors had it) and
+/// `others`, how many tensors had a shape that came after `limit` different ones.
+///
+/// Args:
+///     limit: how many shapes are told apart: a service that meets ever new ones must not grow.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct ShapeDetector;
+
+#[pymethods]
+impl ShapeDetector {
+    #[new]
+    #[pyo3(signature = (*, limit = 1024), text_signature = "(*, limit=1024)")]
+    fn new(limit: usize) -> (Self, NativeDetector) {
+        let shapes = Shapes {
+            limit,
+            ..Shapes::default()
+        };
+        (Self, NativeDetector::keeping(shapes))
+    }
+}
+
+type Shape = Vec<usize>;
+
+#[derive(Clone, Default)]
+struct Shapes {
+    limit: usize,
+    calls: u64,
+    shapes: FxHashMap<Shape, u64>,
+    others: u64,
+}
+
+impl Shapes {
+    fn add(&mut self, shape: Shape, count: u64) {
+        if let Some(known) = self.shapes.get_mut(&shape) {
+            *known += count;
+        } else if self.shapes.len() < self.limit {
+            self.shapes.insert(shape, count);
+        } else {
+            self.others += count;
+        }
+    }
+}
+
+impl Statistics for Shapes {
+    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
+        let mut shapes: Vec<Shape> = Vec::new();
+        torch::for_each_tensor(seen.value, &mut |tensor| {
+            shapes.push(tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?);
+            Ok(())
+        })?;
+        let mut statistics = shared.statistics.lock();
+        statistics.calls += 1;
+        for shape in shapes {
+            statistics.add(shape, 1);
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.calls += other.calls;
+        self.others += other.others;
+        for (shape, &count) in &other.shapes {
+            self.add(shape.clone(), count);
+        }
+    }
+
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        let py = into.py();
+        let shapes = PyDict::new(py);
+        for (shape, count) in &self.shapes {
+            shapes.set_item(PyTuple::new(py, shape)?, count)?;
+        }
+        into.set_item("calls", self.calls)?;
+        into.set_item("shapes", shapes)?;
+        into.set_item("others", self.others)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let shapes = PyList::new(py, &self.shapes)?;
+        Ok((self.limit, self.calls, shapes, self.others)
+            .into_pyobject(py)?
+            .into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (limit, calls, shapes, others): (_, _, Vec<(Shape, u64)>, _) = saved.extract()?;
+        Ok(Self {
+            limit,
+            calls,
+            shapes: shapes.into_iter().collect(),
+            others,
+        })
+    }
+}
