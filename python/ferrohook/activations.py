@@ -392,6 +392,10 @@ class _Capture:
             release(module)
         self._held = []
 
+    def clear(self) -> None:
+        """Forgets what was captured so far."""
+        self._collector.clear()
+
     def close(self) -> None:
         """Ends that; what was captured stays readable."""
         self._scope.__exit__()

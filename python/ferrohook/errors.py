@@ -27,6 +27,10 @@ class CaptureBudgetError(HookError):
     """Keeping an activation would have exceeded `max_bytes`; what was captured stays readable."""
 
 
+class StoreError(HookError):
+    """A store cannot keep or give back what it was asked for; what it acknowledged stays there."""
+
+
 class NeverFiredWarning(UserWarning):
     """Modules that were selected never ran."""
 

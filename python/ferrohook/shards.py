@@ -39,18 +39,44 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     """
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(_described(value, tensors, ""))
+    write(Path(path), tensors, {_KEY: structure})
+
+
+def write(
+    target: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, sync: bool = False
+) -> None:
+    """Writes tensors of their own memory to a file that appears whole or not at all.
+
+    Args:
+        target: replaced where it is there.
+        tensors: by name, on the CPU, contiguous.
+        metadata: for the file's header.
+        sync: return only when it would survive a loss of power.
+    """
     library = _safetensors()
-    target = Path(path)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
         part.touch()
         mode = part.stat().st_mode  # the library makes files that nobody else may read
-        library.torch.save_file(tensors, part, metadata={_KEY: structure})
+        library.torch.save_file(tensors, part, metadata=metadata)
         part.chmod(mode)
+        if sync:
+            sync_to_disk(part)
         part.replace(target)
+        if sync:
+            sync_to_disk(target.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Returns when what a file or a directory holds would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load(path: str | os.PathLike[str]) -> Any:

@@ -101,12 +101,12 @@ impl Statistics for Latency {
 
     fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
         let Self(histogram) = self;
-        let total = seconds(histogram.sum());
         let range = histogram.range();
         let quantile = |share| Some(seconds(histogram.quantile(share)?.into()));
         into.set_item("calls", histogram.count())?;
-        into.set_item("total", total)?;
-        into.set_item("mean", range.map(|_| total / histogram.count() as f64))?;
+        into.set_item("total", seconds(histogram.sum()))?;
+        let mean = histogram.sum().checked_div(histogram.count().into());
+        into.set_item("mean", mean.map(seconds))?;
         into.set_item("min", range.map(|(min, _)| seconds(min.into())))?;
         into.set_item("max", range.map(|(_, max)| seconds(max.into())))?;
         into.set_item("p50", quantile(0.5))?;
@@ -162,16 +162,16 @@ type Shape = Vec<usize>;
 struct Shapes {
     limit: usize,
     calls: u64,
-    shapes: FxHashMap<Shape, u64>,
+    tensors: FxHashMap<Shape, u64>,
     others: u64,
 }
 
 impl Shapes {
     fn add(&mut self, shape: Shape, count: u64) {
-        if let Some(known) = self.shapes.get_mut(&shape) {
+        if let Some(known) = self.tensors.get_mut(&shape) {
             *known += count;
-        } else if self.shapes.len() < self.limit {
-            self.shapes.insert(shape, count);
+        } else if self.tensors.len() < self.limit {
+            self.tensors.insert(shape, count);
         } else {
             self.others += count;
         }
@@ -196,7 +196,7 @@ impl Statistics for Shapes {
     fn merge(&mut self, other: &Self) {
         self.calls += other.calls;
         self.others += other.others;
-        for (shape, &count) in &other.shapes {
+        for (shape, &count) in &other.tensors {
             self.add(shape.clone(), count);
         }
     }
@@ -204,7 +204,7 @@ impl Statistics for Shapes {
     fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
         let py = into.py();
         let shapes = PyDict::new(py);
-        for (shape, count) in &self.shapes {
+        for (shape, count) in &self.tensors {
             shapes.set_item(PyTuple::new(py, shape)?, count)?;
         }
         into.set_item("calls", self.calls)?;
@@ -213,7 +213,7 @@ impl Statistics for Shapes {
     }
 
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let shapes = PyList::new(py, &self.shapes)?;
+        let shapes = PyList::new(py, &self.tensors)?;
         Ok((self.limit, self.calls, shapes, self.others)
             .into_pyobject(py)?
             .into_any())
@@ -224,7 +224,7 @@ impl Statistics for Shapes {
         Ok(Self {
             limit,
             calls,
-            shapes: shapes.into_iter().collect(),
+            tensors: shapes.into_iter().collect(),
             others,
         })
     }

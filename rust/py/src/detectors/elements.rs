@@ -4,6 +4,11 @@
 //! of a contiguous CPU tensor holds is read here, without the interpreter where that is much; for
 //! everything else torch computes the same, on its device and beside what that computes next.
 
+#![expect(
+    clippy::inline_always,
+    reason = "what calls it decides for which processors the loop is compiled"
+)]
+
 use std::collections::VecDeque;
 
 use ferrohook_core::statistics::{Float, Moments, NonFinite};
@@ -288,7 +293,6 @@ fn reduce_by_avx2<S: OfElements>(numbers: Numbers<'_>) -> S {
     reduce_by_any(numbers)
 }
 
-#[expect(clippy::inline_always, reason = "to be compiled as its caller is")]
 #[inline(always)]
 fn reduce_by_any<S: OfElements>(numbers: Numbers<'_>) -> S {
     match numbers {

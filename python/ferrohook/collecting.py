@@ -1,0 +1,278 @@
+"""`collect`: runs a model over batches and stores what passes its modules."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.activations import capture
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreError
+from ferrohook.module import _describe
+from ferrohook.never_fired import explain
+from ferrohook.stores import Store
+
+if TYPE_CHECKING:
+    from ferrohook.selection import Selector
+
+
+@runtime_checkable
+class Collecting(Protocol):
+    """What `collect` takes beside selectors: something that sees the calls of a model."""
+
+    def attach(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Sees the calls that this thread makes of the model, for as long as it is entered."""
+
+    def take(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The tensors since the last time, by layer and name.
+
+        They are the taker's: nobody changes them in place.
+        """
+
+
+Collectors: TypeAlias = "Selector | Collecting | Iterable[Selector | Collecting]"
+
+
+class Collected(NamedTuple):
+    """What a call of `collect` did."""
+
+    batches: int
+    """How many batches it ran and stored."""
+    skipped: int
+    """How many were complete already."""
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Any],
+    detectors: Collectors,
+    store: Store,
+    *,
+    run: str = "run",
+    forward: Callable[[Any], object] | None = None,
+    progress: bool = True,
+) -> Collected:
+    """Runs a model over batches and stores what passes its modules.
+
+    In inference mode; `model.eval()` is the caller's decision. Each batch is stored as a whole: when
+    an error or Ctrl-C ends the loop, all batches before are complete in the store, and the same call
+    with the same batches goes on behind them. The store stays open.
+
+    Args:
+        model: any module.
+        batches: what the model takes: its keyword arguments as a mapping, its arguments as a tuple
+            or a list, or its only argument. They are numbered in this order.
+        detectors: which modules' outputs to store, see `select`; or objects with the methods of
+            `Collecting`; or a list, tuple or set of both. The tensor that a module returned is
+            stored as `output`, those of a structure as `output.0` or `output.name`, and those of
+            a module's second call in a batch with `output#1` in place of `output`.
+        store: where it goes.
+        run: under which name.
+        forward: runs one batch, where that is more than calling the model.
+        progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
+
+    Warns with `NeverFiredWarning` of selected modules that never ran.
+
+    Raises:
+        SelectionError: a selector matches no module.
+        HookTypeError: an argument of the wrong type.
+        HookError: two detectors collected tensors of the same layer and name.
+        StoreError: the store could not keep something.
+
+    Examples:
+        >>> with LocalStore("activations") as store:
+        ...     collect(model, batches, "encoder.layer.*", store)
+        >>> store.get("run", 0, "encoder.layer.0")["output"].shape
+    """
+    _check(model, batches, store, forward)
+    collectors = _collectors(model, detectors)
+    done = {*store.completed(run)}
+    call = forward or _caller(model)
+    ran = skipped = 0
+    with ExitStack() as stack:
+        for collector in collectors:
+            stack.enter_context(collector.attach(model))
+        advance = stack.enter_context(_progress(batches, run) if progress else _no_progress())
+        stack.enter_context(_flushing(store))
+        for number, batch in enumerate(batches):
+            if number in done:
+                skipped += 1
+            else:
+                with _naming(number, run):
+                    with torch.inference_mode():
+                        call(batch)
+                    _put(store, run, number, _gathered(collectors))
+                ran += 1
+            advance()
+    if ran:
+        for collector in collectors:
+            if isinstance(collector, _Captured):
+                collector.warn()
+    return Collected(ran, skipped)
+
+
+class _Captured:
+    """A capture of outputs, batch by batch."""
+
+    def __init__(self, model: nn.Module, what: Selector) -> None:
+        self._model = model
+        # Of its own memory: the rest of the forward may compute in place.
+        self._capture = capture(model, what, keep="all", copy="clone", device="cpu")
+
+    @contextmanager
+    def attach(self, model: nn.Module) -> Iterator[None]:  # noqa: ARG002 (the capture knows it)
+        self._activations = self._capture.open()
+        self._ran: set[str] = set()
+        try:
+            yield
+        finally:
+            self._capture.close()
+
+    def take(self) -> dict[str, dict[str, Tensor]]:
+        taken = {
+            layer: {
+                name: tensor
+                for number, output in enumerate(calls)
+                for name, tensor in _named(output, f"output#{number}" if number else "output")
+            }
+            for layer, calls in self._activations.items()
+        }
+        self._capture.clear()
+        self._ran |= {*taken}
+        return taken
+
+    def warn(self) -> None:
+        # The capture itself forgets with each batch what compiled modules have run.
+        if silent := [name for name in self._capture.silent() if name not in self._ran]:
+            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=3)
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a structure of tuples, lists, dicts and dataclasses, by their paths."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(item, f"{name}.{key}")
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _named(item, f"{name}.{number}")
+    elif hasattr(value, "__dataclass_fields__"):
+        for key in value.__dataclass_fields__:
+            yield from _named(getattr(value, key, None), f"{name}.{key}")
+
+
+def _collectors(model: nn.Module, detectors: Any) -> list[Collecting]:
+    if isinstance(detectors, Collecting):
+        return [detectors]
+    if not isinstance(detectors, list | tuple | AbstractSet):
+        return [_Captured(model, detectors)]
+    collectors = [each for each in detectors if isinstance(each, Collecting)]
+    selectors = [each for each in detectors if not isinstance(each, Collecting)]
+    if selectors or not collectors:  # selecting nothing is an error
+        collectors.append(_Captured(model, selectors))
+    return collectors
+
+
+def _gathered(collectors: list[Collecting]) -> dict[str, dict[str, Tensor]]:
+    gathered: dict[str, dict[str, Tensor]] = {}
+    for collector in collectors:
+        for layer, tensors in collector.take().items():
+            own = gathered.setdefault(layer, {})
+            if both := own.keys() & tensors.keys():
+                msg = (
+                    f"two detectors collected {min(both)!r} of layer {layer!r}: leave one of them "
+                    "out, or collect them in runs of their own"
+                )
+                raise HookError(msg)
+            own.update(tensors)
+    return gathered
+
+
+def _put(store: Store, run: str, number: int, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+    try:
+        for layer, tensors in layers.items():
+            store.put(run, number, layer, tensors, copy=False)
+        store.complete(run, number)
+    except BaseException:
+        store.discard(run, number)
+        raise
+
+
+def _caller(model: nn.Module) -> Callable[[Any], object]:
+    def call(batch: Any) -> object:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, tuple | list):
+            return model(*batch)
+        return model(batch)
+
+    return call
+
+
+@contextmanager
+def _flushing(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(StoreError):  # what ended the loop is told
+            store.flush()
+        raise
+    store.flush()
+
+
+@contextmanager
+def _naming(number: int, run: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"ferrohook: in batch {number} of run {run!r}; those before are complete")
+        raise
+
+
+@contextmanager
+def _no_progress() -> Iterator[Callable[[], object]]:
+    yield lambda: None
+
+
+@contextmanager
+def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]]:
+    """A bar on stderr, by whichever library is there; gives what is called after each batch."""
+    total = len(batches) if isinstance(batches, Sized) else None
+    hidden = not sys.stderr.isatty()
+    try:
+        from rich.console import Console  # noqa: PLC0415 (an extra)
+        from rich.progress import Progress  # noqa: PLC0415
+    except ModuleNotFoundError:
+        try:
+            from tqdm import tqdm  # noqa: PLC0415 (an extra)
+        except ModuleNotFoundError:
+            yield lambda: None
+            return
+        with tqdm(total=total, desc=run, unit="batch", disable=hidden) as line:
+            yield line.update
+        return
+    with Progress(console=Console(stderr=True), disable=hidden) as bars:
+        task = bars.add_task(run, total=total)
+        yield lambda: bars.advance(task)
+
+
+def _check(model: object, batches: object, store: object, forward: object) -> None:
+    expected = {
+        "model is an instance of nn.Module": (model, nn.Module),
+        "batches is an iterable of batches": (batches, Iterable),
+        "store is a Store": (store, Store),
+    }
+    for what, (given, types) in expected.items():
+        if not isinstance(given, types):
+            msg = f"collect: {what}, got {_describe(given)}"
+            raise HookTypeError(msg)
+    if not (forward is None or callable(forward)):
+        msg = f"collect: forward is called with a batch, got {type(forward).__name__}"
+        raise HookTypeError(msg)
