@@ -18,6 +18,7 @@ from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
+from ferrohook.errors import StoreError as StoreError
 from ferrohook.errors import UnattributedWarning as UnattributedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
@@ -26,12 +27,15 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import detectors as detectors
     from ferrohook import patching as patching
     from ferrohook import points as points
     from ferrohook import recording as recording
     from ferrohook.activations import STOPPED as STOPPED
     from ferrohook.activations import ActivationCache as ActivationCache
     from ferrohook.activations import capture as capture
+    from ferrohook.collecting import Collected as Collected
+    from ferrohook.collecting import collect as collect
     from ferrohook.groups import HandleGroup as HandleGroup
     from ferrohook.groups import register as register
     from ferrohook.groups import run as run
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
     from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
     from ferrohook.selection import select as select
+    from ferrohook.stores import LocalStore as LocalStore
+    from ferrohook.stores import MemoryStore as MemoryStore
+    from ferrohook.stores import Store as Store
     from ferrohook.summaries import summary as summary
 
 __all__ = [
@@ -46,6 +53,7 @@ __all__ = [
     "ActivationCache",
     "BackwardHook",
     "CaptureBudgetError",
+    "Collected",
     "ForwardHook",
     "ForwardPreHook",
     "HandleGroup",
@@ -53,14 +61,20 @@ __all__ = [
     "HookHandle",
     "HookTypeError",
     "HookedModule",
+    "LocalStore",
+    "MemoryStore",
     "NeverFiredWarning",
     "NotInstrumentedWarning",
     "Scope",
     "SelectionError",
     "StaleActivationError",
+    "Store",
+    "StoreError",
     "UnattributedWarning",
     "__version__",
     "capture",
+    "collect",
+    "detectors",
     "instrument",
     "patching",
     "points",
@@ -75,13 +89,15 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "activations": ("STOPPED", "ActivationCache", "capture"),
+    "collecting": ("Collected", "collect"),
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "selection": ("select",),
+    "stores": ("LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("patching", "points", "recording")
+_MODULES = ("detectors", "patching", "points", "recording")
 
 
 def __getattr__(name: str) -> object:

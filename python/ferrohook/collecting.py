@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 class Collecting(Protocol):
     """What `collect` takes beside selectors: something that sees the calls of a model."""
 
+    @abstractmethod
     def attach(self, model: nn.Module) -> AbstractContextManager[object]:
         """Sees the calls that this thread makes of the model, for as long as it is entered."""
 
+    @abstractmethod
     def take(self) -> Mapping[str, Mapping[str, Tensor]]:
         """The tensors since the last time, by layer and name.
 
@@ -48,7 +51,7 @@ class Collected(NamedTuple):
     """How many were complete already."""
 
 
-def collect(
+def collect(  # noqa: PLR0913 (the options by keyword)
     model: nn.Module,
     batches: Iterable[Any],
     detectors: Collectors,
@@ -60,9 +63,9 @@ def collect(
 ) -> Collected:
     """Runs a model over batches and stores what passes its modules.
 
-    In inference mode; `model.eval()` is the caller's decision. Each batch is stored as a whole: when
-    an error or Ctrl-C ends the loop, all batches before are complete in the store, and the same call
-    with the same batches goes on behind them. The store stays open.
+    In inference mode; `model.eval()` is the caller's decision. Each batch is stored as a whole:
+    when an error or Ctrl-C ends the loop, all batches before are complete in the store, and the
+    same call with the same batches goes on behind them. The store stays open.
 
     Args:
         model: any module.
@@ -251,7 +254,7 @@ def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]
         from rich.progress import Progress  # noqa: PLC0415
     except ModuleNotFoundError:
         try:
-            from tqdm import tqdm  # noqa: PLC0415 (an extra)
+            from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 (an extra)
         except ModuleNotFoundError:
             yield lambda: None
             return

@@ -326,8 +326,8 @@ class LocalStore(Store):
             raise StoreError(msg)
         if self._writer.process != os.getpid():
             msg = (
-                f"the store of {self._folder.path} writes in process {self._writer.process}, of which "
-                "this one is a fork: open another LocalStore on another folder"
+                f"the store of {self._folder.path} writes in process {self._writer.process}, which "
+                "this one was forked from: open another LocalStore on another folder"
             )
             raise StoreError(msg)
         return self._writer
