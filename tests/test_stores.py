@@ -1,0 +1,644 @@
+"""Stores: what was put is what is read, and what was acknowledged survives whatever comes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+from ferrohook import shards
+from ferrohook.stores import LocalStore, MemoryStore, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LIMIT = 30.0
+"""Seconds that a test waits at most for another thread or process."""
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e5m2,
+]
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "store")
+    with made:
+        yield made
+
+
+def fill(store: Store, *batches: int, run: str = "run", size: int = 4) -> None:
+    for batch in batches:
+        store.put(run, batch, "layer", {"output": torch.full((size,), float(batch))})
+        store.complete(run, batch)
+
+
+def check(store: Store, *batches: int, run: str = "run") -> None:
+    assert store.completed(run) == store.batches(run) == [*batches]
+    for batch in batches:
+        assert store.layers(run, batch) == ["layer"]
+        assert (store.get(run, batch, "layer")["output"] == batch).all()
+
+
+# All stores
+
+
+def test_what_was_put_is_read_by_run_batch_and_layer(store: Store) -> None:
+    x = torch.randn(3, 2)
+    store.put("b", 7, "encoder.0/attention", {"output": x, "output.1": x[0]})
+    store.put("b", 7, "", {"output": x[:, 0]})
+    store.complete("b", 7)
+    store.put("a-1.x", 10**9, "l", {})
+    assert store.runs() == ["a-1.x", "b"]
+    assert store.batches("b") == store.completed("b") == [7]
+    assert store.completed("a-1.x") == []
+    assert store.layers("b", 7) == ["encoder.0/attention", ""]
+    read = store.get("b", 7, "encoder.0/attention")
+    assert list(read) == ["output", "output.1"]
+    assert torch.equal(read["output"], x)
+    assert torch.equal(read["output.1"], x[0])
+    assert torch.equal(store.get("b", 7, "")["output"], x[:, 0])
+    assert store.get("a-1.x", 10**9, "l") == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_type_and_layout(store: Store, dtype: torch.dtype) -> None:
+    x = (torch.randn(4, 6) * 3).to(dtype)
+    wide = x if dtype == torch.float8_e5m2 else x.repeat_interleave(2, 1)[:, ::2]
+    tensors = {"plain": x, "strided": wide, "transposed": x.T, "scalar": x[0, 0], "none": x[:0]}
+    if dtype.is_complex:
+        tensors |= {"conj": x.conj(), "imag": x.conj().imag}
+    for copy in (True, False):
+        store.put("run", int(copy), "l", tensors, copy=copy)
+        for name, tensor in store.get("run", int(copy), "l").items():
+            assert tensor.dtype == tensors[name].dtype
+            assert tensor.shape == tensors[name].shape
+            plain = (tensor, tensors[name])
+            if dtype == torch.float8_e5m2:
+                plain = (tensor.float(), tensors[name].float())
+            assert torch.equal(*plain)
+
+
+def test_what_is_kept_is_what_it_was_when_it_was_put(store: Store) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        y = torch.ones(3)
+    base = torch.zeros(2, 3)
+    store.put("run", 0, "l", {"x": x, "y": y, "view": base[1]})
+    with torch.no_grad():
+        x.zero_()
+        base.fill_(5)
+    with torch.inference_mode():
+        y.zero_()
+    read = store.get("run", 0, "l")
+    assert [t.tolist() for t in read.values()] == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert not any(t.requires_grad or t.is_inference() for t in read.values())
+    read["x"].zero_()
+    assert store.get("run", 0, "l")["x"].tolist() == [1.0] * 3
+
+
+def test_a_layer_put_again_is_replaced(store: Store) -> None:
+    store.put("run", 0, "l", {"a": torch.zeros(1), "b": torch.zeros(1)})
+    store.put("run", 0, "other", {"a": torch.zeros(1)})
+    store.flush()
+    store.put("run", 0, "l", {"a": torch.ones(1)})
+    store.complete("run", 0)
+    assert {**store.get("run", 0, "l")} == {"a": torch.ones(1)}
+    assert store.layers("run", 0) == ["l", "other"]
+    store.put("run", 0, "late", {})
+    assert (store.layers("run", 0), store.completed("run")) == (["l", "other", "late"], [0])
+
+
+def test_what_was_discarded_is_not_there(store: Store) -> None:
+    fill(store, 0)
+    store.put("run", 1, "layer", {"output": torch.ones(3)})
+    store.discard("run", 1)
+    store.discard("run", 0)
+    store.discard("never", 5)
+    check(store, 0)
+
+
+def test_what_is_not_there_is_told(store: Store) -> None:
+    with pytest.raises(fh.SelectionError, match="no run 'run' there: it has none"):
+        store.batches("run")
+    assert store.completed("run") == []
+    fill(store, *range(8))
+    with pytest.raises(fh.SelectionError, match="no run 'other' there: it has 'run'"):
+        store.layers("other", 0)
+    with pytest.raises(fh.SelectionError, match=r"batch 9 there: it has 0, 1, 2, 3, 4 and 3 more"):
+        store.get("run", 9, "layer")
+    with pytest.raises(fh.SelectionError, match="no layer 'x' there: it has 'layer'"):
+        store.get("run", 0, "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ((3, 0, "l", {}), fh.HookTypeError, "run is a str, got int"),
+        (("", 0, "l", {}), ValueError, "run is a name of letters"),
+        (("../up", 0, "l", {}), ValueError, "got '../up'"),
+        ((".hidden", 0, "l", {}), ValueError, "got '.hidden'"),
+        (("a\n", 0, "l", {}), ValueError, "run is a name"),
+        (("r", "0", "l", {}), fh.HookTypeError, "batch is a number, got str"),
+        (("r", True, "l", {}), fh.HookTypeError, "batch is a number, got bool"),
+        (("r", -1, "l", {}), ValueError, "at least 0, got -1"),
+        (("r", 0, None, {}), fh.HookTypeError, "layer is a str, got NoneType"),
+        (("r", 0, "l", torch.ones(1)), fh.HookTypeError, "mapping from their names, got Tensor"),
+        (("r", 0, "l", {"x": 1}), fh.HookTypeError, "layer 'l': .* from str to int"),
+        (("r", 0, "l", {1: torch.ones(1)}), fh.HookTypeError, "from int to Tensor"),
+        (("r", 0, "l", {"a/b": torch.ones(1)}), ValueError, "no slash .* got 'a/b'"),
+        (("r", 0, "l", {"": torch.ones(1)}), ValueError, "not empty"),
+        (("r", 0, "l", {"x": torch.ones(1).to_sparse()}), fh.HookTypeError, "store its to_dense"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(
+    store: Store, arguments: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        store.put(*arguments)
+    assert store.runs() == []
+
+
+def test_a_place_that_cannot_be_is_refused_when_it_is_completed(store: Store) -> None:
+    with pytest.raises(ValueError, match="run is a name"):
+        store.complete("a/b", 0)
+    with pytest.raises(fh.HookTypeError, match="batch is a number"):
+        store.complete("run", 1.0)  # type: ignore[arg-type]
+    assert store.runs() == []
+
+
+def test_a_closed_store_is_read_and_takes_no_more(store: Store) -> None:
+    fill(store, 0)
+    store.close()
+    store.close()
+    store.flush()
+    check(store, 0)
+    with pytest.raises(fh.StoreError, match=r"closed: put what you collect before close"):
+        store.put("run", 1, "l", {})
+    with pytest.raises(fh.StoreError, match="closed"):
+        store.complete("run", 1)
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_put_and_read_at_once(store: Store) -> None:
+    threads, batches = 8, 12
+    barrier = threading.Barrier(threads, timeout=LIMIT)
+    errors = []
+
+    def work(number: int) -> None:
+        try:
+            barrier.wait()
+            for batch in range(number, threads * batches, threads):
+                fill(store, batch)
+                assert batch in store.batches("run")
+                assert store.get("run", batch, "layer")["output"][0] == batch
+                store.put("run", batch, f"more{number}", {"x": torch.ones(1)})
+        except BaseException as error:  # noqa: BLE001 (shown by the test)
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+    assert not any(worker.is_alive() for worker in workers)
+    assert not errors
+    assert store.completed("run") == [*range(threads * batches)]
+    for batch in store.batches("run"):
+        assert store.layers("run", batch) == ["layer", f"more{batch % threads}"]
+
+
+# Folders
+
+
+def test_a_folder_is_read_by_others_and_gone_on_with(tmp_path: Path) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0, 1)
+        store.flush()
+        reader = LocalStore(tmp_path, read_only=True)
+        check(reader, 0, 1)
+        fill(store, 2)
+        store.flush()
+        check(reader, 0, 1, 2)
+    with LocalStore(tmp_path) as store:
+        fill(store, 3)
+        check(store, 0, 1, 2, 3)
+    check(reader, 0, 1, 2, 3)
+    assert not [*tmp_path.rglob("*.part")]
+    with pytest.raises(fh.StoreError, match="opened read_only: open another LocalStore"):
+        reader.put("run", 4, "layer", {})
+    reader.close()
+
+
+def test_a_batch_is_one_file_with_the_modes_of_others(tmp_path: Path) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 3)
+        store.put("run", 4, "a", {"x": torch.ones(1)})
+        store.flush()
+        store.put("run", 4, "b", {"x": torch.ones(1)})
+        store.complete("run", 4)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == [
+        "00000003.safetensors",
+        "00000004.1.safetensors",
+        "00000004.safetensors",
+        "index.jsonl",
+    ]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "run" / names[0]).stat().st_mode == plain.stat().st_mode
+    with pytest.raises(fh.HookError, match="holds no activations"):
+        shards.load(tmp_path / "run" / names[0])
+
+
+def test_tensors_may_share_memory(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    with LocalStore(tmp_path) as store:
+        store.put("run", 0, "l", {"x": x, "again": x, "row": x[1]}, copy=False)
+        store.put("run", 0, "m", {"x": x}, copy=False)
+        read = store.get("run", 0, "l")
+        assert torch.equal(read["again"], x)
+        assert torch.equal(read["row"], x[1])
+        assert torch.equal(store.get("run", 0, "m")["x"], x)
+
+
+def test_reading_is_lazy(tmp_path: Path) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, *range(5))
+        store.flush()
+        for batch in (0, 1, 3, 4):
+            (tmp_path / "run" / f"{batch:08}.safetensors").unlink()
+        assert store.get("run", 2, "layer")["output"][0] == 2
+        assert store.layers("run", 4) == ["layer"]
+
+
+def test_synced_writes_are_the_same(tmp_path: Path) -> None:
+    with LocalStore(tmp_path, sync=True) as store:
+        fill(store, 0, 1)
+        check(store, 0, 1)
+
+
+class SlowDisk:
+    """Writing waits until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Semaphore(0)
+        self.most = 0
+        write = shards.write
+
+        def slow(*args: Any, **kwargs: Any) -> None:
+            assert self.go.acquire(timeout=LIMIT)
+            write(*args, **kwargs)
+
+        monkeypatch.setattr(shards, "write", slow)
+
+
+def test_a_slow_disk_slows_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    size = 1000
+    store = LocalStore(tmp_path, max_pending=3 * 4 * size)
+    put = []
+
+    def work() -> None:
+        for batch in range(8):
+            fill(store, batch, size=size)
+            put.append(batch)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    for written in range(6):
+        deadline = time.monotonic() + LIMIT
+        while len(put) < 3 + written and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        # Three wait, the first of them for the disk; the fourth waits to be put.
+        assert len(put) == min(8, 3 + written)
+        disk.go.release()
+    disk.go.release(2)
+    worker.join(LIMIT)
+    store.close()
+    check(store, *range(8))
+
+
+def test_open_batches_do_not_fill_the_memory(tmp_path: Path) -> None:
+    with LocalStore(tmp_path, max_pending=10_000) as store:
+        for layer in range(40):
+            store.put("run", 0, f"l{layer}", {"x": torch.full((500,), float(layer))})
+            assert sum(batch.nbytes for batch in store._open.values()) <= 10_000
+        store.complete("run", 0)
+        assert store.layers("run", 0) == [f"l{layer}" for layer in range(40)]
+        assert all(store.get("run", 0, f"l{n}")["x"][0] == n for n in range(40))
+        # Larger than all that may wait: alone.
+        fill(store, 1, size=10_000)
+        assert store.get("run", 1, "layer")["output"].shape == (10_000,)
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_a_store_that_nobody_closed_is_closed(tmp_path: Path, at_exit: bool) -> None:
+    code = (
+        "store = fh.LocalStore(folder)\n"
+        "store.put('run', 0, 'layer', {'output': torch.zeros(4)})\n"
+        "store.complete('run', 0)\n"
+        "store.put('run', 1, 'layer', {'output': torch.ones(4)})\n"
+    )
+    if at_exit:
+        code = f"import torch\nimport ferrohook as fh\nfolder = {str(tmp_path)!r}\n{code}"
+        subprocess.run([sys.executable, "-c", code], timeout=LIMIT, check=True)
+    else:
+        exec(code, {"fh": fh, "torch": torch, "folder": tmp_path})
+        gc.collect()
+    with LocalStore(tmp_path) as store:
+        assert store.completed("run") == [0]
+        assert (store.get("run", 1, "layer")["output"] == 1).all()
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Does something in a process of its own, without torch's second to import; its number."""
+    with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):
+        child = os.fork()  # warns of threads; the child uses none of torch's
+    if not child:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 (shown, and told by the exit code)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def wait_for(child: int) -> None:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_does_not_write(tmp_path: Path) -> None:
+    def work() -> None:
+        with pytest.raises(fh.StoreError, match=f"in process {os.getppid()}, which this one was"):
+            store.put("run", 1, "layer", {})
+        store.close()
+
+    with LocalStore(tmp_path) as store:
+        store.put("run", 0, "layer", {"output": torch.zeros(4)})
+        wait_for(forked(work))
+        store.complete("run", 0)
+    check(LocalStore(tmp_path, read_only=True), 0)
+
+
+# What goes wrong
+
+
+def write_for_ever(folder: Path, acknowledge: int) -> None:
+    store = LocalStore(folder, max_pending=100_000)
+    for batch in itertools.count(len(store.completed("run"))):
+        store.put("run", batch, "a", {"output": torch.full((batch % 7000,), float(batch))})
+        store.put("run", batch, "b", {"output": torch.full((10,), float(batch))})
+        store.complete("run", batch)
+        if batch % 5 == 0:
+            store.flush()
+            os.write(acknowledge, b"%d\n" % batch)
+
+
+def test_killing_the_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    chance = random.Random(3)  # noqa: S311 (moments to kill at)
+    acknowledged = -1
+    for _ in range(12):
+        receive, send = os.pipe()
+        child = forked(functools.partial(write_for_ever, tmp_path, send))
+        os.close(send)
+        with open(receive, "rb") as told:  # noqa: PTH123 (a descriptor)
+            told.readline()
+            time.sleep(chance.random() / 10)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            acknowledged = int([b"%d" % acknowledged, *told.read().split()][-1])
+        reader = LocalStore(tmp_path, read_only=True)
+        found = reader.completed("run")
+        assert found == [*range(len(found))]
+        assert found[-1] >= acknowledged
+    for batch in found:
+        assert reader.layers("run", batch) == ["a", "b"]
+        for layer, size in (("a", batch % 7000), ("b", 10)):
+            tensor = reader.get("run", batch, layer)["output"]
+            assert tensor.shape == (size,)
+            assert (tensor == batch).all()
+    with LocalStore(tmp_path):
+        assert not [*tmp_path.rglob("*.part")]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_line_that_was_not_ended_counts_for_nothing(tmp_path: Path, cut: int) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0, 1)
+    index = tmp_path / "run" / "index.jsonl"
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-cut])
+    check(LocalStore(tmp_path, read_only=True), 0)
+    assert index.read_bytes() == whole[:-cut]
+    with LocalStore(tmp_path) as store:
+        check(store, 0)
+        fill(store, 1)
+        check(store, 0, 1)
+    assert index.read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"batch": 1, "file": null}', "\x80"])
+def test_a_damaged_index_is_told(tmp_path: Path, line: str) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0)
+    index = tmp_path / "run" / "index.jsonl"
+    index.write_text(line + "\n" + index.read_text(), encoding="latin-1")
+    with pytest.raises(fh.StoreError, match=r"index.jsonl is damaged: line at byte 0"):
+        LocalStore(tmp_path, read_only=True).batches("run")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("harm", [truncate, scramble, os.unlink])
+def test_a_damaged_file_is_told_and_harms_no_other(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0, 1, 2)
+        store.flush()
+        harm(tmp_path / "run" / "00000001.safetensors")
+        with pytest.raises(
+            fh.StoreError, match=r"00000001.safetensors (is damaged|cannot be read)"
+        ):
+            store.get("run", 1, "layer")
+        for batch in (0, 2):
+            assert (store.get("run", batch, "layer")["output"] == batch).all()
+
+
+def test_one_store_writes_a_folder(tmp_path: Path) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0)
+        told = rf"{tmp_path} is being written by a store of process {os.getpid()}: close that"
+        with pytest.raises(fh.StoreError, match=told):
+            LocalStore(tmp_path)
+
+        def work() -> None:
+            with pytest.raises(fh.StoreError, match=told):
+                LocalStore(tmp_path)
+            check(LocalStore(tmp_path, read_only=True), 0)
+
+        store.flush()
+        wait_for(forked(work))
+        check(store, 0)
+    LocalStore(tmp_path).close()
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Without the rights of root, who may write anywhere."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(parent.stat().st_mode | 0o055)  # so that nobody gets there
+    (tmp_path / "file").touch()
+    with nobody():
+        for folder in (locked, locked / "below", tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(fh.StoreError, match=r"cannot be written: .*Give a folder that"):
+                LocalStore(folder)
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(fh.StoreError, match="no folder that could be read"):
+            LocalStore(folder, read_only=True)
+    assert not [*locked.iterdir()]
+
+
+def test_a_folder_that_becomes_unwritable_is_told(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    fill(store, 0)
+    store.flush()
+    shutil.rmtree(tmp_path / "store" / "run")
+    (tmp_path / "store" / "run").touch()
+    fill(store, 1)
+    with pytest.raises(fh.StoreError, match=r"writing batch 1 of run 'run' to .* failed"):
+        store.flush()
+    with pytest.raises(fh.StoreError, match="batch 1"):
+        fill(store, 2)
+    with pytest.raises(fh.StoreError, match="batch 1"):
+        store.close()
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 (as mount was found)
+
+
+@pytest.mark.parametrize("small", [5_000, 100_000])
+def test_a_full_disk_is_told_and_what_was_flushed_is_there(small_disk: Path, small: int) -> None:
+    store = LocalStore(small_disk / "store")
+    acknowledged = -1
+    with pytest.raises(fh.StoreError, match=r"(?is)writing batch \d+ of run 'run' .*no space|room"):  # noqa: PT012
+        for batch in range(2_000):
+            fill(store, batch, size=small // 4)
+            store.flush()
+            acknowledged = batch
+    assert acknowledged >= 5
+    with pytest.raises(fh.StoreError, match="make room or mend the folder"):
+        store.close()
+    done = store.completed("run")
+    check(store, *range(len(done)))
+    assert len(done) > acknowledged
+    # There is room again: it goes on behind what is there.
+    (small_disk / "store" / "run" / "00000000.safetensors").unlink()
+    with LocalStore(small_disk / "store") as again:
+        fill(again, len(done), size=1)
+        assert again.completed("run") == [*range(len(done) + 1)]
+
+
+def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        store = LocalStore(tmp_path)
+        fill(store, 0)
+        store.flush()
+        fill(store, 1, size=100_000)
+        with pytest.raises(fh.StoreError, match="writing batch 1 of run"):
+            store.close()
+
+    wait_for(forked(work))
+    check(LocalStore(tmp_path, read_only=True), 0)
+    assert not [*tmp_path.rglob("*.part")]
+
+
+def test_an_error_on_its_way_is_not_replaced_by_that_of_closing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), LocalStore(tmp_path) as store:  # noqa: PT012
+        (tmp_path / "run").touch()
+        fill(store, 0)
+        raise ZeroDivisionError
+
+
+def test_options_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(fh.HookTypeError, match="max_pending is a number of bytes, got str"):
+        LocalStore(tmp_path, max_pending="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        LocalStore(tmp_path, max_pending=0)
+    with pytest.raises(TypeError):
+        LocalStore(3)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_index_says_what_is_where(tmp_path: Path) -> None:
+    with LocalStore(tmp_path) as store:
+        fill(store, 0)
+    (line,) = (tmp_path / "run" / "index.jsonl").read_text().splitlines()
+    size = (tmp_path / "run" / "00000000.safetensors").stat().st_size
+    assert json.loads(line) == {
+        "batch": 0,
+        "file": {"name": "00000000.safetensors", "bytes": size},
+        "layers": {"layer": ["output"]},
+        "complete": True,
+    }
