@@ -357,6 +357,16 @@ def test_a_bar_is_shown_by_what_is_installed(
         assert text.strip() == "" if seen is None else ("my-run" in text and seen in text)
 
 
+def test_batches_of_unknown_number(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.randn(4, 3))
+
+    loader = torch.utils.data.DataLoader(Endless(), batch_size=2)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert fh.collect(model, loader, "0", MemoryStore()) == (2, 0)
+
+
 # The real thing
 
 

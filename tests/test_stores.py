@@ -175,6 +175,11 @@ def test_what_is_not_there_is_told(store: Store) -> None:
         (("r", 0, "l", {"a/b": torch.ones(1)}), ValueError, "no slash .* got 'a/b'"),
         (("r", 0, "l", {"": torch.ones(1)}), ValueError, "not empty"),
         (("r", 0, "l", {"x": torch.ones(1).to_sparse()}), fh.HookTypeError, "store its to_dense"),
+        (
+            ("r", 0, "l", {"x": torch.ones(1).to(torch.complex128)}),
+            fh.HookTypeError,
+            "complex128, which",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused(

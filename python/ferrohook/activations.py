@@ -144,17 +144,20 @@ class ActivationCache(Mapping[str, Any]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all to a file in the format of safetensors, which replaces one that is there.
 
-        Tuples, lists and dicts keep their structure; other classes are saved as dicts. Needs the
-        package safetensors (`ferrohook[safetensors]`).
+        Tuples, lists and dicts keep their structure; other classes are saved as dicts.
 
         Raises:
-            HookTypeError: a value that is neither a tensor nor plain data.
+            HookTypeError: a value that is neither plain data nor a tensor of a type that
+                safetensors has a name for.
         """
         shards.save(path, {"activations": dict(self), "grads": dict(self._grads)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """What `save` wrote, on the CPU."""
+        """What `save` wrote, on the CPU.
+
+        Needs the package safetensors (`ferrohook[safetensors]`).
+        """
         return cls(**shards.load(path))
 
     def __repr__(self) -> str:

@@ -247,7 +247,10 @@ def _no_progress() -> Iterator[Callable[[], object]]:
 @contextmanager
 def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]]:
     """A bar on stderr, by whichever library is there; gives what is called after each batch."""
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = None
+    if isinstance(batches, Sized):
+        with suppress(TypeError):  # a DataLoader of what has no length has only the method
+            total = len(batches)
     hidden = not sys.stderr.isatty()
     try:
         from rich.console import Console  # noqa: PLC0415 (an extra)

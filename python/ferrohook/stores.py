@@ -59,7 +59,8 @@ class Store(ABC):
                 then.
 
         Raises:
-            HookTypeError: something of another type, or a tensor that is not strided.
+            HookTypeError: something of another type, or a tensor that is not strided or of a type
+                that safetensors does not know.
             ValueError: a name or number of another form.
             StoreError: the store is closed, read only, or could not write what was put before.
         """
@@ -227,7 +228,7 @@ class LocalStore(Store):
     One store writes to a folder at a time; any number read it meanwhile. Reading flushes first what
     the store itself was given. A store that nobody closed is closed at the end of the process.
 
-    Needs the package safetensors (`ferrohook[safetensors]`).
+    Reading needs the package safetensors (`ferrohook[safetensors]`).
     """
 
     def __init__(
@@ -521,7 +522,6 @@ class _Folder:
             raise StoreError(msg)
 
     def claim(self) -> _Claim:
-        shards._safetensors()  # before there is anything to lose
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             claim = _Claim(self.path)
@@ -545,14 +545,11 @@ class _Folder:
         index = self.index(shard.run)
         index.folder.mkdir(exist_ok=True)
         noted = index.read().get(shard.batch, _Noted())
-        tensors: dict[str, Tensor] = {}
-        seen = set()
-        for layer, named in shard.content.layers.items():
-            for name, tensor in named.items():
-                memory = tensor.untyped_storage().data_ptr()
-                # The format asks for memory of its own.
-                tensors[_key(layer, name)] = tensor.clone() if memory in seen else tensor
-                seen.add(memory)
+        tensors = {
+            _key(layer, name): tensor
+            for layer, named in shard.content.layers.items()
+            for name, tensor in named.items()
+        }
         file: dict[str, Any] | None = None
         if tensors:
             again = f".{noted.files}" if noted.files else ""
@@ -710,6 +707,9 @@ def _owned(
             raise ValueError(msg)
         if tensor.layout != torch.strided:
             msg = f"layer {layer!r}: {name!r} is of layout {tensor.layout}: store its to_dense()"
+            raise HookTypeError(msg)
+        if tensor.dtype not in shards.FORMATS:
+            msg = f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors does not know"
             raise HookTypeError(msg)
         here = tensor.detach().resolve_conj().resolve_neg().to("cpu")
         mine = copy and here.data_ptr() == tensor.data_ptr()

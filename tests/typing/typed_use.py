@@ -72,3 +72,15 @@ hooked.register_forward_hook(keywords, with_kwargs=True)
 for hook in hooked.hooks("forward"):
     assert_type(hook.priority, int)
     assert_type(hook.enabled, bool)
+
+norms = fh.detectors.NormDetector()
+assert_type(hooked.register_forward_hook(norms), fh.HookHandle)
+assert_type(hooked.register_forward_pre_hook(norms), fh.HookHandle)
+assert_type(fh.register(hooked, "", norms), fh.HandleGroup)
+assert_type(norms.merge(fh.detectors.NormDetector()), None)
+norms.merge(fh.detectors.CallCounter())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+with fh.LocalStore("folder") as local:
+    assert_type(local, fh.LocalStore)
+    assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
+    assert_type(local.get("run", 0, ""), dict[str, Tensor])

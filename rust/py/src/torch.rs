@@ -810,7 +810,7 @@ impl<'py> Memory<'py> {
             return Ok(None);
         }
         let count = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-        let tensor = if count >= many {
+        let tensor = if count >= many || cfg!(Py_GIL_DISABLED) {
             // Another one on the same memory: what other threads assign to the tensor's `data`
             // meanwhile does not free it.
             tensor.call_method0(intern!(py, "detach"))?
