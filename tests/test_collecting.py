@@ -396,6 +396,15 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """Has Ctrl-C raise, also where a shell started this in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_minilm_stopped_and_resumed_gives_the_same_bytes(
     minilm: tuple[Any, Any], text: Path, tmp_path: Path
 ) -> None:
