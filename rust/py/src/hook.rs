@@ -230,7 +230,7 @@ impl Hook {
                 ),
             ));
         }
-        if matches!(kind, Kind::Typed | Kind::Recorder) && options.with_kwargs {
+        if matches!(kind, Kind::Typed | Kind::Recorder | Kind::Detector) && options.with_kwargs {
             return Err(hook_type_error(
                 py,
                 format!(
