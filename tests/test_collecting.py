@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook import interventions as fi
 from ferrohook.stores import LocalStore, MemoryStore, Store
 
 if TYPE_CHECKING:
@@ -194,56 +196,150 @@ def test_what_ends_the_loop_leaves_all_before_complete(  # noqa: PLR0913, PLR091
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-class Counting:
-    """A detector of another kind: how many calls each layer had."""
+class Calls(fi.Detector):
+    """How many there were so far, in a tensor that each call writes to."""
 
-    def __init__(self, *names: str, tensor: str = "calls") -> None:
-        self.names = names
+    def __init__(self, layer: str | None = None, tensor: str = "calls", **options: Any) -> None:
+        super().__init__(layer_signature=layer, **options)
         self.tensor = tensor
-        self.attached = 0
+        self.count = torch.zeros((), dtype=torch.int64)
 
-    @contextlib.contextmanager
-    def attach(self, model: nn.Module) -> Iterator[None]:
-        self.attached += 1
-        self.counts = dict.fromkeys(self.names, 0)
-
-        def count(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                self.counts[name] += 1
-
-            return hook
-
-        with contextlib.ExitStack() as stack:
-            for name in self.names:
-                stack.enter_context(fh.register(model, name, count(name)))
-            yield
-
-    def take(self) -> dict[str, dict[str, Tensor]]:
-        taken = {name: {self.tensor: torch.tensor(n)} for name, n in self.counts.items()}
-        self.counts = dict.fromkeys(self.names, 0)
-        return taken
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:
+        self.count += 1
+        self.tensor_metadata[self.tensor] = self.count
+        self.metadata["last"] = len(output)
 
 
-def test_detectors_and_selectors_go_together(model: nn.Sequential, batches: list[Tensor]) -> None:
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_detectors_and_selectors_go_together(
+    model: nn.Sequential, batches: list[Tensor], tmp_path: Path, kind: str
+) -> None:
+    with MemoryStore() if kind == "memory" else LocalStore(tmp_path) as store:
+        calls, kept = Calls("2"), fi.LayerActivationDetector(0, store=store)
+        result = fh.collect(model, batches, [calls, kept, nn.ReLU, "0"], store)
+        assert result == (6, 0)
+        for batch, x in enumerate(batches):
+            assert store.layers("run", batch) == ["2", "0", "1"]
+            of_first = store.get("run", batch, "0")
+            assert [*of_first] == ["activations", "output"]
+            assert torch.equal(of_first["activations"], of_first["output"])
+            assert torch.equal(of_first["output"], model[0](x))
+            assert store.get("run", batch, "2")["calls"] == batch + 1
+        # Each is as it was, without the tensors.
+        assert calls.layer is kept.layer is None
+        assert type(model[2]) is nn.Linear
+        assert calls.metadata == {"last": 5}
+        assert not calls.tensor_metadata
+        assert kept.get_captured() is None
+
+
+def test_registered_detectors_stay_where_they_are(
+    model: nn.Sequential, batches: list[Tensor]
+) -> None:
+    layers = fi.Layers(model)
     store = MemoryStore()
-    counting = Counting("0", "2")
-    fh.collect(model, batches, [counting, nn.ReLU, "0"], store)
-    assert counting.attached == 1
+    detector = fi.LayerActivationDetector("never asked", store=store)
+    layers.register_hook("sequential_2", detector, priority=1)
+    layers.register_hook(2, fi.FunctionController(2, lambda x: x * 2))
+    model(torch.full((1, 3), 7.0))  # of no batch
+    fh.collect(model, [], detector, store)
+    fh.collect(model, batches, layers.get_detectors(), store)
+    fh.collect(model, batches, "2", store, run="changed")
     for batch in range(6):
-        assert store.layers("run", batch) == ["0", "2", "1"]
-        assert [*store.get("run", batch, "0")] == ["calls", "output"]
-        assert store.get("run", batch, "2")["calls"] == 1
-    fh.collect(model, batches, Counting("1"), store, run="alone")
-    assert store.layers("alone", 5) == ["1"]
+        seen = store.get("run", batch, "2")
+        assert [*seen] == ["activations"]
+        changed = store.get("changed", batch, "2")["output"]
+        assert torch.equal(changed, seen["activations"] * 2)
+    assert detector.layer == "2"
+
+
+def test_inputs_and_outputs_are_those_of_the_model() -> None:
+    class Lm(nn.Module):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+            return types.SimpleNamespace(logits=input_ids * attention_mask)  # type: ignore[return-value]
+
+    ids = [torch.tensor([[1, 7, 2, 0]]), torch.tensor([[1, 7, 9, 2]])]
+    batches = [{"input_ids": each, "attention_mask": each.sign()} for each in ids]
+    store = MemoryStore()
+    inputs = fi.ModelInputDetector(save_attention_mask=True, special_token_ids=[1, 2])
+    fh.collect(Lm(), batches, {inputs, fi.ModelOutputDetector()}, store)
+    for batch, mask in enumerate([[[0, 1, 0, 0]], [[0, 1, 1, 0]]]):
+        found = store.get("run", batch, "")
+        assert found.keys() == {"input_ids", "attention_mask", "output_logits"}
+        assert torch.equal(found["input_ids"], ids[batch])
+        assert found["attention_mask"].int().tolist() == mask
+        assert torch.equal(found["output_logits"], ids[batch])
+
+
+def test_detectors_are_stopped_and_resumed(
+    model: nn.Sequential, batches: list[Tensor], tmp_path: Path
+) -> None:
+    class Fails(fi.Controller):
+        def modify_activations(self, module: Any, inputs: Any, output: Any) -> None:
+            if fail and len(store.completed("run")) == 3:
+                raise KeyboardInterrupt
+
+    def detectors() -> list[Any]:
+        return [fi.LayerActivationDetector(0), fi.LayerActivationDetector("1"), "2"]
+
+    fi.Layers(model).register_hook(2, Fails())
+    for folder, fail in (("stopped", True), ("stopped", False), ("once", False)):
+        with LocalStore(tmp_path / folder) as store:
+            if fail:
+                with pytest.raises(KeyboardInterrupt):
+                    fh.collect(model, batches, detectors(), store)
+                assert store.completed("run") == [0, 1, 2]
+                assert type(model[0]) is nn.Linear
+            else:
+                fh.collect(model, batches, detectors(), store)
+    names = {path.name for path in (tmp_path / "once" / "run").iterdir()}
+    assert names == {path.name for path in (tmp_path / "stopped" / "run").iterdir()}
+    assert len(names) == 7
+    for name in names:
+        once, stopped = (tmp_path / folder / "run" / name for folder in ("once", "stopped"))
+        assert once.read_bytes() == stopped.read_bytes()
 
 
 def test_two_of_one_name_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
     told = r"two detectors collected 'output' of layer '0'"
     with pytest.raises(fh.HookError, match=told) as caught:
-        fh.collect(model, batches, (Counting("0", tensor="output"), "*"), store)
+        fh.collect(model, batches, (Calls("0", tensor="output"), "*"), store)
     assert "in batch 0" in caught.value.__notes__[0]
     assert store.completed("run") == []
+
+
+def test_detectors_that_cannot_collect_are_refused(
+    model: nn.Sequential, batches: list[Tensor]
+) -> None:
+    store = MemoryStore()
+    for detector, error, told in (
+        (Calls("0", store=MemoryStore()), fh.HookError, "has a store of its own, .*MemoryStore"),
+        (Calls(hook_id="lost"), fh.HookError, "Calls 'lost', forward> has no layer: give it"),
+        (Calls("9"), fh.SelectionError, "Sequential has no layer '9'; the first are"),
+    ):
+        with pytest.raises(error, match=told):
+            fh.collect(model, batches, ["0", detector], store)
+        assert type(model[0]) is nn.Linear
+    with pytest.raises(fh.HookTypeError, match=r"select takes .* got .*CallCounter"):
+        fh.collect(model, batches, fh.detectors.CallCounter(), store)  # type: ignore[arg-type]
+    assert store.runs() == []
+
+
+def test_a_detector_that_raises_ends_the_collection(
+    model: nn.Sequential, batches: list[Tensor]
+) -> None:
+    class Third(Calls):
+        def process_activations(self, *given: Any) -> None:
+            super().process_activations(*given)
+            if self.count == 3:
+                raise ZeroDivisionError
+
+    store = MemoryStore()
+    with pytest.raises(fi.HookError, match="hook 'third' on '0' raised ZeroDivisionError") as told:
+        fh.collect(model, batches, [Third("0", hook_id="third"), "2"], store)
+    assert any("in batch 2 of run 'run'" in note for note in told.value.__notes__)
+    assert store.completed("run") == store.batches("run") == [0, 1]
 
 
 def test_native_detectors_watch_a_collection(model: nn.Sequential, batches: list[Tensor]) -> None:
@@ -272,6 +368,10 @@ def test_modules_that_never_ran_are_told(model: nn.Sequential, batches: list[Ten
     with pytest.warns(fh.NeverFiredWarning, match=r"'unused' was selected") as told:
         fh.collect(partly, ran_then_not, "*", MemoryStore())
     assert told[0].filename == __file__
+    silent, quiet = Calls("unused"), Calls("unused")
+    quiet.disable()
+    with pytest.warns(fh.NeverFiredWarning, match=r"^'unused' was selected"):
+        fh.collect(partly, ran_then_not, [silent, quiet], MemoryStore())
     with warnings.catch_warnings(action="error"):
         fh.collect(partly, [], "*", MemoryStore())
     assert len(told) == 1

@@ -29,7 +29,8 @@ from ferrohook import interventions as fi
 from ferrohook.instrumentation import find_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LIMIT = 30.0
 """Seconds that any wait of these tests may take."""
@@ -828,31 +829,37 @@ def test_detectors_that_come_and_go_leave_nothing_in_a_context() -> None:
     assert size() <= before + 2
 
 
-class MemoryStore:
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, int, str], Mapping[str, Tensor]] = {}
-
-    def put(self, run: str, batch: int, layer: str, tensors: Mapping[str, Tensor]) -> None:
-        self.kept[run, batch, layer] = tensors
-
-
-def test_a_detector_saves_to_its_store() -> None:
-    store = MemoryStore()
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_detectors_save_to_their_store(kind: str, tmp_path: Path) -> None:
+    store = fh.MemoryStore() if kind == "memory" else fh.LocalStore(tmp_path)
     model = Model()
     detector = fi.LayerActivationDetector("model_head", store=store)
+    other = Seen(store=store)
     layers = fi.Layers(model)
     layers.register_hook("model_head", detector)
+    layers.register_hook("head", other)
+    outputs = []
     for batch in range(2):
-        output = model(X + batch)
+        outputs.append(model(X + batch))
         detector.save("run", batch)
-        assert torch.equal(store.kept["run", batch, "head"]["activations"], output)
+        other.tensor_metadata["sum"] = outputs[-1].sum()
+        other.save("run", batch)
+        store.complete("run", batch)
+    for batch, output in enumerate(outputs):
+        found = store.get("run", batch, "head")
+        assert [*found] == ["activations", "sum"]
+        assert torch.equal(found["activations"], output)
+        assert found["sum"] == output.sum()
+    store.close()
+    with pytest.raises(fh.StoreError, match="closed"):
+        detector.save("run", 2)
     layers.unregister_hook(detector)
     with pytest.raises(fh.HookError, match="on no layer"):
         detector.save("run", 2)
     layers.register_hook("head", nowhere := Seen())
     with pytest.raises(fh.HookError, match="no store"):
         nowhere.save("run", 2)
-    with pytest.raises(fh.HookTypeError, match=r"put\(run, batch, layer, tensors\), got object"):
+    with pytest.raises(fh.HookTypeError, match=r"a ferrohook.Store or None, got object"):
         Seen(store=object())
 
 
@@ -1094,6 +1101,11 @@ def test_what_is_no_hook_or_no_model_is_refused() -> None:
     for wrong in (double, Seen, None):
         with pytest.raises(fh.HookTypeError, match="a Detector or a Controller"):
             layers.register_hook("head", wrong)  # type: ignore[arg-type]
+    for elsewhere in (double, fh.detectors.CallCounter(), fh.ForwardHook(print)):
+        with pytest.raises(
+            fh.HookTypeError, match=r"that is for ferrohook\.register\(model, layer"
+        ):
+            layers.register_hook("head", elsewhere)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match=r"instance of nn\.Module, got the class Model"):
         fi.Layers(Model)  # type: ignore[arg-type]
     for act in (layers.unregister_hook, layers.enable_hook, layers.disable_hook):
@@ -1213,7 +1225,7 @@ class Importable(fi.Detector):
 def test_hooks_are_pickled_by_importable_names() -> None:
     layers = fi.Layers(Model())
     hook = fi.FunctionController("head", double, "pre_forward", "mine")
-    detector = fi.LayerActivationDetector(0, "kept", torch.float64, MemoryStore())
+    detector = fi.LayerActivationDetector(0, "kept", torch.float64, fh.MemoryStore())
     detector.set_context(lambda: "cannot be pickled")
     layers.register_hook("head", hook)
     layers.register_hook("head", detector)
@@ -1257,7 +1269,7 @@ def test_a_copy_of_a_model_has_hooks_of_its_own() -> None:
     model = Model()
     layers = fi.Layers(model)
     controller = fi.FunctionController("head", double)
-    detector = fi.LayerActivationDetector("head", store=MemoryStore())
+    detector = fi.LayerActivationDetector("head", store=fh.MemoryStore())
     layers.register_hook("head", controller)
     layers.register_hook("head", detector)
     copied = copy.deepcopy(model)
@@ -1275,7 +1287,7 @@ def test_a_copy_of_a_model_has_hooks_of_its_own() -> None:
 
 
 def test_a_copied_hook_is_registered_nowhere() -> None:
-    store = MemoryStore()
+    store = fh.MemoryStore()
     hook = fi.LayerActivationDetector("head", store=store)
     hook.set_context("context")
     fi.Layers(Model()).register_hook("head", hook)

@@ -123,13 +123,18 @@ def test_what_is_kept_is_what_it_was_when_it_was_put(store: Store) -> None:
     assert store.get("run", 0, "l")["x"].tolist() == [1.0] * 3
 
 
-def test_a_layer_put_again_is_replaced(store: Store) -> None:
+@pytest.mark.parametrize("flush", [False, True])
+def test_what_is_put_again_adds_to_the_layer(store: Store, flush: bool) -> None:
     store.put("run", 0, "l", {"a": torch.zeros(1), "b": torch.zeros(1)})
     store.put("run", 0, "other", {"a": torch.zeros(1)})
-    store.flush()
-    store.put("run", 0, "l", {"a": torch.ones(1)})
+    if flush:
+        store.flush()
+    store.put("run", 0, "l", {"c": torch.zeros(1), "a": torch.ones(1)})
+    store.put("run", 0, "l", {})
     store.complete("run", 0)
-    assert {**store.get("run", 0, "l")} == {"a": torch.ones(1)}
+    found = store.get("run", 0, "l")
+    assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 0, "c": 0}
+    assert [*found] == ["a", "b", "c"]
     assert store.layers("run", 0) == ["l", "other"]
     store.put("run", 0, "late", {})
     assert (store.layers("run", 0), store.completed("run")) == (["l", "other", "late"], [0])
@@ -357,7 +362,13 @@ def test_open_batches_do_not_fill_the_memory(tmp_path: Path) -> None:
     with LocalStore(tmp_path, max_pending=10_000) as store:
         for layer in range(40):
             store.put("run", 0, f"l{layer}", {"x": torch.full((500,), float(layer))})
-            assert sum(batch.nbytes for batch in store._open.values()) <= 10_000
+            held = [batch for (_, batch) in store._open.items()]
+            assert sum(batch.nbytes for batch in held) <= 10_000
+            assert all(
+                batch.nbytes
+                == sum(x.nbytes for named in batch.layers.values() for x in named.values())
+                for batch in held
+            )
         store.complete("run", 0)
         assert store.layers("run", 0) == [f"l{layer}" for layer in range(40)]
         assert all(store.get("run", 0, f"l{n}")["x"][0] == n for n in range(40))
@@ -391,6 +402,7 @@ def forked(work: Callable[[], object]) -> int:
         child = os.fork()  # warns of threads; the child uses none of torch's
     if not child:
         try:
+            torch.set_num_threads(1)  # those that the parent had are not here
             work()
         except BaseException:  # noqa: BLE001 (shown, and told by the exit code)
             traceback.print_exc()
@@ -610,7 +622,7 @@ def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
         store = LocalStore(tmp_path)
         fill(store, 0)
         store.flush()
-        fill(store, 1, size=100_000)
+        fill(store, 1, size=20_000)
         with pytest.raises(fh.StoreError, match="writing batch 1 of run"):
             store.close()
 

@@ -28,6 +28,7 @@ from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
     from ferrohook import detectors as detectors
+    from ferrohook import interventions as interventions
     from ferrohook import patching as patching
     from ferrohook import points as points
     from ferrohook import recording as recording
@@ -76,6 +77,7 @@ __all__ = [
     "collect",
     "detectors",
     "instrument",
+    "interventions",
     "patching",
     "points",
     "recording",
@@ -97,7 +99,7 @@ _NEEDS_TORCH = {
     "stores": ("LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("detectors", "patching", "points", "recording")
+_MODULES = ("detectors", "interventions", "patching", "points", "recording")
 
 
 def __getattr__(name: str) -> object:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ferrohook.activations import capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreError
+from ferrohook.interventions import Detector, Layers
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.stores import Store
@@ -23,23 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 
-@runtime_checkable
-class Collecting(Protocol):
-    """What `collect` takes beside selectors: something that sees the calls of a model."""
-
-    @abstractmethod
-    def attach(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Sees the calls that this thread makes of the model, for as long as it is entered."""
-
-    @abstractmethod
-    def take(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The tensors since the last time, by layer and name.
-
-        They are the taker's: nobody changes them in place.
-        """
-
-
-Collectors: TypeAlias = "Selector | Collecting | Iterable[Selector | Collecting]"
+Detectors: TypeAlias = "Selector | Detector | Iterable[Selector | Detector]"
 
 
 class Collected(NamedTuple):
@@ -54,7 +39,7 @@ class Collected(NamedTuple):
 def collect(  # noqa: PLR0913 (the options by keyword)
     model: nn.Module,
     batches: Iterable[Any],
-    detectors: Collectors,
+    detectors: Detectors,
     store: Store,
     *,
     run: str = "run",
@@ -71,21 +56,25 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         model: any module.
         batches: what the model takes: its keyword arguments as a mapping, its arguments as a tuple
             or a list, or its only argument. They are numbered in this order.
-        detectors: which modules' outputs to store, see `select`; or objects with the methods of
-            `Collecting`; or a list, tuple or set of both. The tensor that a module returned is
-            stored as `output`, those of a structure as `output.0` or `output.name`, and those of
-            a module's second call in a batch with `output#1` in place of `output`.
+        detectors: which modules' outputs to store, see `select`; or detectors of
+            `ferrohook.interventions`; or a list, tuple or set of both. The tensor that a module
+            returned is stored as `output`, those of a structure as `output.0` or `output.name`,
+            and those of a module's second call in a batch with `output#1` in place of `output`.
+            Of a detector that is what `tensor_metadata` has after a batch, under the path of its
+            layer, and is then forgotten there. One that is registered on no layer is for the
+            time on that of its `layer_signature`.
         store: where it goes.
         run: under which name.
         forward: runs one batch, where that is more than calling the model.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
-    Warns with `NeverFiredWarning` of selected modules that never ran.
+    Warns with `NeverFiredWarning` of modules that were to be watched and never ran.
 
     Raises:
         SelectionError: a selector matches no module.
         HookTypeError: an argument of the wrong type.
-        HookError: two detectors collected tensors of the same layer and name.
+        HookError: two detectors collected tensors of the same layer and name; one has no
+            `layer_signature`, or another store of its own; one raised.
         StoreError: the store could not keep something.
 
     Examples:
@@ -94,13 +83,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         >>> store.get("run", 0, "encoder.layer.0")["output"].shape
     """
     _check(model, batches, store, forward)
-    collectors = _collectors(model, detectors)
+    collectors = _collectors(model, detectors, store)
     done = {*store.completed(run)}
     call = forward or _caller(model)
     ran = skipped = 0
     with ExitStack() as stack:
         for collector in collectors:
-            stack.enter_context(collector.attach(model))
+            stack.enter_context(collector.attach())
         advance = stack.enter_context(_progress(batches, run) if progress else _no_progress())
         stack.enter_context(_flushing(store))
         for number, batch in enumerate(batches):
@@ -113,23 +102,37 @@ def collect(  # noqa: PLR0913 (the options by keyword)
                     _put(store, run, number, _gathered(collectors))
                 ran += 1
             advance()
-    if ran:
-        for collector in collectors:
-            if isinstance(collector, _Captured):
-                collector.warn()
+    silent = [name for collector in collectors for name in collector.silent()]
+    if ran and silent:
+        warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
     return Collected(ran, skipped)
 
 
-class _Captured:
-    """A capture of outputs, batch by batch."""
+class _Collector(ABC):
+    """Collects what passes some layers of a model, batch by batch."""
+
+    @abstractmethod
+    def attach(self) -> AbstractContextManager[None]:
+        """Sees the calls that this context makes, for as long as it is entered."""
+
+    @abstractmethod
+    def take(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors since the last time, by layer and name; nobody else writes to them."""
+
+    @abstractmethod
+    def silent(self) -> list[str]:
+        """The layers that never ran."""
+
+
+class _Captured(_Collector):
+    """Captures what layers return."""
 
     def __init__(self, model: nn.Module, what: Selector) -> None:
-        self._model = model
         # Of its own memory: the rest of the forward may compute in place.
         self._capture = capture(model, what, keep="all", copy="clone", device="cpu")
 
     @contextmanager
-    def attach(self, model: nn.Module) -> Iterator[None]:  # noqa: ARG002 (the capture knows it)
+    def attach(self) -> Iterator[None]:
         self._activations = self._capture.open()
         self._ran: set[str] = set()
         try:
@@ -150,10 +153,62 @@ class _Captured:
         self._ran |= {*taken}
         return taken
 
-    def warn(self) -> None:
+    def silent(self) -> list[str]:
         # The capture itself forgets with each batch what compiled modules have run.
-        if silent := [name for name in self._capture.silent() if name not in self._ran]:
-            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=3)
+        return [name for name in self._capture.silent() if name not in self._ran]
+
+
+class _Detected(_Collector):
+    """Has a detector collect on its layer."""
+
+    def __init__(self, model: nn.Module, detector: Detector, store: Store) -> None:
+        if detector.store not in (None, store):
+            msg = (
+                f"{detector} has a store of its own, {detector.store!r}: give that one to collect, "
+                "or the detector none"
+            )
+            raise HookError(msg)
+        signature = detector.layer_signature
+        self._signature = detector._where_unsaid if signature is None else signature
+        if detector.layer is None and self._signature is None:
+            msg = (
+                f"{detector} has no layer: give it a layer_signature ('' for the model itself), or "
+                "register it before"
+            )
+            raise HookError(msg)
+        self._layers = Layers(model)
+        self._detector = detector
+        self._ran = False
+
+    @contextmanager
+    def attach(self) -> Iterator[None]:
+        detector = self._detector
+        layer = detector.layer
+        if layer is None and self._signature is not None:
+            self._layers.register_hook(self._signature, detector)
+        try:
+            self._layer = detector.layer or ""
+            self._calls = self._count()
+            detector.tensor_metadata.clear()  # of a call that belongs to no batch
+            yield
+        finally:
+            if layer is None:
+                self._layers.unregister_hook(detector)
+
+    def _count(self) -> int:
+        handle = self._detector._handle
+        return 0 if handle is None else handle.calls
+
+    def take(self) -> dict[str, dict[str, Tensor]]:
+        # A detector may have kept what is the model's, and is written to in the next batch.
+        kept = self._detector.tensor_metadata
+        taken = {name: tensor.clone() for name, tensor in kept.items()}
+        kept.clear()
+        self._ran = self._ran or bool(taken) or self._count() > self._calls
+        return {self._layer: taken} if taken else {}
+
+    def silent(self) -> list[str]:
+        return [] if self._ran or not self._detector.enabled else [self._layer]
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -171,19 +226,19 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _named(getattr(value, key, None), f"{name}.{key}")
 
 
-def _collectors(model: nn.Module, detectors: Any) -> list[Collecting]:
-    if isinstance(detectors, Collecting):
-        return [detectors]
-    if not isinstance(detectors, list | tuple | AbstractSet):
-        return [_Captured(model, detectors)]
-    collectors = [each for each in detectors if isinstance(each, Collecting)]
-    selectors = [each for each in detectors if not isinstance(each, Collecting)]
+def _collectors(model: nn.Module, detectors: Any, store: Store) -> list[_Collector]:
+    several = isinstance(detectors, list | tuple | AbstractSet)
+    given = list(detectors) if several else [detectors]
+    collectors: list[_Collector] = [
+        _Detected(model, each, store) for each in given if isinstance(each, Detector)
+    ]
+    selectors = [each for each in given if not isinstance(each, Detector)]
     if selectors or not collectors:  # selecting nothing is an error
-        collectors.append(_Captured(model, selectors))
+        collectors.append(_Captured(model, selectors if several else detectors))
     return collectors
 
 
-def _gathered(collectors: list[Collecting]) -> dict[str, dict[str, Tensor]]:
+def _gathered(collectors: list[_Collector]) -> dict[str, dict[str, Tensor]]:
     gathered: dict[str, dict[str, Tensor]] = {}
     for collector in collectors:
         for layer, tensors in collector.take().items():

@@ -9,11 +9,12 @@ import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +24,7 @@ from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-Layers: TypeAlias = "dict[str, dict[str, Tensor]]"
-"""The tensors of a batch by layer and name."""
+    from collections.abc import Callable, Iterator
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -48,7 +46,7 @@ class Store(ABC):
         *,
         copy: bool = True,
     ) -> None:
-        """Adds the tensors of one layer to a batch; replaces those that the layer had.
+        """Adds tensors to a layer of a batch; replaces those of the same names.
 
         Args:
             run: a name of letters, digits, `_`, and after the first also `-` and `.`.
@@ -143,12 +141,17 @@ class Store(ABC):
 
 @dataclass
 class _Batch:
-    layers: Layers = field(default_factory=dict)
+    """The tensors of a batch by layer and name."""
+
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    nbytes: int = 0
     complete: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for named in self.layers.values() for tensor in named.values())
+    def add(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        old = self.layers.get(layer, {})
+        replaced = (old[name].nbytes for name in old.keys() & tensors.keys())
+        self.nbytes += sum(tensor.nbytes for tensor in tensors.values()) - sum(replaced)
+        self.layers[layer] = {**old, **tensors}  # another one: readers may have the old
 
 
 class MemoryStore(Store):
@@ -169,18 +172,21 @@ class MemoryStore(Store):
         copy: bool = True,
     ) -> None:
         owned = _owned(run, batch, layer, tensors, copy=copy)
-        self._change(run, batch).layers[layer] = owned
+        with self._changed(run, batch) as changed:
+            changed.add(layer, owned)
 
     def complete(self, run: str, batch: int) -> None:  # noqa: D102
         _check_place(run, batch)
-        self._change(run, batch).complete = True
+        with self._changed(run, batch) as changed:
+            changed.complete = True
 
-    def _change(self, run: str, batch: int) -> _Batch:
+    @contextmanager
+    def _changed(self, run: str, batch: int) -> Iterator[_Batch]:
         if self._closed:
             msg = "the store is closed: put what you collect before close()"
             raise StoreError(msg)
         with self._lock:
-            return self._runs.setdefault(run, {}).setdefault(batch, _Batch())
+            yield self._runs.setdefault(run, {}).setdefault(batch, _Batch())
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
         with self._lock:
@@ -284,7 +290,7 @@ class LocalStore(Store):
         owned = _owned(run, batch, layer, tensors, copy=copy)
         with self._lock:
             opened = self._open.setdefault((run, batch), _Batch())
-            opened.layers[layer] = owned
+            opened.add(layer, owned)
             # Nor may open batches fill the memory: the largest goes ahead.
             full = sum(each.nbytes for each in self._open.values()) > self._max_pending
             ahead = max(self._open, key=lambda it: self._open[it].nbytes) if full else None
@@ -351,8 +357,8 @@ class LocalStore(Store):
 
     def get(self, run: str, batch: int, layer: str) -> dict[str, Tensor]:  # noqa: D102
         noted = _found(self._index(run), batch, "batch")
-        shard, names = _found(noted.layers, layer, "layer")
-        return self._folder.read(run, shard, layer, names)
+        files = _found(noted.layers, layer, "layer")
+        return self._folder.read(run, layer, files)
 
     def _index(self, run: str) -> Mapping[int, _Noted]:
         _found(dict.fromkeys(self.runs()), run, "run")
@@ -550,31 +556,39 @@ class _Folder:
             for layer, named in shard.content.layers.items()
             for name, tensor in named.items()
         }
-        file: dict[str, Any] | None = None
+        file: _File | None = None
         if tensors:
             again = f".{noted.files}" if noted.files else ""
             path = index.folder / f"{shard.batch:08}{again}.safetensors"
             shards.write(path, tensors, {"ferrohook.store": str(shard)}, sync=self._sync)
-            file = {"name": path.name, "bytes": path.stat().st_size}
+            file = _File(path.name, path.stat().st_size)
         index.append(
             {
                 "batch": shard.batch,
-                "file": file,
+                "file": None if file is None else file._asdict(),
                 "layers": {layer: list(named) for layer, named in shard.content.layers.items()},
                 "complete": shard.content.complete,
             },
             sync=self._sync,
         )
 
-    def read(self, run: str, file: _File, layer: str, names: Iterable[str]) -> dict[str, Tensor]:
-        if file is None:
-            return {}
-        path = self.path / run / file["name"]
+    def read(self, run: str, layer: str, files: Mapping[str, _File]) -> dict[str, Tensor]:
+        """The tensors of a layer, which of them is in which file being known."""
+        names: dict[_File, list[str]] = defaultdict(list)
+        for name, file in files.items():
+            names[file].append(name)
+        tensors: dict[str, Tensor] = {}
+        for file, inside in names.items():
+            tensors |= self._read(self.path / run, file, layer, inside)
+        return {name: tensors[name] for name in files}
+
+    def _read(self, folder: Path, file: _File, layer: str, names: list[str]) -> dict[str, Tensor]:
+        path = folder / file.name
         library = shards._safetensors()
         try:
             size = path.stat().st_size
-            if size != file["bytes"]:
-                msg = f"{path} is damaged: it has {size} bytes where {file['bytes']} were written"
+            if size != file.bytes:
+                msg = f"{path} is damaged: it has {size} bytes where {file.bytes} were written"
                 raise StoreError(msg)
             with library.safe_open(path, framework="pt") as tensors:
                 return {name: tensors.get_tensor(_key(layer, name)) for name in names}
@@ -583,14 +597,16 @@ class _Folder:
             raise StoreError(msg) from error
 
 
-_File: TypeAlias = "dict[str, Any] | None"
+class _File(NamedTuple):
+    name: str
+    bytes: int
 
 
 @dataclass
 class _Noted:
     """What an index says of a batch."""
 
-    layers: dict[str, tuple[_File, list[str]]] = field(default_factory=dict)
+    layers: dict[str, dict[str, _File]] = field(default_factory=dict)
     files: int = 0
     complete: bool = False
 
@@ -636,12 +652,15 @@ class _Index:
 
     def _note(self, line: dict[str, Any]) -> None:
         old = self._batches.get(line["batch"], _Noted())
-        new = {layer: (line["file"], names) for layer, names in line["layers"].items()}
+        file = None if line["file"] is None else _File(**line["file"])
+        new = {
+            # Without a file there are no names.
+            layer: old.layers.get(layer, {}) | {name: file for name in names if file is not None}
+            for layer, names in line["layers"].items()
+        }
         # Another one: readers may have the old.
         self._batches[line["batch"]] = _Noted(
-            old.layers | new,
-            old.files + (line["file"] is not None),
-            old.complete or line["complete"],
+            old.layers | new, old.files + (file is not None), old.complete or line["complete"]
         )
 
     def append(self, line: dict[str, Any], *, sync: bool) -> None:

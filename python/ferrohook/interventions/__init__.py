@@ -6,7 +6,6 @@ from ferrohook.interventions.detectors import Detector as Detector
 from ferrohook.interventions.detectors import LayerActivationDetector as LayerActivationDetector
 from ferrohook.interventions.detectors import ModelInputDetector as ModelInputDetector
 from ferrohook.interventions.detectors import ModelOutputDetector as ModelOutputDetector
-from ferrohook.interventions.detectors import SupportsPut as SupportsPut
 from ferrohook.interventions.hooks import Hook as Hook
 from ferrohook.interventions.hooks import HookError as HookError
 from ferrohook.interventions.hooks import HookType as HookType
@@ -28,7 +27,6 @@ __all__ = [
     "Layers",
     "ModelInputDetector",
     "ModelOutputDetector",
-    "SupportsPut",
     "apply_modification_to_output",
     "extract_tensor_from_input",
     "extract_tensor_from_output",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,16 +14,10 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.interventions.collected import ContextDict, TensorDict
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import extract_tensor_from_output, first_tensor
+from ferrohook.stores import Store
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class SupportsPut(Protocol):
-    """What a detector asks of its store."""
-
-    def put(self, run: str, batch: int, layer: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the tensors of one layer and batch."""
 
 
 class Detector(Hook):
@@ -39,12 +33,13 @@ class Detector(Hook):
     Args:
         hook_type: see `Hook`.
         hook_id: see `Hook`.
-        store: where `save` puts what was collected.
+        store: where `save` puts the tensors that were collected; `ferrohook.collect` does the same
+            for all batches.
         layer_signature: see `Hook`.
 
     Raises:
         ValueError: an unknown `hook_type`.
-        HookTypeError: an argument of the wrong type, a `store` without `put`.
+        HookTypeError: an argument of the wrong type.
     """
 
     _detects = True
@@ -55,12 +50,12 @@ class Detector(Hook):
         self,
         hook_type: HookType | str = HookType.FORWARD,
         hook_id: str | None = None,
-        store: SupportsPut | None = None,
+        store: Store | None = None,
         layer_signature: str | int | None = None,
     ) -> None:
         super().__init__(layer_signature=layer_signature, hook_type=hook_type, hook_id=hook_id)
-        if store is not None and not callable(getattr(store, "put", None)):
-            msg = f"store has put(run, batch, layer, tensors), got {type(store).__name__}"
+        if not isinstance(store, Store | None):
+            msg = f"store is a ferrohook.Store or None, got {type(store).__name__}"
             raise HookTypeError(msg)
         self.store = store
         self._metadata: ContextDict[Any] = ContextDict()
@@ -103,12 +98,15 @@ class Detector(Hook):
     def save(self, run: str, batch: int) -> None:
         """Puts the tensors that were collected in this context into the store.
 
+        The batch stays open for what others put: `store.complete(run, batch)` ends it.
+
         Args:
             run: the name of the run.
             batch: the number of the batch in it.
 
         Raises:
             HookError: it has no store, or is registered on no layer.
+            StoreError: the store could not keep something.
         """
         layer = self.layer
         if self.store is None or layer is None:
@@ -179,7 +177,7 @@ class LayerActivationDetector(Detector):
         layer_signature: str | int,
         hook_id: str | None = None,
         target_dtype: torch.dtype | None = None,
-        store: SupportsPut | None = None,
+        store: Store | None = None,
     ) -> None:
         check_signature(layer_signature)
         if not isinstance(target_dtype, torch.dtype | None):
@@ -207,7 +205,7 @@ class ModelInputDetector(Detector):
     dict. Copies on the CPU, `input_ids` and `attention_mask` in `tensor_metadata`.
 
     Args:
-        layer_signature: see `Hook`; `""` is the model itself.
+        layer_signature: see `Hook`; None and `""` are the model itself.
         hook_id: see `Hook`.
         save_input_ids: keep the ids.
         save_attention_mask: keep a mask that is True for each token that is attended to and is
@@ -221,6 +219,7 @@ class ModelInputDetector(Detector):
     """
 
     _types: ClassVar = (HookType.PRE_FORWARD,)
+    _where_unsaid: ClassVar = ""
 
     def __init__(  # noqa: PLR0913, PLR0917 (mi_crow's, and the store)
         self,
@@ -229,7 +228,7 @@ class ModelInputDetector(Detector):
         save_input_ids: bool = True,  # noqa: FBT001, FBT002 (mi_crow's)
         save_attention_mask: bool = False,  # noqa: FBT001, FBT002 (mi_crow's)
         special_token_ids: Iterable[int] | None = None,
-        store: SupportsPut | None = None,
+        store: Store | None = None,
     ) -> None:
         super().__init__(HookType.PRE_FORWARD, hook_id, store, layer_signature)
         self.save_input_ids = save_input_ids
@@ -300,7 +299,7 @@ class ModelOutputDetector(Detector):
     is a tensor; the hidden state is its `last_hidden_state`. Copies on the CPU, detached.
 
     Args:
-        layer_signature: see `Hook`; `""` is the model itself.
+        layer_signature: see `Hook`; None and `""` are the model itself.
         hook_id: see `Hook`.
         save_output_logits: keep the logits.
         save_output_hidden_state: keep the hidden state.
@@ -311,6 +310,7 @@ class ModelOutputDetector(Detector):
     """
 
     _types: ClassVar = (HookType.FORWARD,)
+    _where_unsaid: ClassVar = ""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class ModelOutputDetector(Detector):
         hook_id: str | None = None,
         save_output_logits: bool = True,  # noqa: FBT001, FBT002 (mi_crow's)
         save_output_hidden_state: bool = False,  # noqa: FBT001, FBT002 (mi_crow's)
-        store: SupportsPut | None = None,
+        store: Store | None = None,
     ) -> None:
         super().__init__(HookType.FORWARD, hook_id, store, layer_signature)
         self.save_output_logits = save_output_logits

@@ -76,6 +76,9 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
     _priority: ClassVar[int] = 0
     """Where nobody says otherwise."""
 
+    _where_unsaid: ClassVar[str | None] = None
+    """The layer where there is no `layer_signature`."""
+
     # Which parts `_before` and `_after` have: a hook may be of both kinds.
     _detects: ClassVar[bool] = False
     _controls: ClassVar[bool] = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import nn
 
+from ferrohook._core import NativeDetector, TypedHook
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.interventions.controllers import Controller
@@ -93,6 +94,10 @@ class Layers:
         """
         if not isinstance(hook, Hook):
             msg = f"hook is a Detector or a Controller, got {_describe(hook)}"
+            if isinstance(hook, NativeDetector | TypedHook) or (
+                callable(hook) and not isinstance(hook, type)
+            ):
+                msg += "; that is for ferrohook.register(model, layer, hook)"
             raise HookTypeError(msg)
         path, module = self._find(layer_signature)
         kind = hook.hook_type if hook_type is None else hook._checked(hook_type)
