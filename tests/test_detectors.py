@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import ferrohook as fh
 from ferrohook.detectors import (
@@ -115,11 +116,38 @@ def test_complex_numbers_are_pairs_and_others_are_passed_over() -> None:
     assert seen(NonFiniteDetector(), eighth)["nan"] == 1
 
 
-def test_memory_that_was_freed_is_not_read() -> None:
-    x = torch.ones(1 << 16)
-    x.untyped_storage().resize_(0)
-    for detector in (NonFiniteDetector(), NormDetector()):
-        assert seen(detector, x)["tensors"] == 0
+@pytest.mark.parametrize("left", [0, 4, 100, (1 << 18) - 1])
+@pytest.mark.parametrize("count", [256, 1 << 16])
+def test_memory_that_was_freed_is_not_read(count: int, left: int) -> None:
+    x = torch.ones(count)
+    views = (x.view(16, -1).t(), x[count // 2 :])  # torch makes none of memory that is gone
+    x.untyped_storage().resize_(min(left, 4 * count - 1))
+    for tensor in (x, *views):
+        for detector in (NonFiniteDetector(), NormDetector()):
+            assert seen(detector, tensor)["tensors"] == 0
+    if left >= 100:  # what is left is read
+        assert seen(NormDetector(), x[:25])["count"] == 25
+        assert seen(NormDetector(), x[:25:2])["count"] == 13
+
+
+def test_tensors_that_stand_for_others_are_looked_at_where_they_have_numbers() -> None:
+    x = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
+    non_finite, norm, shapes = NonFiniteDetector(), NormDetector(), ShapeDetector()
+    module = fh.HookedModule(Returning())
+    for detector in (non_finite, norm, shapes):
+        module.register_forward_hook(detector)
+    torch.func.vmap(module)(x)
+    torch.func.vmap(torch.func.grad(lambda row: module(row).sum()))(x)
+    module(torch.nested.nested_tensor([*x], layout=torch.jagged))
+    assert non_finite.snapshot() == {"tensors": 3, "affected": 3, "nan": 3, "inf": 0}
+    assert norm.snapshot()["mean"] == 3
+    with FakeTensorMode() as fake:
+        module(fake.from_tensor(x))
+    if packed := getattr(torch, "float4_e2m1fn_x2", None):
+        module(torch.empty(3, dtype=packed))
+    assert non_finite.snapshot()["tensors"] == norm.snapshot()["tensors"] == 3
+    found = shapes.snapshot()
+    assert (found["shapes"][3,], found["others"]) == (2 + (packed is not None), 1)
 
 
 @dataclasses.dataclass

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Numbers: TypeAlias = "tuple[float, ...]"
+
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+"""Two numbers in an element, which torch computes nothing with."""
 
 
 class Awaited:
@@ -43,18 +47,25 @@ def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
         function: `non_finite` or `moments`.
         tensor: any tensor; complex numbers count as pairs.
     """
-    # Freed, as FSDP does between its uses, or never there.
-    if tensor.is_meta or (tensor.layout == torch.strided and _storage_freed(tensor)):
-        return None
     with torch.no_grad():
         values = tensor.detach()
-        if values.layout != torch.strided:
+        # In `torch.func`: all that is mapped over, of which a hook sees one.
+        while torch._C._functorch.is_functorch_wrapped_tensor(values):
+            values = torch._C._functorch.get_unwrapped(values)
+        # Nothing is there where shapes are tried out, in what FSDP frees between its uses.
+        if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
+            return None
+        if values.layout == torch.jagged:
+            values = values.values()
+        elif values.layout != torch.strided:
             values = values.to_dense()
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         if not values.is_floating_point() or not values.numel():
             return None
         if values.dtype.itemsize == 1:
+            if values.dtype is _PACKED:
+                return None
             values = values.float()  # torch computes little with these
         reduced = torch.stack([part.double() for part in _FUNCTIONS[function](values)])
         return Awaited(reduced) if reduced.is_cuda else _numbers(reduced)
@@ -65,11 +76,16 @@ def _numbers(reduced: Tensor) -> Numbers:
     return tuple(int(n) if n.is_integer() else n for n in reduced.tolist())
 
 
-def _storage_freed(tensor: Tensor) -> bool:
+def _storage_holds(tensor: Tensor) -> bool:
+    """Whether the memory is there that a tensor is a view of: torch reads on without it."""
+    if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+        return True
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     try:
-        return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+        there = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        return False  # of a subclass without one
+        return True  # of a subclass without one
+    return bool((tensor.storage_offset() + last + 1) * tensor.itemsize <= there)
 
 
 def _non_finite(values: Tensor) -> list[Tensor]:

@@ -809,7 +809,7 @@ impl<'py> Memory<'py> {
         if !plain {
             return Ok(None);
         }
-        let count = tensor.call_method0(intern!(py, "numel"))?.extract()?;
+        let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let tensor = if count >= many || cfg!(Py_GIL_DISABLED) {
             // Another one on the same memory: what other threads assign to the tensor's `data`
             // meanwhile does not free it.
@@ -822,8 +822,20 @@ impl<'py> Memory<'py> {
             return Ok(None);
         };
         let address: usize = address.extract()?;
-        // No memory: no numbers, or somebody has freed it (FSDP does).
-        let readable = address != 0 && address.is_multiple_of(format.size());
+        // No memory: no numbers, or somebody has freed it (FSDP does) or a part of it.
+        let offset: usize = tensor
+            .call_method0(intern!(py, "storage_offset"))?
+            .extract()?;
+        let there: usize = tensor
+            .call_method0(intern!(py, "untyped_storage"))?
+            .call_method0(intern!(py, "nbytes"))?
+            .extract()?;
+        let ends = offset
+            .checked_add(count)
+            .and_then(|numbers| numbers.checked_mul(format.size()));
+        let readable = address != 0
+            && address.is_multiple_of(format.size())
+            && ends.is_some_and(|end| end <= there);
         Ok(readable.then_some(Self {
             format: *format,
             address,
@@ -841,8 +853,9 @@ impl<'py> Memory<'py> {
     /// Nobody writes the numbers or takes the memory from under the tensor for as long as they are
     /// used.
     pub unsafe fn numbers(&self) -> Numbers<'_> {
-        // SAFETY: torch says that this many numbers of this format stand there, the address is
-        // aligned and not null, the tensor keeps the memory alive; the rest is the caller's promise.
+        // SAFETY: torch says that this many numbers of this format stand there and that the storage
+        // has room for them, the address is aligned and not null, the tensor keeps the memory alive;
+        // the rest is the caller's promise.
         unsafe {
             match self.format {
                 Format::F32 => Numbers::F32(self.slice()),

@@ -136,7 +136,8 @@ impl Statistics for Latency {
 /// Counts the shapes of the tensors that pass.
 ///
 /// `snapshot()` has `calls`, `shapes` (from each shape, a tuple, to how many tensors had it) and
-/// `others`, how many tensors had a shape that came after `limit` different ones.
+/// `others`, how many tensors had a shape that came after `limit` different ones, or one that is not
+/// of numbers alone (nested tensors).
 ///
 /// Args:
 ///     limit: how many shapes are told apart: a service that meets ever new ones must not grow.
@@ -180,15 +181,19 @@ impl Shapes {
 
 impl Statistics for Shapes {
     fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
-        let mut shapes: Vec<Shape> = Vec::new();
+        let mut shapes: Vec<Option<Shape>> = Vec::new();
         torch::for_each_tensor(seen.value, &mut |tensor| {
-            shapes.push(tensor.getattr(intern!(tensor.py(), "shape"))?.extract()?);
+            let shape = tensor.getattr(intern!(tensor.py(), "shape"));
+            shapes.push(shape.and_then(|shape| Ok(shape.extract()?)).ok());
             Ok(())
         })?;
         let mut statistics = shared.statistics.lock();
         statistics.calls += 1;
         for shape in shapes {
-            statistics.add(shape, 1);
+            match shape {
+                Some(shape) => statistics.add(shape, 1),
+                None => statistics.others += 1,
+            }
         }
         Ok(())
     }

@@ -267,8 +267,9 @@ impl<S: Statistics> Shared<S> {
 }
 
 fn read<S: OfElements>(py: Python<'_>, memory: &Memory<'_>) -> S {
-    // SAFETY: no Rust reference to the memory is mutable. A thread that writes the tensor meanwhile
-    // races with this as it would with torch's own kernels.
+    // SAFETY: no Rust reference to the memory is mutable. A thread that writes the tensor meanwhile,
+    // or resizes its storage, races with this as it would with torch's own kernels, which read
+    // without the interpreter too; that no thread does is asked of those who call a model.
     let numbers = unsafe { memory.numbers() };
     if memory.count() >= MANY {
         invoke::detached(py, || reduce(numbers))
