@@ -235,6 +235,16 @@ def test_without_numbers_there_are_no_norms() -> None:
 # Calls, shapes, latency
 
 
+def test_a_limit_that_is_none_is_refused() -> None:
+    for limit, error, told in (
+        ("3", fh.HookTypeError, "limit is an int, got str"),
+        (True, fh.HookTypeError, "limit is an int, got bool"),
+        (-1, ValueError, "limit is a number from 0 on, got -1"),
+    ):
+        with pytest.raises(error, match=told):
+            ShapeDetector(limit=limit)  # type: ignore[arg-type]
+
+
 def test_shapes_beyond_the_limit_are_others() -> None:
     detector = ShapeDetector(limit=2)
     found = seen(detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text")
@@ -243,8 +253,6 @@ def test_shapes_beyond_the_limit_are_others() -> None:
     seen(other, torch.ones(()), torch.ones(1))
     detector.merge(other)
     assert detector.snapshot() == {"calls": 7, "shapes": {(1,): 3, (2, 3): 1}, "others": 2}
-    with pytest.raises(OverflowError):
-        ShapeDetector(limit=-1)
 
 
 def test_latency_is_that_of_the_module_without_its_hooks() -> None:

@@ -396,6 +396,65 @@ def test_a_store_that_nobody_closed_is_closed(tmp_path: Path, at_exit: bool) -> 
         assert (store.get("run", 1, "layer")["output"] == 1).all()
 
 
+def test_closing_loses_nothing_that_others_complete_meanwhile(
+    tmp_path: Path, switch_often: None
+) -> None:
+    threads = 4
+    for attempt in range(20):
+        store = LocalStore(tmp_path / str(attempt), max_pending=200)
+        barrier = threading.Barrier(threads + 1, timeout=LIMIT)
+        done: list[int] = []
+
+        def work(first: int, store: Store = store, done: list[int] = done) -> None:
+            barrier.wait()  # noqa: B023 (that of this attempt)
+            with contextlib.suppress(fh.StoreError):
+                for batch in range(first, 10_000, threads):
+                    fill(store, batch)
+                    done.append(batch)
+
+        workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
+        for worker in workers:
+            worker.start()
+        barrier.wait()
+        time.sleep(0.002 * (attempt % 5))
+        store.close()
+        for worker in workers:
+            worker.join(LIMIT)
+            assert not worker.is_alive()
+        found = {*store.completed("run")}
+        assert found >= {*done}
+        assert len(found) < 10_000
+
+
+def test_a_forgotten_store_may_be_closed_by_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = threading.Event()
+    write = shards.write
+
+    def collecting(*args: Any, **kwargs: Any) -> None:
+        assert forgotten.wait(LIMIT)
+        gc.collect()
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(shards, "write", collecting)
+    store = LocalStore(tmp_path, max_pending=16)
+    fill(store, 0)
+    store.put("run", 1, "layer", {"output": torch.ones(1)})  # for which there is no room
+    store.self = store  # type: ignore[attr-defined]  # nobody but the collector frees it
+    writer = next(each for each in threading.enumerate() if each.name == "ferrohook store")
+    gc.disable()
+    try:
+        del store
+        forgotten.set()
+        writer.join(LIMIT)
+    finally:
+        gc.enable()
+    assert not writer.is_alive()
+    reader = LocalStore(tmp_path, read_only=True)
+    assert (reader.completed("run"), reader.batches("run")) == ([0], [0, 1])
+
+
 def forked(work: Callable[[], object]) -> int:
     """Does something in a process of its own, without torch's second to import; its number."""
     with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):

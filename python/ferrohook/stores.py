@@ -289,6 +289,7 @@ class LocalStore(Store):
         writer = self._check_writable()
         owned = _owned(run, batch, layer, tensors, copy=copy)
         with self._lock:
+            self._check_writable()  # once more: closing takes what is open under this lock
             opened = self._open.setdefault((run, batch), _Batch())
             opened.add(layer, owned)
             # Nor may open batches fill the memory: the largest goes ahead.
@@ -329,8 +330,7 @@ class LocalStore(Store):
             )
             raise StoreError(msg)
         if not self._finalizer.alive:
-            msg = f"the store of {self._folder.path} is closed: put what you collect before close()"
-            raise StoreError(msg)
+            raise StoreError(_closed(self._folder.path))
         if self._writer.process != os.getpid():
             msg = (
                 f"the store of {self._folder.path} writes in process {self._writer.process}, which "
@@ -400,13 +400,18 @@ class _Writer:
     def put(self, shard: _Shard) -> None:
         nbytes = shard.content.nbytes
 
+        # The garbage collector may run, and close a store that was forgotten, on any thread.
+        own = threading.current_thread() is self._thread
+
         def fits() -> bool:
             pending = sum(waiting for _, waiting in self._waiting)
-            return not self._waiting or pending + nbytes <= self._most_bytes
+            return own or not self._waiting or pending + nbytes <= self._most_bytes
 
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or fits())
+            self._changed.wait_for(lambda: self._error or self._closed or fits())
             self._check()
+            if self._closed:
+                raise StoreError(_closed(self._claim.folder))
             self._waiting.append((shard, nbytes))
             self._changed.notify_all()
 
@@ -420,9 +425,8 @@ class _Writer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        # The garbage collector may run, and close a store that was forgotten, on any thread.
         if threading.current_thread() is self._thread:
-            return
+            return  # see `put`
         self._thread.join()
         self._check()
 
@@ -459,6 +463,10 @@ class _Writer:
             self._error.__cause__ = error
             self._waiting.clear()
             self._changed.notify_all()
+
+
+def _closed(folder: Path) -> str:
+    return f"the store of {folder} is closed: put what you collect before close()"
 
 
 def _hand_over(

@@ -107,10 +107,10 @@ impl Histogram {
             if bounds(index) != (low, high.checked_sub(low)?.checked_add(1)?) {
                 return None;
             }
-            restored.buckets[index] = count;
+            restored.buckets[index] += count;
             restored.count = restored.count.checked_add(count)?;
         }
-        if range.is_some() != (restored.count > 0) {
+        if range.is_some() != (restored.count > 0) || range.is_some_and(|(min, max)| min > max) {
             return None;
         }
         (restored.min, restored.max) = range.unwrap_or((u64::MAX, 0));
@@ -200,6 +200,7 @@ mod tests {
         assert!(Histogram::restored([(64, 64, 1)], 64, Some((64, 64))).is_none());
         assert!(Histogram::restored([(1, 1, 1)], 1, None).is_none());
         assert!(Histogram::restored([(2, 1, 1)], 1, Some((1, 1))).is_none());
+        assert!(Histogram::restored([(1, 1, 1)], 1, Some((2, 1))).is_none());
         assert!(Histogram::restored([(1, 1, u64::MAX), (2, 2, 1)], 1, Some((1, 2))).is_none());
     }
 }

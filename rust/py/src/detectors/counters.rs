@@ -4,10 +4,11 @@ use ferrohook_core::statistics::Histogram;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
 use super::{NativeDetector, Seen, Shared, Statistics};
+use crate::error::{hook_type_error, type_name};
 use crate::torch;
 
 /// Counts calls.
@@ -141,19 +142,42 @@ impl Statistics for Latency {
 ///
 /// Args:
 ///     limit: how many shapes are told apart: a service that meets ever new ones must not grow.
+///
+/// Raises:
+///     HookTypeError: a `limit` that is no int.
+///     ValueError: one below 0.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct ShapeDetector;
 
 #[pymethods]
 impl ShapeDetector {
     #[new]
-    #[pyo3(signature = (*, limit = 1024), text_signature = "(*, limit=1024)")]
-    fn new(limit: usize) -> (Self, NativeDetector) {
+    #[pyo3(signature = (*, limit = Limit(1024)), text_signature = "(*, limit=1024)")]
+    fn new(limit: Limit) -> (Self, NativeDetector) {
         let shapes = Shapes {
-            limit,
+            limit: limit.0,
             ..Shapes::default()
         };
         (Self, NativeDetector::keeping(shapes))
+    }
+}
+
+/// A number of shapes: an int, and no bool.
+struct Limit(usize);
+
+impl<'py> FromPyObject<'_, 'py> for Limit {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
+            return object.extract().map(Self).map_err(|_| {
+                PyValueError::new_err(format!("limit is a number from 0 on, got {}", &*object))
+            });
+        }
+        Err(hook_type_error(
+            object.py(),
+            format!("limit is an int, got {}", type_name(&object)),
+        ))
     }
 }
 
@@ -184,7 +208,7 @@ impl Statistics for Shapes {
         let mut shapes: Vec<Option<Shape>> = Vec::new();
         torch::for_each_tensor(seen.value, &mut |tensor| {
             let shape = tensor.getattr(intern!(tensor.py(), "shape"));
-            shapes.push(shape.and_then(|shape| Ok(shape.extract()?)).ok());
+            shapes.push(shape.and_then(|shape| shape.extract()).ok());
             Ok(())
         })?;
         let mut statistics = shared.statistics.lock();
