@@ -596,6 +596,28 @@ def test_one_store_writes_a_folder(tmp_path: Path) -> None:
     LocalStore(tmp_path).close()
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("started", [False, True])
+def test_opening_that_is_interrupted_leaves_the_folder_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            LocalStore(tmp_path)
+    gc.collect()
+    with LocalStore(tmp_path) as store:
+        fill(store, 0)
+    check(LocalStore(tmp_path, read_only=True), 0)
+
+
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
     """Without the rights of root, who may write anywhere."""

@@ -276,6 +276,8 @@ class LocalStore(Store):
             self._writer = _Writer(self._folder.claim(), self._folder.write, max_pending)
         # Not one of its own methods: it would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
+        if self._writer is not None:
+            self._writer.start()  # now that Ctrl-C in between would end it again
 
     def put(  # noqa: D102
         self,
@@ -395,6 +397,8 @@ class _Writer:
         self._error: StoreError | None = None
         # A daemon: the end of the process is not to wait for a store that is closed only then.
         self._thread = threading.Thread(target=self._run, name="ferrohook store", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def put(self, shard: _Shard) -> None:
@@ -427,7 +431,8 @@ class _Writer:
             self._changed.notify_all()
         if threading.current_thread() is self._thread:
             return  # see `put`
-        self._thread.join()
+        if self._thread.is_alive():  # not where starting it was interrupted
+            self._thread.join()
         self._check()
 
     def _check(self) -> None:
@@ -499,27 +504,30 @@ class _Claim:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # A file object: where something ends this half-way, the descriptor is closed with it.
+        self._file = (folder / ".lock").open("a+b", buffering=0)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = os.read(self._descriptor, 20).decode() or "another"
-            os.close(self._descriptor)
+            self._file.seek(0)
+            number = self._file.read(20).decode()
+            self._file.close()
+            owner = f"process {number}" if number else "another process"
             msg = (
-                f"{folder} is being written by a store of process {owner}: close that one, take "
-                "another folder, or open it with read_only=True"
+                f"{folder} is being written by a store of {owner}: close that one, take another "
+                "folder, or open it with read_only=True"
             )
             raise StoreError(msg) from error
-        os.truncate(self._descriptor, 0)
-        os.write(self._descriptor, str(os.getpid()).encode())
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()).encode())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         # By name: a forked process may have the descriptor too.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
 
 
 class _Folder:
