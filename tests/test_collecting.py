@@ -300,6 +300,34 @@ def test_detectors_are_stopped_and_resumed(
         assert once.read_bytes() == stopped.read_bytes()
 
 
+def test_threads_collect_from_one_model_at_once(model: nn.Sequential, switch_often: None) -> None:
+    threads, store = 6, MemoryStore()
+    barrier = threading.Barrier(threads, timeout=LIMIT)
+    batches = [[torch.randn(5, 3) for _ in range(20)] for _ in range(threads)]
+    done = []
+
+    def work(number: int) -> None:
+        barrier.wait()
+        watched = [fi.LayerActivationDetector("0"), fi.ModelOutputDetector(), "1"]
+        done.append(fh.collect(model, batches[number], watched, store, run=f"run{number}"))
+
+    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(LIMIT)
+        assert not worker.is_alive()
+    assert done == [(20, 0)] * threads
+    for number in range(threads):
+        for batch, x in enumerate(batches[number]):
+            first = model[0](x)
+            run = f"run{number}"
+            assert torch.equal(store.get(run, batch, "0")["activations"], first)
+            assert torch.equal(store.get(run, batch, "1")["output"], first.relu())
+            assert torch.equal(store.get(run, batch, "")["output_logits"], model(x))
+    assert type(model[0]) is nn.Linear
+
+
 def test_two_of_one_name_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
     told = r"two detectors collected 'output' of layer '0'"
@@ -520,13 +548,23 @@ def test_minilm_stopped_and_resumed_gives_the_same_bytes(
                 yield tokenizer([line.strip() for line in lines], padding=True, return_tensors="pt")
 
     layers = ["encoder.layer.1", "encoder.layer.5.output.*"]
+
+    def detectors() -> list[Any]:
+        ids = fi.ModelInputDetector(save_attention_mask=True, special_token_ids=[101, 102])
+        half = fi.LayerActivationDetector("encoder.layer.0", target_dtype=torch.float16)
+        return [ids, half, *layers]
+
     total = LINES // PER_BATCH
     with LocalStore(tmp_path / "once") as store:
-        assert fh.collect(model, feed(), layers, store) == (total, 0)
+        assert fh.collect(model, feed(), detectors(), store) == (total, 0)
         batch = next(feed())
         with torch.no_grad(), fh.capture(model, layers) as acts:
             model(**batch)
-        assert {*store.layers("run", 0)} == {*acts}
+        assert {*store.layers("run", 0)} == {*acts, "", "encoder.layer.0"}
+        found = store.get("run", 0, "")
+        assert torch.equal(found["input_ids"], batch["input_ids"])
+        assert torch.equal(found["attention_mask"], batch["input_ids"] > 102)
+        assert store.get("run", 0, "encoder.layer.0")["activations"].dtype == torch.float16
         for name, expected in acts.items():
             assert torch.equal(store.get("run", 0, name)["output"], expected)
 
@@ -537,7 +575,7 @@ def test_minilm_stopped_and_resumed_gives_the_same_bytes(
                 stack.enter_context(pytest.raises(KeyboardInterrupt))
             before = len(store.completed("run"))
             assert before >= stopped
-            result = fh.collect(model, feed(stop_at), layers, store)
+            result = fh.collect(model, feed(stop_at), detectors(), store)
             assert result == (total - before, before)
         done = LocalStore(tmp_path / "stopped", read_only=True).completed("run")
         assert done == [*range(len(done))]
