@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
     with torch.no_grad():
         values = tensor.detach()
         # In `torch.func`: all that is mapped over, of which a hook sees one.
-        while torch._C._functorch.is_functorch_wrapped_tensor(values):
-            values = torch._C._functorch.get_unwrapped(values)
+        while is_functorch_wrapped_tensor(values):
+            values = get_unwrapped(values)
         # Nothing is there where shapes are tried out, in what FSDP frees between its uses.
         if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
             return None
