@@ -387,7 +387,7 @@ def test_a_store_that_nobody_closed_is_closed(tmp_path: Path, at_exit: bool) -> 
     )
     if at_exit:
         code = f"import torch\nimport ferrohook as fh\nfolder = {str(tmp_path)!r}\n{code}"
-        subprocess.run([sys.executable, "-c", code], timeout=LIMIT, check=True)
+        subprocess.run([sys.executable, "-c", code], timeout=3 * LIMIT, check=True)
     else:
         exec(code, {"fh": fh, "torch": torch, "folder": tmp_path})
         gc.collect()
