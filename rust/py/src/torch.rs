@@ -7,12 +7,11 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use ferrohook_core::statistics::{Bf16, F16};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyDict, PyFunction, PyList, PyModule, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFunction, PyModule, PyString, PyTuple};
 use pyo3::{ffi, types::PyType};
 
 use crate::invoke;
@@ -39,10 +38,6 @@ struct Torch {
     trace_globals: Py<PyDict>,
     trace_map: Variable,
     tensor: Py<PyAny>,
-    parameter: Py<PyAny>,
-    strided: Py<PyAny>,
-    /// The types of floating point that are read here.
-    formats: [(Py<PyAny>, Format); 4],
     is_grad_enabled: Py<PyAny>,
     backward_pass: Py<PyAny>,
 }
@@ -80,14 +75,6 @@ impl Torch {
                 trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
                 trace_globals: trace_globals.unbind(),
                 tensor: torch.getattr("Tensor")?.unbind(),
-                parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
-                strided: torch.getattr("strided")?.unbind(),
-                formats: [
-                    (torch.getattr("float32")?.unbind(), Format::F32),
-                    (torch.getattr("float64")?.unbind(), Format::F64),
-                    (torch.getattr("float16")?.unbind(), Format::F16),
-                    (torch.getattr("bfloat16")?.unbind(), Format::Bf16),
-                ],
                 is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
                 backward_pass: py
                     .import("ferrohook.backward")?
@@ -701,183 +688,4 @@ pub fn hook_non_full<'py>(
 /// What a call returns that a capture has ended.
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("ferrohook.activations")?.getattr("STOPPED")
-}
-
-/// Deeper structures than this hold no tensors that anybody looks for.
-const DEEPEST: usize = 64;
-
-/// Hands each tensor of a structure of tuples, lists, dicts and dataclasses to `look`.
-pub fn for_each_tensor<'py>(
-    value: &Bound<'py, PyAny>,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
-) -> PyResult<()> {
-    for_each_tensor_below(value, 0, look)
-}
-
-fn for_each_tensor_below<'py>(
-    value: &Bound<'py, PyAny>,
-    depth: usize,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
-) -> PyResult<()> {
-    let py = value.py();
-    if is_tensor(value)? {
-        return look(value);
-    }
-    if depth > DEEPEST {
-        return Ok(());
-    }
-    let mut below = |item: &Bound<'py, PyAny>| for_each_tensor_below(item, depth + 1, look);
-    if let Ok(tuple) = value.cast::<PyTuple>() {
-        tuple.iter_borrowed().try_for_each(|item| below(&item))
-    } else if let Ok(list) = value.cast::<PyList>() {
-        list.iter().try_for_each(|item| below(&item))
-    } else if let Ok(dict) = value.cast::<PyDict>() {
-        dict.values().iter().try_for_each(|item| below(&item))
-    } else if let Some(fields) = value.getattr_opt(intern!(py, "__dataclass_fields__"))?
-        && !value.is_instance_of::<PyType>()
-    {
-        for name in fields.try_iter()? {
-            if let Some(item) = value.getattr_opt(name?.cast::<PyString>()?)? {
-                below(&item)?;
-            }
-        }
-        Ok(())
-    } else {
-        Ok(())
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Format {
-    F32,
-    F64,
-    F16,
-    Bf16,
-}
-
-impl Format {
-    fn size(self) -> usize {
-        match self {
-            Self::F16 | Self::Bf16 => 2,
-            Self::F32 => 4,
-            Self::F64 => 8,
-        }
-    }
-}
-
-/// The memory of a tensor that can be read without torch: of a plain, contiguous one on the CPU, of
-/// one of the four formats.
-pub struct Memory<'py> {
-    format: Format,
-    address: usize,
-    count: usize,
-    /// Keeps the memory alive.
-    _tensor: Bound<'py, PyAny>,
-}
-
-/// The numbers in a tensor's memory.
-#[derive(Clone, Copy)]
-pub enum Numbers<'a> {
-    F32(&'a [f32]),
-    F64(&'a [f64]),
-    F16(&'a [F16]),
-    Bf16(&'a [Bf16]),
-}
-
-impl<'py> Memory<'py> {
-    /// None for tensors of any other kind, and for those without numbers.
-    ///
-    /// From `many` numbers on it may be read without the interpreter.
-    pub fn of(tensor: &Bound<'py, PyAny>, many: usize) -> PyResult<Option<Self>> {
-        let py = tensor.py();
-        let torch = Torch::get(py)?;
-        let class = tensor.get_type();
-        // Subclasses may hold their numbers wherever they like.
-        if !class.is(&torch.tensor) && !class.is(&torch.parameter) {
-            return Ok(None);
-        }
-        let dtype = tensor.getattr(intern!(py, "dtype"))?;
-        let Some((_, format)) = torch.formats.iter().find(|(known, _)| dtype.is(known)) else {
-            return Ok(None);
-        };
-        let plain = tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?
-            && tensor.getattr(intern!(py, "layout"))?.is(&torch.strided)
-            && tensor
-                .call_method0(intern!(py, "is_contiguous"))?
-                .is_truthy()?
-            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?;
-        if !plain {
-            return Ok(None);
-        }
-        let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-        let tensor = if count >= many || cfg!(Py_GIL_DISABLED) {
-            // Another one on the same memory: what other threads assign to the tensor's `data`
-            // meanwhile does not free it.
-            tensor.call_method0(intern!(py, "detach"))?
-        } else {
-            tensor.clone()
-        };
-        // Raises for the tensors of functorch, which have no memory of their own.
-        let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
-            return Ok(None);
-        };
-        let address: usize = address.extract()?;
-        // No memory: no numbers, or somebody has freed it (FSDP does) or a part of it.
-        let offset: usize = tensor
-            .call_method0(intern!(py, "storage_offset"))?
-            .extract()?;
-        let there: usize = tensor
-            .call_method0(intern!(py, "untyped_storage"))?
-            .call_method0(intern!(py, "nbytes"))?
-            .extract()?;
-        let ends = offset
-            .checked_add(count)
-            .and_then(|numbers| numbers.checked_mul(format.size()));
-        let readable = address != 0
-            && address.is_multiple_of(format.size())
-            && ends.is_some_and(|end| end <= there);
-        Ok(readable.then_some(Self {
-            format: *format,
-            address,
-            count,
-            _tensor: tensor,
-        }))
-    }
-
-    pub fn count(&self) -> usize {
-        self.count
-    }
-
-    /// # Safety
-    ///
-    /// Nobody writes the numbers or takes the memory from under the tensor for as long as they are
-    /// used.
-    pub unsafe fn numbers(&self) -> Numbers<'_> {
-        // SAFETY: torch says that this many numbers of this format stand there and that the storage
-        // has room for them, the address is aligned and not null, the tensor keeps the memory alive;
-        // the rest is the caller's promise.
-        unsafe {
-            match self.format {
-                Format::F32 => Numbers::F32(self.slice()),
-                Format::F64 => Numbers::F64(self.slice()),
-                Format::F16 => Numbers::F16(self.slice()),
-                Format::Bf16 => Numbers::Bf16(self.slice()),
-            }
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As for `numbers`, and `T` is of the format.
-    unsafe fn slice<T>(&self) -> &[T] {
-        // SAFETY: the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.address as *const T, self.count) }
-    }
-}
-
-/// What torch makes of a tensor's numbers by a function of `ferrohook.reductions`: a tuple, None
-/// where it has none, or an object to ask for the tuple later.
-pub fn reduce<'py>(function: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let reductions = tensor.py().import("ferrohook.reductions")?;
-    reductions.call_method1("reduce", (function, tensor))
 }

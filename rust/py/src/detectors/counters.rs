@@ -7,9 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
-use super::{NativeDetector, Seen, Shared, Statistics};
+use super::{NativeDetector, Seen, Shared, Statistics, tensors};
 use crate::error::{hook_type_error, type_name};
-use crate::torch;
 
 /// Counts calls.
 ///
@@ -206,7 +205,7 @@ impl Shapes {
 impl Statistics for Shapes {
     fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
         let mut shapes: Vec<Option<Shape>> = Vec::new();
-        torch::for_each_tensor(seen.value, &mut |tensor| {
+        tensors::for_each_tensor(seen.value, &mut |tensor| {
             let shape = tensor.getattr(intern!(tensor.py(), "shape"));
             shapes.push(shape.and_then(|shape| shape.extract()).ok());
             Ok(())

@@ -17,9 +17,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use super::tensors::{self, Memory, Numbers};
 use super::{NativeDetector, Seen, Shared, Statistics};
 use crate::invoke;
-use crate::torch::{self, Memory, Numbers};
 
 /// From this many numbers on letting go of the interpreter costs nothing beside reading them.
 const MANY: usize = 1 << 14;
@@ -239,7 +239,7 @@ impl Statistics for Norms {
 }
 
 fn observe<S: OfElements>(shared: &Shared<S>, seen: &Seen<'_, '_>) -> PyResult<()> {
-    torch::for_each_tensor(seen.value, &mut |tensor| look_at(shared, tensor))
+    tensors::for_each_tensor(seen.value, &mut |tensor| look_at(shared, tensor))
 }
 
 fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -248,7 +248,7 @@ fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyRe
         shared.add(&read(py, &memory));
         return Ok(());
     }
-    let result = torch::reduce(S::BY_TORCH, tensor)?;
+    let result = tensors::reduce(S::BY_TORCH, tensor)?;
     if result.is_none() {
         return Ok(()); // no numbers of floating point
     }

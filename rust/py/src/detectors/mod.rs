@@ -2,6 +2,7 @@
 
 mod counters;
 mod elements;
+mod tensors;
 
 use std::any::Any;
 use std::time::Duration;
