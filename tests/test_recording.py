@@ -465,6 +465,7 @@ def test_a_recorded_model_is_copied_saved_and_pickled() -> None:
     ]
     for copied in copies[:3]:
         assert type(copied.layers[0]) is Layer
+        assert vars(copied).keys() == vars(Model()).keys()
     for each in (*copies, model):
         assert same(each(X, output_hidden_states=True)["hidden_states"], states)
         assert same(each(X, output_hidden_states=True)["hidden_states"], states)
@@ -496,6 +497,64 @@ def test_layers_that_come_later_are_recorded() -> None:
     output = model(X, output_hidden_states=True, output_attentions=True)
     assert same(output["hidden_states"], states)
     assert same(output["attentions"], attentions)
+
+
+def test_a_layer_in_the_place_and_at_the_address_of_one_that_is_gone() -> None:
+    model = Model(1)
+    for _ in range(20):
+        assert len(model(X, output_attentions=True)["attentions"]) == 1
+        del model.layers[0]
+        model.layers.append(Layer())
+        model.layers[0].attention = Attention()
+
+
+def test_a_layer_inside_one_that_had_none_is_recorded() -> None:
+    model = Model(1)
+    assert len(model(X, output_attentions=True)["attentions"]) == 1
+    mix = model.layers[0].attention.mix
+    mix.inner = Attention()
+    mix.register_forward_pre_hook(lambda module, args: (module.inner(args[0])[0],))
+    assert len(model(X, output_attentions=True)["attentions"]) == 2
+
+
+def test_a_layer_that_outlives_its_model_is_given_back() -> None:
+    layer = Layer()
+    for _ in range(3):
+        model = Model(1)
+        model.layers[0] = layer
+        assert len(model(X, output_hidden_states=True)["hidden_states"]) == 2
+        del model
+        gc.collect()
+        assert type(layer) is Layer
+        assert "_ferrohook_dispatcher" not in vars(layer)
+
+
+def test_two_models_share_a_layer() -> None:
+    one, other = Model(2), Model(2)
+    other.layers[1] = one.layers[0]
+    for _ in range(2):
+        for model in (one, other):
+            states, attentions = expected(model)
+            output = model(X, output_hidden_states=True, output_attentions=True)
+            assert same(output["hidden_states"], states)
+            assert same(output["attentions"], attentions)
+    uninstall(one)
+    assert same(other(X, output_hidden_states=True)["hidden_states"], expected(other)[0])
+
+
+def test_a_context_that_outlives_its_call_records_nothing_more() -> None:
+    contexts: list[contextvars.Context] = []
+
+    class Keeps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts.append(contextvars.copy_context())
+            return super().forward(x)
+
+    model = Model(1)
+    model.layers[0] = Keeps()
+    model(X, output_hidden_states=True)
+    result = weakref.ref(contexts[0].run(model.layers[0], X * 2))
+    assert result() is None
 
 
 def test_a_declaration_that_changes_is_followed() -> None:

@@ -6,16 +6,21 @@ from typing import Any, Final, Literal, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
+from ferrohook.recording.layers import Installation
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
+    "CallBase",
     "CallCounter",
     "Callee",
     "Collector",
     "Dispatcher",
     "HookHandle",
     "HookedBase",
+    "InstallationBase",
     "LatencyDetector",
+    "LayerHook",
+    "ModuleTree",
     "NativeDetector",
     "NonFiniteDetector",
     "NormDetector",
@@ -197,6 +202,50 @@ class ScopeBase:
     def closed(self) -> bool: ...
     def _close(self) -> bool: ...
 
+@disjoint_base
+class InstallationBase:
+    def __new__(cls, keys: list[Collector], *_others: Any) -> Self: ...
+    def watch(self) -> None: ...
+
+@disjoint_base
+class LayerHook:
+    def __new__(
+        cls,
+        installation: InstallationBase | None,
+        tasks: list[tuple[int, int, bool | None]],
+        *_others: Any,
+        **_options: Any,
+    ) -> Self: ...
+    @property
+    def installation(self) -> Installation | None: ...
+
+@disjoint_base
+class CallBase(ScopeBase):
+    def __new__(
+        cls,
+        installation: InstallationBase | None,
+        flags: dict[str, Any],
+        selected: list[int] | None,
+        *_others: Any,
+    ) -> Self: ...
+    @property
+    def installation(self) -> Installation | None: ...
+    @property
+    def records(self) -> bool: ...
+    def record(
+        self, layer: LayerHook, args: _Args, kwargs: _Kwargs | None, output: Any
+    ) -> None: ...
+    def recorded(self) -> dict[str, tuple[Any, ...]]: ...
+    def seen(self) -> list[Any]: ...
+    def end(self) -> None: ...
+
+@final
+class ModuleTree:
+    def __new__(
+        cls, modules: Sequence[tuple[Any, list[Any] | None, dict[str, Any] | None]]
+    ) -> Self: ...
+    def holds(self) -> bool: ...
+
 class Stop(BaseException): ...
 
 def record_all(
@@ -239,8 +288,6 @@ class Recorder:
         index: int,
         inputs: bool,
         part: Any,
-        *,
-        of_tuples: bool = False,
     ) -> Self: ...
     @property
     def phase(self) -> _Phase: ...

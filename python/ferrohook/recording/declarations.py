@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import jit, nn
 
+from ferrohook._core import ModuleTree
 from ferrohook.activations import _expect
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.module import _describe
 from ferrohook.selection import _closest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 DECLARATION = "_can_record_outputs"
 HIDDEN = "hidden_states"
@@ -110,7 +106,7 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
         HookTypeError: it is no dict.
     """
     declared = getattr(module, DECLARATION, None) or {}
-    if not isinstance(declared, Mapping):
+    if not isinstance(declared, (dict, Mapping)):
         msg = f"{DECLARATION} is a dict from keys to recorders, got {_describe(declared)}"
         raise HookTypeError(msg)
     return cast("dict[str, Any]", declared)
@@ -153,64 +149,37 @@ class Plan(NamedTuple):
     """What a model records at one moment, and what told so."""
 
     targets: dict[str, list[Target]]
-    modules: list[nn.Module]
-    children: list[nn.Module | None]
-    declaring: list[nn.Module]
-    declared: list[dict[str, Any]]
-
-    def holds(self) -> bool:
-        """Whether the model still has the same modules, and declares the same."""
-        try:
-            return (
-                _children(self.modules) == self.children
-                and [declared_by(module) for module in self.declaring] == self.declared
-            )
-        except RuntimeError:  # another thread adds a module
-            return False
-
-
-_MODULES = operator.attrgetter("_modules")
-
-
-def _children(modules: list[nn.Module]) -> list[nn.Module | None]:
-    # Asked for every recorded call, of every module: without a frame for each.
-    return [*itertools.chain.from_iterable(map(dict.values, map(_MODULES, modules)))]
+    tree: ModuleTree
 
 
 def plan_of(model: nn.Module) -> Plan:
     """Finds what is recorded; a sub-model with a declaration of its own goes by that."""
     targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
-    modules: list[nn.Module] = []
-    declaring = [model]
     seen: set[int] = set()
+    tree: list[tuple[nn.Module, list[nn.Module | None] | None, dict[str, Any] | None]] = []
 
-    def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
+    def walk(
+        module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]] | None
+    ) -> None:
+        """`recorders` are those of what is around it; None for one that declares its own."""
+        # TorchScript runs its modules outside of Python.
+        scripted = isinstance(module, jit.ScriptModule)
+        children = {} if scripted else dict(module._modules)
+        declared = dict(declared_by(module)) if recorders is None else None
+        recorders = _recorders(module) if recorders is None else recorders
         seen.add(id(module))
-        scripted = isinstance(module, jit.ScriptModule)  # whose modules Python does not run
-        if not scripted:
-            modules.append(module)
-        for name, child in () if scripted else list(module._modules.items()):
-            if child is None or id(child) in seen:
-                continue
-            if declares(child):
-                declaring.append(child)
-                walk(child, f"{path}.{name}", _recorders(child))
-            else:
-                walk(child, f"{path}.{name}", recorders)
+        tree.append((module, None if scripted else list(children.values()), declared))
+        for name, child in children.items():
+            if child is not None and id(child) not in seen:
+                walk(child, f"{path}.{name}", None if declares(child) else recorders)
         for key, given in recorders.items():
             for recorder in given:
                 if recorder.fits(module, path):
                     targets.setdefault(key, []).append(Target(key, recorder, module))
 
-    walk(model, "", _recorders(model))
+    walk(model, "", None)
     _check_alike(targets)
-    return Plan(
-        targets,
-        modules,
-        _children(modules),
-        declaring,
-        [dict(declared_by(module)) for module in declaring],
-    )
+    return Plan(targets, ModuleTree(tree))
 
 
 def _check_alike(targets: dict[str, list[Target]]) -> None:
@@ -220,13 +189,13 @@ def _check_alike(targets: dict[str, list[Target]]) -> None:
             raise HookError(msg)
 
 
-def unmatched(model: nn.Module, key: str, modules: Sequence[nn.Module]) -> SelectionError:
-    """The error for a key whose recorders match none of the modules."""
+def unmatched(model: nn.Module, key: str) -> SelectionError:
+    """The error for a key whose recorders match none of the model's modules."""
     named = [
         recorder.class_name or getattr(recorder.target_class, "__name__", "")
         for recorder in _recorders(model)[key]
     ]
-    classes = dict.fromkeys(type(module).__name__ for module in modules)
+    classes = dict.fromkeys(type(module).__name__ for module in model.modules())
     closest = list(dict.fromkeys(name for each in named for name in _closest(each, classes)))
     msg = (
         f"{type(model).__name__} declares {key!r} of {', '.join(named)}, which matches none of its "

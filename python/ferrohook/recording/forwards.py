@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -18,7 +19,7 @@ from ferrohook._core import active_scopes
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, calls_of, innermost, selected_of
+from ferrohook.recording.calls import Call, innermost
 from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
@@ -26,6 +27,8 @@ from ferrohook.selection import _closest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ferrohook.recording.layers import Installation
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -89,20 +92,27 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             declared = declared_by(self)
             return_dict = kwargs.pop("return_dict", getattr(config, "return_dict", True))
             flags = _flags(declared, config, kwargs)
-            traced = torch.compiler.is_compiling() and innermost() is None
+            around = innermost()
+            traced = torch.compiler.is_compiling() and around is None
             if not traced:
                 _check_flags(self, declared, config, kwargs)
             # By their own keyword, which no model around this one passed on.
-            own = flags.keys() - WITH_ATTENTIONS
-            asked = [key for key in own if kwargs.get(FLAG + key) and _outermost()]
+            asked = (
+                [key for key in flags if kwargs.get(FLAG + key) and key not in WITH_ATTENTIONS]
+                if around is None and TRACED.call is None
+                else []
+            )
             if names is not None:  # a forward need not know of flags
                 kwargs = {
                     name: value
                     for name, value in kwargs.items()
                     if name in names or not name.startswith(FLAG)
                 }
-            run = _traced_call if traced else _call
-            outputs, recorded = run(self, forward, args, kwargs, flags, asked)
+            if traced:
+                outputs, recorded = _traced_call(self, forward, args, kwargs, flags, asked)
+            else:
+                call = _enter(self, around, (args, kwargs), flags, asked)
+                outputs, recorded = _call(call, forward, args, kwargs)
             if recorded:
                 tie = getattr(config, "tie_last_hidden_states", None)
                 tie = tie_last_hidden_states if tie is None else tie
@@ -127,13 +137,13 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
 
 def _flags(declared: dict[str, Any], config: object, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keys that are asked for, with what their flags say."""
-
-    def flag(key: str) -> Any:
+    flags = {}
+    for key in declared:
         name = FLAG + (ATTENTIONS if key in WITH_ATTENTIONS else key)
-        return kwargs[name] if name in kwargs else getattr(config, name, False)
-
-    flags = {key: flag(key) for key in declared}
-    return {key: value for key, value in flags.items() if value}
+        value = kwargs[name] if name in kwargs else getattr(config, name, False)
+        if value:
+            flags[key] = value
+    return flags
 
 
 def _check_flags(
@@ -223,7 +233,7 @@ def _get(outputs: Any, name: str) -> Any:
 
 
 def _put(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
-    if isinstance(outputs, MutableMapping):
+    if isinstance(outputs, (dict, MutableMapping)):
         for key, values in recorded.items():
             outputs[key] = values
         return outputs
@@ -254,51 +264,68 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-def _outermost() -> bool:
-    return innermost() is None and TRACED.call is None
-
-
-def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
+def _enter(
     model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    around: Call | None,
+    given: tuple[Any, ...],
     flags: dict[str, Any],
     asked: list[str],
+) -> Call:
+    """Begins a call."""
+    while True:
+        installation = install(model) if flags else installation_of(model)
+        selected = _selected(model, flags, asked, installation) if installation and flags else None
+        call = Call(installation, flags, selected, model, around, given)
+        if installation is None or not installation.retired:
+            return call
+        call.finish()  # another thread uninstalled meanwhile
+
+
+def _selected(
+    model: nn.Module, flags: dict[str, Any], asked: list[str], installation: Installation
+) -> list[int] | None:
+    """The places of the hidden states that are asked for, None for all; others select nothing."""
+    if not installation.unmatched.isdisjoint(asked):
+        raise unmatched(model, next(key for key in asked if key in installation.unmatched))
+    flag = flags.get(HIDDEN, True)
+    if isinstance(flag, bool):
+        return None
+    try:
+        indices = [flag] if isinstance(flag, int) else [operator.index(each) for each in flag]
+    except TypeError as error:
+        msg = f"output_hidden_states is a bool, an index or a list of them, got {flag!r}"
+        raise HookTypeError(msg) from error
+    if min(indices, default=0) >= 0:
+        return indices
+    recorder = installation.recorders[HIDDEN]
+    config = getattr(model, "config", None)
+    layers = getattr(config, recorder.num_hidden_layers_key, installation.layers[HIDDEN])
+    count = layers + recorder.capture_initial_hidden_state
+    return [index % count for index in indices if -count <= index < count]
+
+
+def _call(
+    call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward and gives what it returned and what was recorded."""
-    outer = innermost()
-    traced = TRACED.call
-    call = _enter(model, (args, kwargs), flags)
-    others = [scope for scope in active_scopes.get() if scope is not outer]
-    token = active_scopes.set((*others, call))
-    TRACED.call = None
-    if outer is not None:
-        outer.inner.add(call)
+    around = call.around
+    scopes = active_scopes.get()
+    if around is not None:
+        scopes = tuple(scope for scope in scopes if scope is not around)
+    token = active_scopes.set((*scopes, call))
+    traced, TRACED.call = TRACED.call, None
     try:
-        if flags:
-            call.begin(model, flags, asked)
-        outputs = forward(model, *args, **kwargs)
+        outputs = forward(call.model, *args, **kwargs)
         recorded = call.recorded()
+        if recorded and call.installation is not None:
+            call.installation.copies.finish()
     finally:
         TRACED.call = traced
         active_scopes.reset(token)
-        if outer is not None:
-            outer.inner.discard(call)
-        call.end()
-    call.tell_unattributed()
+        call.finish()
+    if call.unattributed:
+        call.tell_unattributed()
     return outputs, recorded
-
-
-def _enter(model: nn.Module, given: tuple[Any, ...], flags: dict[str, Any]) -> Call:
-    calls = calls_of(model)
-    while True:
-        installation = install(model) if flags else installation_of(model)
-        call = Call(calls, installation, given)
-        calls.add(call)
-        if installation is None or not installation.retired:
-            return call
-        call.end()  # another thread uninstalled meanwhile
 
 
 def _prepared(
@@ -306,14 +333,8 @@ def _prepared(
 ) -> tuple[str, tuple[int, ...] | None]:
     """Installs; runs while Dynamo traces, which sees the result alone."""
     installation = install(model)
-    plan = installation.update()
-    if not installation.traced:
-        installation.traced = True
-        installation.watch(more=1)
-    for key in asked:
-        if not plan.targets[key]:
-            raise unmatched(model, key, plan.modules)
-    selected = selected_of(model, flags[HIDDEN], plan.targets[HIDDEN]) if HIDDEN in flags else None
+    selected = _selected(model, flags, asked, installation)
+    installation.watch()
     return installation.number, None if selected is None else tuple(selected)
 
 
@@ -329,7 +350,7 @@ def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """The same as `_call`, for Dynamo."""
+    """The same as `_enter` and `_call`, for Dynamo."""
     outer = TRACED.call
     if not flags and outer is None:
         return forward(model, *args, **kwargs), {}

@@ -2,139 +2,158 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ferrohook._core import active_scopes, record
-from ferrohook.activations import _BEHIND_ALL, tensors_in
+from ferrohook._core import Collector, InstallationBase, LayerHook
+from ferrohook.activations import _BEHIND_ALL, _converter, _HostCopies, tensors_in
 from ferrohook.errors import HookTypeError
 from ferrohook.instrumentation import hold_all, registry_of, release
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, calls_of, first_of, innermost, picked
-from ferrohook.recording.declarations import HIDDEN, Plan, Target, plan_of
-from ferrohook.recording.tracing import TRACED
+from ferrohook.recording.calls import IN_PROGRESS, running
+from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
+from ferrohook.recording.tracing import TRACED, first_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from ferrohook._core import HookHandle
+    from ferrohook.recording.calls import Call
+    from ferrohook.recording.declarations import Plan, Target
 
-# In the `__dict__` of a model that recorded.
-KEY = "_ferrohook_recording"
 # Never held while code of the user's runs. A finaliser may come in between.
 _LOCK = threading.RLock()
 _NUMBERS = itertools.count()
 
 
-class Installation:
-    """What recording put into one model.
+class Installation(InstallationBase):
+    """What recording put into one model, for the layers and the declarations that it had then.
 
-    In the model's `__dict__`, where the garbage collector finds it; copies and files leave it out.
+    It is found by the model's id and keeps no module alive: copies and files have nothing of it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.number = str(next(_NUMBERS))
-        self.plan: Plan | None = None
-        self.calls = calls_of(model)
-        self._retired = False
-        self._held: list[nn.Module] = []
+    def __init__(
+        self, _keys: list[Collector], copies: _HostCopies, model: nn.Module, plan: Plan, number: str
+    ) -> None:
+        # No later model is taken for this one when it gets its id.
+        self.model = weakref.ref(model, functools.partial(_forget, _INSTALLED, id(model)))
+        # By this graphs know it, and those that follow it.
+        self.number = number
+        self.copies = copies
+        self.places = {key: place for place, key in enumerate(plan.targets)}
+        self.layers = {key: len(found) for key, found in plan.targets.items()}
+        self.recorders = {key: _of_all(found) for key, found in plan.targets.items()}
+        self.tree = plan.tree
+        # Keys whose recorders match no module.
+        self.unmatched = {key for key, found in plan.targets.items() if not found}
+        self.retired = False
+        layers = _by_layer(plan)
+        held = hold_all({name: found[0].module for name, found in layers.items()})
+        self._held = [weakref.ref(module) for module in held]
         self._handles: list[HookHandle] = []
-        self._watching = 0
-        # A graph has the watches in it, for good.
-        self.traced = False
+        recorded = {id(module) for module in held}
+        for found in layers.values():
+            module = found[0].module
+            around = any(id(each) in recorded for each in module.modules() if each is not module)
+            tasks = [self._task(target) for target in found]
+            watch = _Watch(self, tasks, found, around=around)
+            options: Any = {"with_kwargs": True, "priority": _BEHIND_ALL}
+            registry = registry_of(module)
+            self._handles.append(registry.register("forward", watch, **options))
+            if around:
+                entry = _Entry(self, [])
+                self._handles.append(registry.register("forward_pre", entry, **options))
 
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-    def update(self) -> Plan:
-        """Watches the layers that the model has now."""
-        plan = self.plan
-        if plan is not None and plan.holds():
-            return plan
-        with _LOCK:
-            if self.plan is not None and self.plan.holds():
-                return self.plan
-            plan = plan_of(cast("nn.Module", self.model()))
-            tasks: dict[int, list[Target]] = {}
-            for target in itertools.chain.from_iterable(plan.targets.values()):
-                tasks.setdefault(id(target.module), []).append(target)
-            held = hold_all(
-                {
-                    f"{each[0].key} {place}": each[0].module
-                    for place, each in enumerate(tasks.values())
-                }
-            )
-            # Those of before go afterwards: calls in progress lose no layer.
-            former = self._held, self._handles
-            self._held, self._handles = held, []
-            for each in tasks.values():
-                self._handles += _Watch(self, each).register(tasks)
-            self.plan = plan
-            self._watch()
-            _give_back(*former)
-            return plan
-
-    def watch(self, *, more: int) -> None:
-        """Counts those that want the layers watched: where nobody does, a call pays nothing."""
-        with _LOCK:
-            before, self._watching = self._watching, self._watching + more
-            if not (before and self._watching):
-                self._watch()
-
-    def _watch(self) -> None:
-        for handle in self._handles:
-            if self._watching:
-                handle.enable()
-            else:
-                handle.disable()
+    def _task(self, target: Target) -> tuple[int, int, bool | None]:
+        begins = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
+        return self.places[target.key], target.recorder.index, begins
 
     def retire(self) -> None:
         """Takes it out of the model, when the calls in progress have ended."""
-        self._retired = True
+        self.retired = True
         self.release_when_idle()
-
-    @property
-    def retired(self) -> bool:
-        """Whether it is being taken out."""
-        return self._retired
 
     def release_when_idle(self) -> None:
         """Gives the layers back, once, if it is retired and no call is in progress."""
         with _LOCK:
-            if not self._retired or any(call.installation is self for call in list(self.calls)):
+            if any(call.installation is self for call in list(IN_PROGRESS)):
                 return
-            former = self._held, self._handles
-            self._held, self._handles = [], []
-        _give_back(*former)
+            held, self._held = self._held, []
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        for reference in held:
+            module = reference()
+            if module is not None:
+                release(module)
 
 
-def _give_back(held: list[nn.Module], handles: list[HookHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    for module in held:
-        release(module)
+def _by_layer(plan: Plan) -> dict[str, list[Target]]:
+    """What is recorded of each layer."""
+    layers: dict[int, list[Target]] = {}
+    for target in itertools.chain.from_iterable(plan.targets.values()):
+        layers.setdefault(id(target.module), []).append(target)
+    return {f"{each[0].key} {place}": each for place, each in enumerate(layers.values())}
+
+
+_NOTHING = OutputRecorder(nn.Module)
+
+
+def _of_all(targets: list[Target]) -> OutputRecorder:
+    """The recorder that says how the tensors of a key are kept."""
+    return targets[0].recorder if targets else _NOTHING
+
+
+def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Collector:
+    device = None if recorder.device is None else torch.device(recorder.device)
+    return Collector(
+        [key],
+        detach=recorder.detach,
+        copy="ref",
+        keep=None,
+        convert=_converter(copies, device, recorder.dtype, None, "ref"),
+        grads=False,
+        max_bytes=None,
+        stop=None,
+    )
+
+
+_INSTALLED: dict[int, Installation] = {}
+
+
+# Given the dict: at the interpreter's end the module has no variables any more.
+def _forget(installed: dict[int, Installation], key: int, _model: object) -> None:
+    installation = installed.pop(key, None)
+    if installation is not None:  # its layers may be another model's too
+        installation.retire()
 
 
 def installation_of(model: nn.Module) -> Installation | None:
     """What recording put into this model, if it did."""
-    installation = vars(model).get(KEY)
-    # A shallow copy has that of its original.
-    return installation if installation and installation.model() is model else None
+    return _INSTALLED.get(id(model))
 
 
 def install(model: nn.Module) -> Installation:
-    """The same, made where there is none."""
+    """The same, made anew where there is none or the model has changed."""
+    former = _INSTALLED.get(id(model))
+    if former is not None and former.tree.holds():
+        return former
     with _LOCK:
-        installation = installation_of(model)
-        if installation is None:
-            installation = Installation(model)
-            vars(model)[KEY] = installation
+        former = _INSTALLED.get(id(model))
+        if former is not None and former.tree.holds():
+            return former
+        plan = plan_of(model)
+        copies = _HostCopies()
+        keys = [_collector(key, _of_all(found), copies) for key, found in plan.targets.items()]
+        number = str(next(_NUMBERS)) if former is None else former.number
+        installation = Installation(keys, copies, model, plan, number)
+        _INSTALLED[id(model)] = installation
+    if former is not None:
+        former.retire()
     return installation
 
 
@@ -151,8 +170,8 @@ def uninstall(model: nn.Module) -> None:
         msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
         raise HookTypeError(msg)
     for module in model.modules():
-        installation = vars(module).pop(KEY, None)
-        if installation and installation.model() is module:
+        installation = _INSTALLED.pop(id(module), None)
+        if installation is not None:
             installation.retire()
 
 
@@ -169,120 +188,103 @@ class _Claims(threading.local):
 _CLAIMS = _Claims()
 
 
-class _Watch:
+class _Watch(LayerHook):
     """The hook that stays on a recorded layer.
 
-    It notes what the first layer of a call took; finds the call for a layer that runs on a helper
-    thread, whose context tells of none; and records where `torch.compile` traces.
+    Its native half records for the call that the context tells of. Python finds the call of a layer
+    on a helper thread, whose context tells of none, and records where `torch.compile` traces.
     """
-
-    def __init__(self, installation: Installation | None, targets: list[Target]) -> None:
-        self._installation = installation
-        self._number = "" if installation is None else installation.number
-        self._tasks = tuple((target.key, target.recorder) for target in targets)
-        self._module = targets[0].module if targets else None
-        self._first = next((task[1] for task in self._tasks if task[0] == HIDDEN), None)
-        self._inside: frozenset[int] = frozenset()
-
-    def register(self, recorded: Mapping[int, object]) -> Iterator[HookHandle]:
-        """Registers it for the module; `recorded` are the ids of all modules of its kind."""
-        module = cast("nn.Module", self._module)
-        registry = registry_of(module)
-        yield registry.register("forward", self, with_kwargs=True, priority=_BEHIND_ALL)
-        self._inside = frozenset(map(id, module.modules())) & recorded.keys() - {id(module)}
-        if self._inside:
-            yield registry.register(
-                "forward_pre", self.begin, with_kwargs=True, priority=_BEHIND_ALL
-            )
 
     # `ferrohook.instrumentation` asks: no reason for a copy of the module to be instrumented.
     stays_behind = True
 
+    def __init__(
+        self,
+        installation: Installation | None,
+        _tasks: list[tuple[int, int, bool | None]],
+        targets: list[Target],
+        *,
+        around: bool,
+    ) -> None:
+        self._number = "" if installation is None else installation.number
+        self._targets = tuple((target.key, target.recorder) for target in targets)
+        # Whether it has an `_Entry` too, for the layers inside this one.
+        self._around = around
+
     def __deepcopy__(self, memo: object) -> _Watch:
-        return _Watch(None, [])
+        return _Watch(None, [], [], around=False)
 
     def __repr__(self) -> str:
-        return f"recording of {', '.join(key for key, _ in self._tasks)}"
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the call, for the layers inside this one too."""
-        if torch.compiler.is_compiling() or innermost() is not None or TRACED.call is not None:
-            return
-        call = self._claimed(module, args, kwargs)
-        _CLAIMS.stack.append((module, call))
+        return f"recording of {', '.join(key for key, _ in self._targets)}"
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        call = innermost()
-        if call is not None:
-            if self._installation is not None and call.calls is self._installation.calls:
-                self._note(call, args, kwargs, output)
-            return
         traced = TRACED.call
-        if traced is None:
-            if not torch.compiler.is_compiling():
-                self._record_elsewhere(module, args, kwargs, output)
-        elif traced.number == self._number:
-            for key, recorder in self._tasks:
-                if key in traced.recorded:
-                    traced.take(key, recorder, first_of(args, kwargs), output)
+        if traced is not None:
+            if traced.number == self._number:
+                for key, recorder in self._targets:
+                    if key in traced.recorded:
+                        traced.take(key, recorder, first_of(args, kwargs), output)
+        elif not torch.compiler.is_compiling():
+            call = _leave(module) if self._around else _claimed(self, module, args, kwargs)
+            if call is not None and call.installation is self.installation:
+                call.record(self, args, kwargs, output)
 
-    def _note(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._first is not None and call.states is not None:
-            call.states.begin(self._first, args, kwargs)
-        main = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(main, Tensor):
-            call.seen.append(weakref.ref(main))
 
-    def _record_elsewhere(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if self._inside:
-            call = next((call for layer, call in _CLAIMS.stack if layer is module), None)
-            while _CLAIMS.stack and _CLAIMS.stack.pop()[0] is not module:
-                pass
-        else:
-            call = self._claimed(module, args, kwargs)
-        if call is None:
-            return
-        self._note(call, args, kwargs, output)
-        number = registry_of(module).module
-        token = active_scopes.set((call,))
-        try:
-            wanted = [task for task in self._tasks if task[0] in call.collectors]
-            for position, (key, recorder) in enumerate(wanted):
-                record(number, "forward", position, picked(key, output, recorder.index))
-        finally:
-            active_scopes.reset(token)
+class _Entry(LayerHook):
+    """Finds the call for a layer that has others inside, and for those."""
 
-    def _claimed(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | None:
-        """The call that the layer runs for: that of the layer around it, or what is found."""
-        installation = self._installation
-        if installation is None or module is not self._module:
-            return None
-        stack = _CLAIMS.stack
-        # What stands above the layer around this one raised, and was not left.
-        while stack and (stack[-1][0] is module or not _contains(stack[-1][0], module)):
-            stack.pop()
-        return stack[-1][1] if stack else _whose(installation, module, first_of(args, kwargs))
+    stays_behind = True
+
+    def __deepcopy__(self, memo: object) -> _Entry:
+        return _Entry(None, [])
+
+    def __repr__(self) -> str:
+        return "recording of the layers inside"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if TRACED.call is None and not torch.compiler.is_compiling():
+            _CLAIMS.stack.append((module, _claimed(self, module, args, kwargs)))
+
+
+def _claimed(
+    hook: _Watch | _Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
+    """The call that the layer runs for: that of the layer around it, or what is found."""
+    stack = _CLAIMS.stack
+    # What stands above the layer around this one raised, and was not left.
+    while stack and (stack[-1][0] is module or not _contains(stack[-1][0], module)):
+        stack.pop()
+    if stack:
+        return stack[-1][1]
+    model = hook.installation.model() if hook.installation is not None else None
+    return None if model is None else _whose(model, module, first_of(args, kwargs))
+
+
+def _leave(module: nn.Module) -> Call | None:
+    """The call that the layer was entered for."""
+    stack = _CLAIMS.stack
+    for place in reversed(range(len(stack))):
+        if stack[place][0] is module:
+            _, call = stack[place]
+            del stack[place:]
+            return call
+    return None
 
 
 def _contains(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
 
 
-def _whose(installation: Installation, module: nn.Module, taken: Any) -> Call | None:
+def _whose(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     """The call that a layer belongs to which runs in no call's context.
 
     The one that knows the tensor which the layer takes. Failing that, the only one in progress, if
     this thread is its own or was started during it.
     """
-    # One with an inner call is itself not what runs.
-    calls = [call for call in list(installation.calls) if not call.inner]
-    if not any(call.collectors for call in calls):
+    calls = running(model)
+    if not any(call.records for call in calls):
         return None
     if torch._C._current_graph_task_id() != -1:
         return None  # checkpointing runs it again in a backward
@@ -294,7 +296,7 @@ def _whose(installation: Installation, module: nn.Module, taken: Any) -> Call | 
     if len(owners) == 1:
         return owners[0]
     # Of those that record nothing the layers are not watched all the time: it may well be theirs.
-    if all(call.collectors for call in calls):
+    if all(call.records for call in calls):
         for call in calls:
-            call.unattributed.add(type(module).__name__)
+            call.unattributed.add(type(layer).__name__)
     return None

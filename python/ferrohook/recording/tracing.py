@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.activations import map_tensors
-from ferrohook.recording.calls import picked
+from ferrohook.errors import SelectionError
 from ferrohook.recording.declarations import HIDDEN
 
 if TYPE_CHECKING:
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.recording.declarations import OutputRecorder
+
+
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer takes, as far as hidden states go."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _picked(key: str, output: Any, index: int) -> Any:
+    """What is recorded of a layer's output."""
+    if not isinstance(output, tuple):
+        return output
+    if not -len(output) <= index < len(output):
+        msg = f'"{key}" has no output_index {index}: it is a tuple of {len(output)}'
+        raise SelectionError(msg)
+    return output[index]
 
 
 class TracedCall:
@@ -30,7 +45,7 @@ class TracedCall:
 
     def take(self, key: str, recorder: OutputRecorder, taken: Any, output: Any) -> None:
         """Records what a layer returned, and what the first one took."""
-        value = picked(key, output, recorder.index)
+        value = _picked(key, output, recorder.index)
         if key == HIDDEN and recorder.capture_initial_hidden_state and not self.recorded[key]:
             self._append(key, recorder, taken)
         if value is not None:

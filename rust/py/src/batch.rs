@@ -33,7 +33,7 @@ pub fn record_all(
 ) -> PyResult<Vec<HookHandle>> {
     let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
         let part = part.cloned().map(Bound::unbind);
-        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, false)?;
+        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part)?;
         let phase = recorder.phase();
         let recorder = Bound::new(module.py(), recorder)?;
         register(module, recorder.as_any(), phase, priority, &scope)

@@ -13,6 +13,7 @@ use crate::hook::{Callback, Hook, Site};
 use crate::invoke;
 use crate::point::PointHook;
 use crate::recorder;
+use crate::recording::{LayerHook, Reason};
 use crate::registry::Registry;
 use crate::scope::Scopes;
 use crate::torch::{self, Target, TorchBackward, TorchHook, TorchHooks};
@@ -201,6 +202,10 @@ impl<'py> Call<'_, 'py> {
                 self.invoke_plain_pre(callback, hook.options.with_kwargs, target)
             }
             Callback::Point(_) => Ok(None), // of another phase
+            Callback::Layer(layer) => match layer.get().reason(self.module.py(), &self.scopes)? {
+                Reason::Unknown => self.invoke_plain_pre(layer, true, target),
+                Reason::Call(_) | Reason::Other => Ok(None),
+            },
             Callback::Typed(callback) => {
                 let result = invoke::call(callback, [&input_of(&self.args)])?;
                 self.typed_input(entry, result).map(Some)
@@ -343,6 +348,7 @@ impl<'py> Call<'_, 'py> {
             Callback::Typed(callback) => self.invoke_typed(entry, callback, output),
             Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
             Callback::Detector(detector) => self.invoke_detector(detector, output),
+            Callback::Layer(layer) => self.invoke_layer(layer, output),
             Callback::Point(point) => self.invoke_point(point, with_kwargs, output),
         }
     }
@@ -371,6 +377,23 @@ impl<'py> Call<'_, 'py> {
         let (value, took) = (output, self.took);
         detector.get().observe(&Seen { value, took })?;
         Ok(None)
+    }
+
+    #[inline(never)]
+    fn invoke_layer(
+        &mut self,
+        layer: &Bound<'py, LayerHook>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match layer.get().reason(self.module.py(), &self.scopes)? {
+            Reason::Call(call) => {
+                let kwargs = self.kwargs.as_ref();
+                call.get().record(layer, &self.args, kwargs, output)?;
+                Ok(None)
+            }
+            Reason::Unknown => self.invoke_plain(layer, true, output),
+            Reason::Other => Ok(None),
+        }
     }
 
     #[inline(never)]

@@ -14,6 +14,7 @@ use crate::detectors::NativeDetector;
 use crate::error::{hook_type_error, type_name};
 use crate::point::PointHook;
 use crate::recorder::Recorder;
+use crate::recording::LayerHook;
 use crate::typed::TypedHook;
 
 /// A phase, from its name.
@@ -163,6 +164,7 @@ enum Kind {
     Plain,
     Typed,
     Recorder,
+    Layer,
     Point,
     Detector,
 }
@@ -177,6 +179,8 @@ pub enum Callback<'a, 'py> {
     /// Run in Rust.
     Recorder(&'a Bound<'py, Recorder>),
     Detector(&'a Bound<'py, NativeDetector>),
+    /// PyTorch's contract too; runs in Rust where the context tells of a call that is recorded.
+    Layer(&'a Bound<'py, LayerHook>),
     /// PyTorch's contract too, and what Rust can call more directly.
     Point(&'a Bound<'py, PointHook>),
 }
@@ -210,6 +214,8 @@ impl Hook {
             (Kind::Typed, typed.get().phase)
         } else if let Ok(recorder) = given.cast::<Recorder>() {
             (Kind::Recorder, recorder.get().phase())
+        } else if given.is_instance_of::<LayerHook>() {
+            (Kind::Layer, phase)
         } else if phase == Phase::Forward
             && let Ok(hook) = given.cast::<PointHook>()
             && hook.get().under_own_name()
@@ -273,6 +279,9 @@ impl Hook {
             Kind::Recorder => given
                 .cast::<Recorder>()
                 .map_or(Callback::Plain(given), Callback::Recorder),
+            Kind::Layer => given
+                .cast::<LayerHook>()
+                .map_or(Callback::Plain(given), Callback::Layer),
             Kind::Point => given
                 .cast::<PointHook>()
                 .map_or(Callback::Plain(given), Callback::Point),
@@ -313,6 +322,7 @@ impl Site<'_, '_> {
         let callback = match self.entry.hook().callback(self.py()) {
             Callback::Plain(callback) | Callback::Typed(callback) => callback,
             Callback::Recorder(recorder) => recorder.as_any(),
+            Callback::Layer(layer) => layer.as_any(),
             Callback::Point(hook) => hook.as_any(),
             Callback::Detector(detector) => detector.as_any(),
         };

@@ -17,9 +17,11 @@ mod invoke;
 mod module;
 mod point;
 mod recorder;
+mod recording;
 mod registry;
 mod scope;
 mod torch;
+mod tree;
 mod typed;
 
 use pyo3::prelude::*;
@@ -46,11 +48,15 @@ mod _core {
     #[pymodule_export]
     use crate::recorder::{Collector, Recorder};
     #[pymodule_export]
+    use crate::recording::{CallBase, InstallationBase, LayerHook};
+    #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
     use crate::scope::{ScopeBase, record};
     #[pymodule_export]
     use crate::torch::Callee;
+    #[pymodule_export]
+    use crate::tree::ModuleTree;
     #[pymodule_export]
     use crate::typed::TypedHook;
 

@@ -76,6 +76,12 @@ struct RootCall {
 }
 
 impl Store {
+    fn of(names: usize) -> Self {
+        let mut store = Self::default();
+        store.kept.resize_with(names, VecDeque::new);
+        store
+    }
+
     /// Notes that a name ran; whether that ends a call which is under way on this thread.
     fn ends_call(&mut self, index: usize, names: usize) -> bool {
         let thread = thread::current().id();
@@ -147,7 +153,7 @@ impl Collector {
                 )));
             }
         };
-        let kept = names.iter().map(|_| VecDeque::new()).collect();
+        let store = Mutex::new(Store::of(names.len()));
         Ok(Self {
             names,
             detach,
@@ -158,10 +164,7 @@ impl Collector {
             max_bytes,
             stop,
             inference: AtomicBool::new(false),
-            store: Mutex::new(Store {
-                kept,
-                ..Store::default()
-            }),
+            store,
         })
     }
 
@@ -244,8 +247,7 @@ impl Collector {
 
     /// Lets all go that was kept.
     fn clear(&self) {
-        let mut fresh = Store::default();
-        fresh.kept.resize_with(self.names.len(), VecDeque::new);
+        let fresh = Store::of(self.names.len());
         // Dropped after the lock was released: tensors run code when they go.
         let _old = std::mem::replace(&mut *self.store.lock(), fresh);
     }
@@ -268,6 +270,19 @@ impl Collector {
 }
 
 impl Collector {
+    /// What its only name is called.
+    pub fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// `value` as it is kept under its only name.
+    pub fn kept<'py>(
+        slf: &Bound<'py, Self>,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        Keeping::of(slf, 0).keep(value, 0)
+    }
+
     fn next_serial(&self) -> u64 {
         let mut store = self.store.lock();
         store.serial += 1;
@@ -282,13 +297,7 @@ impl Collector {
     ) -> PyResult<()> {
         let py = value.py();
         let this = slf.get();
-        let mut keeping = Keeping {
-            collector: slf,
-            index,
-            serial: this.next_serial(),
-            tensors: Vec::new(),
-            bytes: 0,
-        };
+        let mut keeping = Keeping::of(slf, index);
         let value = keeping.keep(value, 0)?.unbind();
         let kept = Kept {
             serial: keeping.serial,
@@ -437,7 +446,17 @@ struct Keeping<'a, 'py> {
     bytes: usize,
 }
 
-impl<'py> Keeping<'_, 'py> {
+impl<'a, 'py> Keeping<'a, 'py> {
+    fn of(collector: &'a Bound<'py, Collector>, index: usize) -> Self {
+        Self {
+            collector,
+            index,
+            serial: collector.get().next_serial(),
+            tensors: Vec::new(),
+            bytes: 0,
+        }
+    }
+
     /// The same structure around tensors as they are to be kept.
     fn keep(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
         let py = value.py();
@@ -556,34 +575,24 @@ impl GradientSlot {
     }
 }
 
-/// Which part of what passes is recorded.
-enum Pick {
-    Whole,
-    /// `value[key]`, or the attribute of that name.
-    Part(Py<PyAny>),
-    /// `value[index]` of a tuple, and anything else whole.
-    OfTuple(Py<PyAny>),
-}
-
 /// The native hook: records what a module takes or returns.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct Recorder {
     collector: Py<Collector>,
     index: usize,
     inputs: bool,
-    pick: Pick,
+    /// Records `value[part]` of what passes, or the attribute of that name; None: all of it.
+    part: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl Recorder {
     #[new]
-    #[pyo3(signature = (collector, index, inputs, part, *, of_tuples = false))]
     pub fn new(
         collector: Py<Collector>,
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
-        of_tuples: bool,
     ) -> PyResult<Self> {
         if index >= collector.get().names.len() {
             return Err(PyValueError::new_err("the collector has no such name"));
@@ -592,11 +601,7 @@ impl Recorder {
             collector,
             index,
             inputs,
-            pick: match part {
-                None => Pick::Whole,
-                Some(part) if of_tuples => Pick::OfTuple(part),
-                Some(part) => Pick::Part(part),
-            },
+            part,
         })
     }
 
@@ -612,10 +617,7 @@ impl Recorder {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.collector)?;
-        match &self.pick {
-            Pick::Whole => Ok(()),
-            Pick::Part(part) | Pick::OfTuple(part) => visit.call(part),
-        }
+        visit.call(&self.part)
     }
 }
 
@@ -624,12 +626,14 @@ impl Recorder {
     /// is recorded, and whether a graph can have it recorded.
     pub fn traced<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, bool) {
         let collector = self.collector.get();
-        let part = match &self.pick {
-            Pick::Whole => py.None().into_bound(py),
-            Pick::Part(part) | Pick::OfTuple(part) => part.bind(py).clone(),
-        };
-        let of_tuples = matches!(self.pick, Pick::OfTuple(_));
-        (part, collector.detach && !collector.gradients && !of_tuples)
+        let part = self
+            .part
+            .as_ref()
+            .map_or_else(|| py.None(), |part| part.clone_ref(py));
+        (
+            part.into_bound(py),
+            collector.detach && !collector.gradients,
+        )
     }
 
     /// Records a value that was picked from what passes.
@@ -646,12 +650,9 @@ impl Recorder {
     }
 
     pub fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        match &self.pick {
-            Pick::Whole => self.record_picked(value),
-            Pick::OfTuple(_) if !value.is_instance_of::<PyTuple>() => self.record_picked(value),
-            Pick::Part(part) | Pick::OfTuple(part) => {
-                self.record_picked(&self.part(value, part.bind(value.py()))?)
-            }
+        match &self.part {
+            None => self.record_picked(value),
+            Some(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
         }
     }
 

@@ -11,6 +11,7 @@ use pyo3::types::PyTuple;
 use crate::backward;
 use crate::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
+use crate::recording::Reason;
 use crate::scope::{self, ScopeArg, Scoped, Scopes};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
@@ -267,6 +268,7 @@ impl Registry {
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
         let mut traceable = true;
+        let scopes = Scopes::default();
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
@@ -279,6 +281,13 @@ impl Registry {
                 let (callback, kind) = match hook.callback(py) {
                     Callback::Plain(callback) => (callback.clone(), "plain"),
                     Callback::Point(hook) => (hook.as_any().clone(), "plain"),
+                    Callback::Layer(_) if phase == Phase::ForwardPre => continue,
+                    Callback::Layer(layer) => {
+                        // What an eager call records, the native call has to.
+                        let reason = layer.get().reason(py, &scopes)?;
+                        traceable &= !matches!(reason, Reason::Call(_));
+                        (layer.clone().into_any(), "plain")
+                    }
                     Callback::Typed(callback) => (callback.clone(), "typed"),
                     Callback::Recorder(recorder) => {
                         let (part, in_graph) = recorder.get().traced(py);

@@ -164,7 +164,7 @@ fn closed(py: Python<'_>) -> PyErr {
 #[pymethods]
 impl ScopeBase {
     #[new]
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self(Mutex::new(Some(Modules::default())))
     }
 

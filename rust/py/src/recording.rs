@@ -1,0 +1,370 @@
+//! Recording: the native hook of each layer that a model records, and what one call has of them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+
+use crate::recorder::Collector;
+use crate::scope::{ScopeBase, Scopes};
+use crate::{error, torch};
+
+/// What recording put into one model, as far as its hooks have to know it.
+#[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
+pub struct InstallationBase {
+    /// For each key an empty collector of that name, which keeps tensors as the recorders say.
+    keys: Vec<Py<Collector>>,
+    /// How many want the layers watched: where nobody does, they cost nothing.
+    watching: AtomicUsize,
+}
+
+#[pymethods]
+impl InstallationBase {
+    #[new]
+    #[pyo3(signature = (keys, *_others))]
+    fn new(keys: Vec<Py<Collector>>, _others: &Bound<'_, PyTuple>) -> Self {
+        Self {
+            keys,
+            watching: AtomicUsize::new(0),
+        }
+    }
+
+    /// Has the layers watched for good: a graph has their hooks in it.
+    fn watch(&self) {
+        // Relaxed, as below: the layers of a call run in its own thread, or in those that this one
+        // told of it.
+        self.watching.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.keys.iter().try_for_each(|key| visit.call(key))
+    }
+}
+
+/// What is recorded of a layer: under which key, by its place; which item of a tuple; and, of
+/// hidden states, whether they begin with what the first layer takes.
+type Task = (usize, isize, Option<bool>);
+
+/// The hook that stays on a recorded layer: a callable, for what no context tells the call of.
+#[pyclass(frozen, subclass, module = "ferrohook._core")]
+pub struct LayerHook {
+    /// None where the layer is a copy.
+    installation: Option<Py<InstallationBase>>,
+    tasks: Vec<Task>,
+}
+
+/// What a layer runs for.
+pub enum Reason<'py> {
+    Call(Bound<'py, CallBase>),
+    /// A call of another model, or one that nobody asks about.
+    Other,
+    /// The context does not tell.
+    Unknown,
+}
+
+#[pymethods]
+impl LayerHook {
+    #[new]
+    #[pyo3(signature = (installation, tasks, *_others, **_options))]
+    fn new(
+        installation: Option<Py<InstallationBase>>,
+        tasks: Vec<Task>,
+        _others: &Bound<'_, PyTuple>,
+        _options: Option<&Bound<'_, PyDict>>,
+    ) -> Self {
+        Self {
+            installation,
+            tasks,
+        }
+    }
+
+    /// What it is part of.
+    #[getter]
+    fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
+        Some(self.installation.as_ref()?.bind(py))
+    }
+
+    // No `__clear__`: the hook never changes, so a cycle through it has another edge to cut.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.installation)
+    }
+}
+
+impl LayerHook {
+    /// What the layer runs for.
+    pub fn reason<'py>(&self, py: Python<'py>, scopes: &Scopes<'py>) -> PyResult<Reason<'py>> {
+        let Some(ours) = &self.installation else {
+            return Ok(Reason::Other);
+        };
+        if ours.get().watching.load(Ordering::Relaxed) == 0 {
+            return Ok(Reason::Other);
+        }
+        let Some(call) = innermost(py, scopes)? else {
+            return Ok(Reason::Unknown);
+        };
+        Ok(match &call.get().installation {
+            Some(installation) if installation.is(ours) => Reason::Call(call),
+            _ => Reason::Other,
+        })
+    }
+}
+
+/// One call of a model in progress, and what it records, if anything.
+///
+/// The innermost one of a context is the one that records there.
+#[pyclass(frozen, subclass, extends = ScopeBase, module = "ferrohook._core")]
+pub struct CallBase {
+    /// Of whose layers; None where the model never recorded.
+    installation: Option<Py<InstallationBase>>,
+    /// Of each key, whether it is asked for. Empty where none is.
+    asked: Vec<bool>,
+    /// Which of the hidden states are kept, where not all are.
+    selected: Option<Vec<usize>>,
+    recorded: Mutex<Recorded>,
+    ended: AtomicBool,
+}
+
+#[derive(Default)]
+struct Recorded {
+    /// In order, with the places of their keys.
+    values: Vec<(usize, Py<PyAny>)>,
+    /// What the first layer took, likewise.
+    taken: Option<(usize, Py<PyAny>)>,
+    /// How many hidden states there are so far, from when the first layer has returned.
+    states: Option<usize>,
+    /// What else the layers returned, weakly: by that a layer is known which another thread runs.
+    seen: Vec<Py<PyWeakrefReference>>,
+}
+
+#[pymethods]
+impl CallBase {
+    #[new]
+    #[pyo3(signature = (installation, flags, selected, *_others))]
+    fn new(
+        installation: Option<Bound<'_, InstallationBase>>,
+        flags: &Bound<'_, PyDict>,
+        selected: Option<Vec<usize>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<(Self, ScopeBase)> {
+        let mut asked = Vec::new();
+        if let Some(installation) = installation.as_ref().filter(|_| !flags.is_empty()) {
+            let installation = installation.get();
+            let keys = installation.keys.iter();
+            asked = keys
+                .map(|key| flags.contains(key.get().name()))
+                .collect::<PyResult<_>>()?;
+            installation.watch();
+        }
+        let call = Self {
+            installation: installation.map(Bound::unbind),
+            asked,
+            selected,
+            recorded: Mutex::default(),
+            ended: AtomicBool::new(false),
+        };
+        Ok((call, ScopeBase::new()))
+    }
+
+    /// What the layers are watched by.
+    #[getter]
+    fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
+        Some(self.installation.as_ref()?.bind(py))
+    }
+
+    /// Whether it records anything.
+    #[getter]
+    fn records(&self) -> bool {
+        !self.asked.is_empty()
+    }
+
+    /// Records what a layer returned; the layer is one of the call's installation.
+    ///
+    /// Raises:
+    ///     SelectionError: a tuple has no such item.
+    pub fn record<'py>(
+        &self,
+        layer: &Bound<'py, LayerHook>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = layer.py();
+        let Some(installation) = &self.installation else {
+            return Ok(());
+        };
+        if self.ended.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut kept_as_it_is = false;
+        for &(key, index, first) in &layer.get().tasks {
+            if !self.asked.get(key).is_some_and(|asked| *asked) {
+                continue;
+            }
+            let collector = installation.get().keys[key].bind(py);
+            if let Some(first) = first
+                && self.begins(first)
+            {
+                let taken = match kwargs {
+                    Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
+                    _ => args.get_item(0).ok(),
+                };
+                let kept = kept(collector, taken.as_ref().filter(|_| self.keeps(0)))?;
+                self.recorded.lock().taken = Some((key, kept));
+            }
+            let Some(value) = picked(collector, output, index)? else {
+                continue;
+            };
+            let wanted = first.is_none() || self.keeps_next();
+            let kept = kept(collector, wanted.then_some(&value))?;
+            kept_as_it_is |= kept.is(main_of(output));
+            self.recorded.lock().values.push((key, kept));
+        }
+        if !kept_as_it_is {
+            self.note(output)?;
+        }
+        Ok(())
+    }
+
+    /// What was recorded under each key, in the order of the layers' calls; the call has it no more.
+    fn recorded<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let recorded = std::mem::take(&mut *self.recorded.lock());
+        let found = PyDict::new(py);
+        let Some(installation) = &self.installation else {
+            return Ok(found);
+        };
+        for (place, key) in installation.get().keys.iter().enumerate() {
+            if self.asked.get(place).is_some_and(|asked| *asked) {
+                let all = recorded.taken.iter().chain(&recorded.values);
+                let values: Vec<_> = all
+                    .filter(|(key, _)| *key == place)
+                    .map(|(_, value)| value)
+                    .collect();
+                found.set_item(key.get().name(), PyTuple::new(py, values)?)?;
+            }
+        }
+        Ok(found)
+    }
+
+    /// What its layers returned, as far as somebody has it.
+    fn seen<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let recorded = self.recorded.lock();
+        let kept = recorded
+            .values
+            .iter()
+            .map(|(_, value)| value.bind(py).clone());
+        let others = recorded
+            .seen
+            .iter()
+            .filter_map(|each| each.bind(py).upgrade());
+        kept.chain(others).collect()
+    }
+
+    /// Records nothing from now on.
+    fn end(&self) {
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(installation) = self.installation.as_ref().filter(|_| self.records()) {
+            installation.get().watching.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.__clear__();
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.installation)?;
+        let recorded = self.recorded.lock();
+        let mut values = recorded.taken.iter().chain(&recorded.values);
+        values.try_for_each(|(_, value)| visit.call(value))
+    }
+
+    fn __clear__(&self) {
+        // Dropped after the lock was released: tensors run code when they go.
+        let _recorded = std::mem::take(&mut *self.recorded.lock());
+    }
+}
+
+impl CallBase {
+    /// Notes what a layer returned.
+    fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
+        let main = main_of(output);
+        if torch::is_tensor(&main)? {
+            let reference = PyWeakrefReference::new(&main)?.unbind();
+            self.recorded.lock().seen.push(reference);
+        }
+        Ok(())
+    }
+
+    /// Whether what the layer takes is the first hidden state.
+    fn begins(&self, first: bool) -> bool {
+        let mut recorded = self.recorded.lock();
+        let begins = first && recorded.states.is_none();
+        recorded.states.get_or_insert(usize::from(first));
+        begins
+    }
+
+    /// Whether the next hidden state is kept.
+    fn keeps_next(&self) -> bool {
+        let mut recorded = self.recorded.lock();
+        let place = recorded.states.get_or_insert_default();
+        *place += 1;
+        self.keeps(*place - 1)
+    }
+
+    fn keeps(&self, place: usize) -> bool {
+        let selected = self.selected.as_ref();
+        selected.is_none_or(|selected| selected.contains(&place))
+    }
+}
+
+/// A value as it is kept; None in place of what is not.
+fn kept(collector: &Bound<'_, Collector>, value: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
+    match value {
+        Some(value) => Collector::kept(collector, value).map(Bound::unbind),
+        None => Ok(collector.py().None()),
+    }
+}
+
+/// What a layer computes: the first item of a tuple.
+fn main_of<'py>(output: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+    let first = output.cast::<PyTuple>().ok();
+    let first = first.and_then(|tuple| tuple.get_item(0).ok());
+    first.unwrap_or_else(|| output.clone())
+}
+
+/// What is recorded of a layer's output; nothing of None.
+fn picked<'py>(
+    collector: &Bound<'py, Collector>,
+    output: &Bound<'py, PyAny>,
+    index: isize,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let value = match output.cast::<PyTuple>() {
+        Err(_) => output.clone(),
+        Ok(tuple) => {
+            let len = tuple.len();
+            let place = index.checked_add_unsigned(if index < 0 { len } else { 0 });
+            let place = place.and_then(|place| usize::try_from(place).ok());
+            let item = place.and_then(|place| tuple.get_item(place).ok());
+            item.ok_or_else(|| {
+                error::selection_error(
+                    output.py(),
+                    format!(
+                        "{:?} has no output_index {index}: it is a tuple of {len}",
+                        collector.get().name()
+                    ),
+                )
+            })?
+        }
+    };
+    Ok((!value.is_none()).then_some(value))
+}
+
+/// The call that records in this context, or keeps others from it.
+fn innermost<'py>(py: Python<'py>, scopes: &Scopes<'py>) -> PyResult<Option<Bound<'py, CallBase>>> {
+    let Some(scopes) = scopes.entered(py)? else {
+        return Ok(None);
+    };
+    let call = scopes.iter().find_map(|scope| scope.cast_into().ok());
+    Ok(call)
+}
