@@ -1098,21 +1098,37 @@ def test_an_unknown_flag_names_the_closest() -> None:
         model(X, output_hidden_states="all")
 
 
+class Encoder(Model):
+    _can_record_outputs = {"attentions": Attention}
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Encoder(), Model()
+
+    def forward(self, x: torch.Tensor, **flags: Any) -> Any:
+        return self.decoder(self.encoder(x, **flags)["last_hidden_state"], **flags)
+
+
 def test_a_flag_that_a_model_around_it_passes_on_is_known() -> None:
-    class Encoder(Model):
-        _can_record_outputs = {"attentions": Attention}
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = Encoder(), Model()
-
-        def forward(self, x: torch.Tensor, **flags: Any) -> Any:
-            return self.decoder(self.encoder(x, **flags)["last_hidden_state"], **flags)
-
     assert "hidden_states" in Both()(X, output_hidden_states=True)
     with pytest.raises(fh.HookTypeError, match="output_hiden_states"):
         Both()(X, output_hiden_states=True)
+
+
+@with_marks
+def test_flags_are_known_or_refused_compiled() -> None:
+    both = Both()
+
+    def call(x: torch.Tensor, **flags: Any) -> Any:
+        return both(x, **flags)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert "hidden_states" in compiled(X, output_hidden_states=True)
+    # Dynamo wraps what is raised while it traces.
+    with pytest.raises(Exception, match=r"no 'output_hiden_states'.*output_attentions"):
+        compiled(X, output_hiden_states=True)
 
 
 @pytest.mark.parametrize("returned", [X, (X,), Output])

@@ -94,8 +94,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             flags = _flags(declared, config, kwargs)
             around = innermost()
             traced = torch.compiler.is_compiling() and around is None
-            if not traced:
-                _check_flags(self, declared, config, kwargs)
+            _check_flags(self, declared, config, kwargs)
             # By their own keyword, which no model around this one passed on.
             asked = (
                 [key for key in flags if kwargs.get(FLAG + key) and key not in WITH_ATTENTIONS]
@@ -135,6 +134,13 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
+def _while_traced(function: F) -> F:
+    """Has Dynamo run a function while it traces, and see the result alone."""
+    # What `torch.compiler.assume_constant_result` does, which would import Dynamo.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _flags(declared: dict[str, Any], config: object, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keys that are asked for, with what their flags say."""
     flags = {}
@@ -155,25 +161,35 @@ def _check_flags(
             continue
         if name.removeprefix(FLAG) in declared or hasattr(config, name):
             continue
-        # A model around this one passes on what it got.
-        if any(name in _known_flags(each) for each in (model, *_around(model))):
-            continue
-        flags = sorted(_known_flags(model))
-        closest = ", ".join(_closest(name, flags) or flags)
-        msg = (
-            f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
-        )
-        raise HookTypeError(msg)
+        _check_known(model, name)
+
+
+@_while_traced
+def _check_known(model: nn.Module, name: str) -> None:
+    # A model around this one passes on what it got.
+    if any(name in _known_flags(each) for each in (model, *_around(model))):
+        return
+    flags = sorted(_known_flags(model))
+    closest = ", ".join(_closest(name, flags) or flags)
+    msg = f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
+    raise HookTypeError(msg)
 
 
 def _around(model: nn.Module) -> Iterator[nn.Module]:
     """The models whose methods run on this thread, with this one inside them."""
     frame = inspect.currentframe()
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        caller = _traced_by(frame.f_locals.get("self"))
         if isinstance(caller, nn.Module) and any(each is model for each in caller.modules()):
             yield caller
         frame = frame.f_back
+
+
+def _traced_by(caller: Any) -> Any:
+    """The `self` of the frame that one of Dynamo's stands for, while that traces it."""
+    variable = getattr(caller, "symbolic_locals", {}).get("self")
+    variable = variable.unwrap() if hasattr(variable, "unwrap") else variable
+    return getattr(variable, "value", caller)
 
 
 def _known_flags(model: nn.Module) -> frozenset[str]:
@@ -328,18 +344,15 @@ def _call(
     return outputs, recorded
 
 
+@_while_traced
 def _prepared(
     model: nn.Module, flags: dict[str, Any], asked: list[str]
 ) -> tuple[str, tuple[int, ...] | None]:
-    """Installs; runs while Dynamo traces, which sees the result alone."""
+    """Installs."""
     installation = install(model)
     selected = _selected(model, flags, asked, installation)
     installation.watch()
     return installation.number, None if selected is None else tuple(selected)
-
-
-# What `torch.compiler.assume_constant_result` does, which would import Dynamo.
-_prepared._dynamo_marked_constant = True  # type: ignore[attr-defined] # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)

@@ -125,10 +125,10 @@ def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Colle
 _INSTALLED: dict[int, Installation] = {}
 
 
-# Given the dict: at the interpreter's end the module has no variables any more.
+# At the interpreter's end the module has no variables any more.
 def _forget(installed: dict[int, Installation], key: int, _model: object) -> None:
     installation = installed.pop(key, None)
-    if installation is not None:  # its layers may be another model's too
+    if installation is not None and _LOCK is not None:  # its layers may be another model's too
         installation.retire()
 
 
