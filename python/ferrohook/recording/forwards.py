@@ -187,7 +187,7 @@ def _around(model: nn.Module) -> Iterator[nn.Module]:
 
 def _traced_by(caller: Any) -> Any:
     """The `self` of the frame that one of Dynamo's stands for, while that traces it."""
-    variable = getattr(caller, "symbolic_locals", {}).get("self")
+    variable: Any = getattr(caller, "symbolic_locals", {}).get("self")
     variable = variable.unwrap() if hasattr(variable, "unwrap") else variable
     return getattr(variable, "value", caller)
 
