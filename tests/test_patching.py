@@ -169,7 +169,7 @@ def test_threads_that_patch_at_once_leave_what_was_there(package: Any) -> None:
 
     def run() -> None:
         ready.wait(LIMIT)
-        for _ in range(50):
+        for _ in range(20):
             with apply_patches("their_package"):
                 if package.Attention is not Other:
                     wrong.append(package.Attention)
