@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+STAMP := $(shell date -u +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
 # Tests side by side, each on one core: their models are too small to be worth more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
@@ -33,7 +34,8 @@ lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show ## Formatting,
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
-	$(BIN)/python -m benches
+	@mkdir -p bench-results
+	$(BIN)/ferrohook bench --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).png
 
 loom: ## Every interleaving of the core's threads, as far as loom's model goes
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom

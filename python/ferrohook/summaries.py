@@ -14,18 +14,22 @@ from ferrohook.selection import select
 if TYPE_CHECKING:
     from rich.tree import Tree
 
+    from ferrohook.selection import Selector
 
-def summary(model: nn.Module) -> Tree:
-    """The modules of a model that have hooks, as a tree to `rich.print`, or to `print` as text.
+
+def summary(model: nn.Module, also: Selector = ()) -> Tree:
+    """The modules of a model that have hooks, as a tree to `rich.print`.
 
     Lists what fires in this context, in firing order: phase, hook, priority, calls, and the time
     spent where it is counted (`register(timed=True)`).
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
+        also: modules to show that have no hooks, see `select`; None for all.
 
     Raises:
         HookTypeError: `model` is no `nn.Module`.
+        SelectionError: `also` matches nothing.
         HookError: the package rich is not installed (`ferrohook[rich]`).
     """
     try:
@@ -39,9 +43,10 @@ def summary(model: nn.Module) -> Tree:
     modules = select(model)
     hooks = {name: _hooks(module) for name, module in modules.items()}
     shown = {""}
+    asked_for = () if also == () else select(model, also)
     for name, rows in hooks.items():
         above = name
-        while rows and above not in shown:
+        while (rows or name in asked_for) and above not in shown:
             shown.add(above)
             above = above.rpartition(".")[0]
     nodes: dict[str, Tree] = {}

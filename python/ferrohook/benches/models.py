@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import importlib.util
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,13 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from benches.harness import Contest, Row, Sampler, expect, timed
-from benches.hooks import Trivial, X, as_it_is, calls, forward_hooks, no_hooks
+from ferrohook.benches.harness import Contest, Row, Sampler, expect, timed
+from ferrohook.benches.hooks import Trivial, X, as_it_is, calls, forward_hooks, no_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benches.hooks import Attach
+    from ferrohook.benches.hooks import Attach
 
 LAYERS = 48
 SCOPES = 64
@@ -166,7 +165,7 @@ def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
             kept: list[torch.Tensor] = list().save()  # type: ignore[attr-defined]  # noqa: C408 (nnsight's own)
             for layer in traced:
                 kept.append(layer.output)  # noqa: PERF401 (nnsight reads the source)
-        return kept
+        return kept  # pyright: ignore[reportPossiblyUnboundVariable]
 
     return call
 
@@ -288,11 +287,13 @@ ROWS = [
         name="small Llama, a hook on every module / without hooks",
         bar=1.00,
         setup=every_module_of_llama(torch_hooks=False),
+        needs="transformers",
     ),
     Row(
         name="small Llama, a hook on every module / PyTorch's hooks",
         bar=0.90,
         setup=every_module_of_llama(torch_hooks=True),
+        needs="transformers",
     ),
     Row(
         name="48 linear layers, all captured / nothing captured",
@@ -318,17 +319,17 @@ ROWS = [
     ),
 ]
 for rival, captured_by in RIVALS.items():
-    if importlib.util.find_spec(rival) is None:
-        continue
     ROWS += [
         Row(
             name=f"48 linear layers, all captured / {rival}",
             bar=0.50,
             setup=capture_all(captured_by),
+            needs=rival,
         ),
         Row(
             name=f"the same with a capture opened for each call / {rival}",
             bar=1.00,
             setup=run_and_capture(rival),
+            needs=rival,
         ),
     ]

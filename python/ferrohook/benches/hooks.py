@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from benches.harness import Contest, Row, Sampler, expect, no_garbage_collection, timed
+from ferrohook.benches.harness import Contest, Row, Sampler, expect, no_garbage_collection, timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import ferrohook as fh
-from benches.harness import Contest, Row, expect, timed
-from benches.hooks import Trivial
+from ferrohook.benches.harness import Contest, Row, expect, timed
+from ferrohook.benches.hooks import Trivial
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -45,6 +45,7 @@ class Row:
         at_least: the bar is a lower one.
         absolute: the bar is for our figure itself; the other is shown to compare.
         repeats: at most so many, where each takes long.
+        needs: the module that the other side is, where that is neither PyTorch nor ourselves.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Row:
     at_least: bool = False
     absolute: bool = False
     repeats: int | None = None
+    needs: str | None = None
 
     @property
     def bar_text(self) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benches.harness import Contest, Row, Sampler, expect, no_garbage_collection
-from benches.models import llama, model_calls
+from ferrohook.benches.harness import Contest, Row, Sampler, expect, no_garbage_collection
+from ferrohook.benches.models import llama, model_calls
 from ferrohook.recording import capture_outputs, merge_with_config_defaults
 
 if TYPE_CHECKING:
@@ -95,10 +95,12 @@ ROWS = [
         name="small Llama, all states and attentions: extra time / transformers'",
         bar=0.50,
         setup=extra_time,
+        needs="transformers",
     ),
     Row(
         name="small Llama, recorded before and not asked for / never recorded",
         bar=1.02,
         setup=not_asked_for,
+        needs="transformers",
     ),
 ]

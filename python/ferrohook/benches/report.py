@@ -1,4 +1,4 @@
-"""What `python -m benches` shows of its results: tables, JSON and a plot."""
+"""What is shown of the results: tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 from rich.table import Table
 
 import ferrohook as fh
 
 if TYPE_CHECKING:
-    from benches.harness import Measured
+    from ferrohook.benches.harness import Measured
+    from ferrohook.benches.running import Results
 
 GOOD, BAD = "tab:blue", "tab:red"
 
@@ -67,24 +67,28 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def table(results: list[Measured]) -> Table:
+def table(results: Results) -> Table:
     """The results for a terminal."""
     shown = Table(caption="median of the repeats, spread from the 10th to the 90th percentile")
     shown.add_column("row", min_width=24)
     for heading in HEADINGS[1:]:
         shown.add_column(heading, justify="right", no_wrap=True)
-    for result in results:
+    for result in results.measured:
         row, *cells, ok = cells_of(result)
         shown.add_row(row, *cells, f"[green]{ok}" if result.ok else f"[red]{ok}")
+    for left_out in results.skipped:
+        shown.add_row(left_out.name, f"[dim]{left_out.needs} is not installed")
+    for name in results.failed:
+        shown.add_row(name, "[red]failed, see below")
     return shown
 
 
-def markdown(results: list[Measured], machine: Machine) -> str:
+def markdown(results: Results, machine: Machine) -> str:
     """The results for a README."""
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "| --- |" + " ---: |" * (len(HEADINGS) - 1),
-        *("| " + " | ".join(cells_of(result)) + " |" for result in results),
+        *("| " + " | ".join(cells_of(result)) + " |" for result in results.measured),
         "",
         f"{machine}. Medians; spread from the 10th to the 90th percentile.",
     ]
@@ -110,9 +114,7 @@ def cells_of(result: Measured) -> list[str]:
     ]
 
 
-def write_json(
-    path: Path, results: list[Measured], errors: dict[str, str], machine: Machine
-) -> None:
+def write_json(path: Path, results: Results, machine: Machine) -> None:
     """Writes all that was measured."""
     rows = [
         {
@@ -128,18 +130,26 @@ def write_json(
             "ok": result.ok,
             "pairs": result.pairs,
         }
-        for result in results
+        for result in results.measured
     ]
-    content = {"machine": asdict(machine), "rows": rows, "wrong_results": errors}
+    content = {
+        "machine": asdict(machine),
+        "rows": rows,
+        "not_installed": {row.name: row.needs for row in results.skipped},
+        "failed": results.failed,
+    }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, results: list[Measured], machine: Machine) -> None:
+def write_plot(path: Path, results: Results, machine: Machine) -> None:
     """Draws each row as a part of its bar, so that all fit one axis: up to 1 is good."""
-    figure = Figure(figsize=(10, 1.6 + 0.35 * len(results)), layout="constrained")
+    from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+
+    measured = results.measured
+    figure = Figure(figsize=(10, 1.6 + 0.35 * len(measured)), layout="constrained")
     axes = figure.add_subplot()
     longest = 1.0
-    for place, result in enumerate(results):
+    for place, result in enumerate(measured):
         row = result.row
         values = (result.value, *result.spread)
         value, *spread = [row.bar / v if row.at_least else v / row.bar for v in values]
@@ -151,7 +161,7 @@ def write_plot(path: Path, results: list[Measured], machine: Machine) -> None:
         axes.text(1.01, place, f"{figures} ({row.bar_text})", transform=beside, va="center")
         longest = max(longest, value)
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(results)), [result.row.name for result in results])
+    axes.set_yticks(range(len(measured)), [result.row.name for result in measured])
     axes.invert_yaxis()  # the first row on top, as in the table
     axes.set_xlim(0, 1.2 * longest)
     axes.set_xlabel(

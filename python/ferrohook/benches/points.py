@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from benches.harness import Contest, Row, expect
-from benches.models import LAYERS, model_calls, stack
+from ferrohook.benches.harness import Contest, Row, expect
+from ferrohook.benches.models import LAYERS, model_calls, stack
 from ferrohook.points import HookedRootModule, HookPoint
 
 if TYPE_CHECKING:
@@ -99,17 +98,22 @@ def hooked() -> Contest:
 
 
 ROWS = [
-    Row(name="48 hook points in a row, idle / TransformerLens", bar=0.40, setup=idle),
+    Row(
+        name="48 hook points in a row, idle / TransformerLens",
+        bar=0.40,
+        setup=idle,
+        needs="transformer_lens",
+    ),
     Row(
         name="48 linear layers and hook points, run_with_cache / TransformerLens",
         bar=0.40,
         setup=cached,
+        needs="transformer_lens",
     ),
     Row(
         name="48 linear layers and hook points, run_with_hooks / TransformerLens",
         bar=0.50,
         setup=hooked,
+        needs="transformer_lens",
     ),
 ]
-if importlib.util.find_spec("transformer_lens") is None:
-    ROWS = []

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from benches.harness import Contest, Row, expect, timed
-from benches.hooks import Trivial, X, calls
 from ferrohook import interventions
+from ferrohook.benches.harness import Contest, Row, expect, timed
+from ferrohook.benches.hooks import Trivial, X, calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,14 +81,22 @@ ROWS = [
         bar=0.60,
         setup=disabled,
     ),
+    Row(
+        name="one detector / mi-crow",
+        bar=0.35,
+        setup=against_mi_crow(counting),
+        needs="mi_crow",
+    ),
+    Row(
+        name="one detector that keeps a copy / mi-crow's, which keeps a reference",
+        bar=1.5,
+        setup=against_mi_crow(keeping),
+        needs="mi_crow",
+    ),
+    Row(
+        name="one controller / mi-crow",
+        bar=0.35,
+        setup=against_mi_crow(replacing),
+        needs="mi_crow",
+    ),
 ]
-if importlib.util.find_spec("mi_crow"):  # in the group rivals
-    ROWS += [
-        Row(name="one detector / mi-crow", bar=0.35, setup=against_mi_crow(counting)),
-        Row(
-            name="one detector that keeps a copy / mi-crow's, which keeps a reference",
-            bar=1.5,
-            setup=against_mi_crow(keeping),
-        ),
-        Row(name="one controller / mi-crow", bar=0.35, setup=against_mi_crow(replacing)),
-    ]

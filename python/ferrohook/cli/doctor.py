@@ -1,0 +1,117 @@
+"""`ferrohook doctor`: tells versions and what works here, to be put into a report of a fault."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+import sys
+import sysconfig
+from typing import TYPE_CHECKING, Any
+
+from ferrohook import __version__
+from ferrohook.cli.mistakes import told
+
+if TYPE_CHECKING:
+    import argparse
+
+OPTIONAL = (
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "transformers",
+    "transformer-lens",
+    "nnsight",
+    "mi-crow",
+)
+COMPILERS = ("c++", "g++", "clang++", "cl")
+WORKS = "works"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What it takes."""
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found.
+
+    Returns:
+        1 if hooks do not work here.
+    """
+    found, sound = examine()
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        width = max(map(len, found))
+        for name, value in found.items():
+            print(f"{name:<{width}}  {value}")
+    return 0 if sound else 1
+
+
+def examine() -> tuple[dict[str, str], bool]:
+    """What there is, by name, and whether hooks work."""
+    found = {
+        "ferrohook": __version__,
+        "Python": f"{platform.python_implementation()} {platform.python_version()}",
+        "free-threading": _free_threading(),
+        "system": platform.platform(terse=True),
+    }
+    sound = importlib.util.find_spec("torch") is not None
+    if sound:
+        found |= _torch()
+        sound = found["hooks"] == WORKS
+    else:
+        found["torch"] = "not installed: nothing but ferrohook._core can be imported without it"
+    for package in OPTIONAL:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found, sound
+
+
+def _free_threading() -> str:
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "no, this Python has the GIL"
+    on = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return "off: the GIL is on (PYTHON_GIL, or an extension that needs it)" if on else "yes"
+
+
+def _torch() -> dict[str, str]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    return {
+        "torch": str(torch.__version__),
+        "GPU": f"{', '.join(gpus)} (CUDA {torch.version.cuda})" if gpus else "torch sees none",
+        "hooks": _tried(compiled=False),
+        "hooks in torch.compile": _tried(compiled=True),
+        "C++ compiler": compiler or "none on the PATH; torch.compile's default backend needs one",
+    }
+
+
+def _add_one(_module: object, _args: object, output: Any) -> Any:
+    return output + 1
+
+
+def _tried(*, compiled: bool) -> str:
+    """Whether a hook fires."""
+    import torch
+    from torch import nn
+
+    import ferrohook as fh
+
+    try:
+        model: nn.Module = fh.HookedModule(nn.Identity())
+        model.register_forward_hook(_add_one)
+        if compiled:
+            # Traced and not translated: that is what hooks have a part in.
+            model = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[assignment]
+        works = bool(model(torch.zeros(1)) == 1)
+    except Exception as error:
+        return f"failed: {told(error)}"
+    return WORKS if works else "failed: a hook did not fire"

@@ -1,0 +1,41 @@
+"""`ferrohook tree`: shows the modules of a model and the hooks that they have."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from ferrohook.cli import models
+from ferrohook.cli.mistakes import need
+
+if TYPE_CHECKING:
+    import argparse
+
+UNLIMITED = 10_000
+"""Columns, where the output is read by no person: lines stay whole."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What it takes."""
+    models.add_options(parser)
+    parser.add_argument(
+        "--select",
+        metavar="PATTERN",
+        nargs="+",
+        default="**",
+        help="names or globs of the modules to show, '*' for those at the top; all if left out",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the tree."""
+    need("rich", extra="rich")
+    need("torch")
+
+    from rich.console import Console
+
+    import ferrohook as fh
+
+    shown = fh.summary(models.load(options.model, trust=options.trust), options.select)
+    Console(width=None if sys.stdout.isatty() else UNLIMITED).print(shown)
+    return 0

