@@ -48,7 +48,8 @@ wheels: $(BIN)/maturin ## Release wheels for each CPython found, installed and c
 
 docs: build $(VENV)/docs ## The documentation, without warnings, into site/
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@# Not --quiet, which hides warnings from --strict.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: $(BIN)/maturin
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet

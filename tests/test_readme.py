@@ -2,43 +2,91 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from ferrohook.cli import main
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text()]
+BLOCK = re.compile(r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROCESSES = 2
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+class Block(NamedTuple):
+    language: str
+    title: str
+    code: str
 
 
-BLOCKS = blocks(README)
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found.groups(default="")) for found in BLOCK.finditer(page.read_text())]
+
+
+PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if blocks(page)]
+BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in BY_TORCHRUN], ids=lambda page: page.stem
+)
+@pytest.mark.filterwarnings("ignore")
+def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One block after the other, as somebody would who reads it.
+    names: dict[str, object] = {"__name__": page.stem}
+    for language, title, code in blocks(page):
+        if "transformers" in code:
+            pytest.importorskip("transformers")
+        if language == "bash":
+            for line in filter(None, code.splitlines()):
+                command, *arguments = shlex.split(line)
+                assert command == "ferrohook", line
+                assert main(arguments) == 0, line
+        elif title:
+            Path(title).write_text(code)
+            monkeypatch.syspath_prepend(Path.cwd())
+            runpy.run_path(title, run_name="__main__")
+        else:
+            exec(compile(code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
+def test_page_runs_on_several_processes(page: Path) -> None:
+    # Past the destructors of C++: gloo's abort a process now and then, with plain PyTorch too.
+    ending = "import os; os._exit(0)"
+    Path("page.py").write_text("\n".join([*(block.code for block in blocks(page)), ending]))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{PROCESSES}"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "page.py"],
+            env={**os.environ, **torchrun, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        assert [process.wait(timeout=110) for process in running] == PROCESSES * [0]
+    finally:
+        for process in running:
+            process.kill()
 
 
 def test_there_is_code() -> None:
-    assert BLOCKS
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_block_runs(block: str) -> None:
-    exec(compile(block, str(README), "exec"), {})
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.filterwarnings("ignore")
-def test_page_runs(page: Path) -> None:
-    # One block after the other, as somebody would who reads it.
-    names: dict[str, object] = {"__name__": page.stem}
-    for block in blocks(page):
-        if "transformers" in block:
-            pytest.importorskip("transformers")
-        exec(compile(block, str(page), "exec"), names)
-
-
-def test_there_are_pages() -> None:
-    assert PAGES
+    assert README in PAGES
+    assert len(PAGES) > len(BY_TORCHRUN) > 0
