@@ -19,7 +19,7 @@ help: ## What there is
 demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, watch all, restore it bit for bit
 	$(BIN)/python examples/quickstart.py
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/oracle ## Every test that needs no special interpreter
+test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/oracle ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core
 	$(PYTEST)
 
@@ -43,7 +43,7 @@ loom: ## Every interleaving of the core's threads, as far as loom's model goes
 free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 	script/free-threaded
 
-wheels: $(BIN)/maturin ## Release wheels for each CPython found, installed and called
+wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and called
 	script/wheels
 
 docs: build $(VENV)/docs ## The documentation, without warnings, into site/
@@ -70,6 +70,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # A file for each group of dependencies that was installed.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

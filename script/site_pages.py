@@ -1,6 +1,6 @@
 """A hook of mkdocs: the repository's own pages are pages of the site too.
 
-They are written once, where GitHub and cargo look for them, with links between them that hold there.
+They are written once, where people and cargo look for them, with links that hold there.
 """
 
 from __future__ import annotations
