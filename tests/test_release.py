@@ -1,0 +1,67 @@
+"""What a release is made of agrees: the version, the Pythons, and what public CI runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ferrohook as fh
+
+yaml: Any = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parent.parent
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def workflow() -> dict[str, Any]:
+    jobs: dict[str, Any] = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
+    return jobs
+
+
+def test_the_version_is_written_in_one_place() -> None:
+    version = tomllib.loads(read("Cargo.toml"))["workspace"]["package"]["version"]
+    assert fh.__version__ == version == importlib.metadata.version("ferrohook")
+    written = [ROOT / "Cargo.toml", ROOT / "pyproject.toml", *ROOT.glob("rust/*/Cargo.toml")]
+    written += (ROOT / "python").rglob("*.py")
+    found = [path.name for path in written if version in path.read_text()]
+    assert found == ["Cargo.toml"]
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    first = re.search(r"^## (\S+?)(?:, .+)?$", read("CHANGELOG.md"), re.MULTILINE)
+    assert first is not None
+    assert first[1] == fh.__version__
+
+
+def test_public_ci_runs_each_lane_once() -> None:
+    lanes = re.search(r"^for lane in (.+); do$", read(".ci/run"), re.MULTILINE)
+    assert lanes is not None
+    makes = [
+        step["run"].removeprefix("make ")
+        for job in workflow().values()
+        for step in job["steps"]
+        if step.get("run", "").startswith("make ")
+    ]
+    assert sorted(makes) == sorted(lanes[1].split())
+    targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)
+    assert set(makes) <= set(targets)
+
+
+def test_what_is_released_is_tested() -> None:
+    jobs = workflow()
+    built = re.search(r"^for version in (.+); do$", read("script/wheels"), re.MULTILINE)
+    assert built is not None
+    with_gil = [version for version in built[1].split() if not version.endswith("t")]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == with_gil
+    set_up = next(step["with"] for step in jobs["wheels"]["steps"] if "with" in step)
+    assert sorted(set_up["python-version"].split()) == sorted(built[1].split())
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    assert project["requires-python"] == f">={with_gil[0]}"
