@@ -9,10 +9,12 @@ import shlex
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from ferrohook.cli import main
 
@@ -20,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROCESSES = 2
+NEEDED = {"transformers": "transformers", "--plot": "matplotlib"}
 
 
 class Block(NamedTuple):
@@ -41,6 +44,16 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def _skip_what_cannot_run(code: str) -> None:
+    for words, package in NEEDED.items():
+        if words in code:
+            pytest.importorskip(package)
+    if "torch.compile" in code:
+        if sysconfig.get_config_var("Py_GIL_DISABLED") and sys.version_info < (3, 14):
+            pytest.skip("torch.compile does not support free-threaded CPython 3.13")
+        torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page not in BY_TORCHRUN], ids=lambda page: page.stem
 )
@@ -49,8 +62,7 @@ def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One block after the other, as somebody would who reads it.
     names: dict[str, object] = {"__name__": page.stem}
     for language, title, code in blocks(page):
-        if "transformers" in code:
-            pytest.importorskip("transformers")
+        _skip_what_cannot_run(code)
         if language == "bash":
             for line in filter(None, code.splitlines()):
                 command, *arguments = shlex.split(line)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
 from ferrohook.cli import bench, capture, doctor, tree
-from ferrohook.cli.mistakes import Mistake, in_one_line
+from ferrohook.cli.mistakes import Mistake, in_one_line, told
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -42,17 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(COMMANDS[options.command].run(options))
-    except (Mistake, HookError) as error:
-        if options.traceback:
-            raise
-        print(f"ferrohook {options.command}: {in_one_line(str(error))}", file=sys.stderr)
-        return MISTAKE
     except BrokenPipeError:
         # Whoever read the output has seen enough; the interpreter is not to flush into the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except (Mistake, HookError, OSError) as error:
+        if options.traceback:
+            raise
+        # What the system says of a file names it.
+        message = told(error) if isinstance(error, OSError) else str(error)
+        print(f"ferrohook {options.command}: {in_one_line(message)}", file=sys.stderr)
+        return MISTAKE
 
 
 def _parser() -> Parser:

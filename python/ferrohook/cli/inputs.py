@@ -113,7 +113,9 @@ def _tokens(text: str, where: str) -> dict[str, Any]:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            where, local_files_only=True, trust_remote_code=False
+        )
         return dict(tokenizer(text, return_tensors="pt"))
     except Exception as error:
         msg = f"the tokenizer in {where} failed: {told(error)}"

@@ -147,11 +147,13 @@ def _from_transformers(path: Path) -> nn.Module:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        # Without `trust_remote_code` it would ask at the terminal.
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(path, **options)
         # The class that was saved, for its names; else the model without a head.
         saved = (config.architectures or ["AutoModel"])[0]
         cls: Any = getattr(transformers, saved, transformers.AutoModel)
-        model, found = cls.from_pretrained(path, local_files_only=True, output_loading_info=True)
+        model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     except Exception as error:
         msg = f"transformers cannot load {path}: {told(error)}"
         raise Mistake(msg) from error
