@@ -185,7 +185,7 @@ def test_a_mistake_of_capture_is_told_and_nothing_written(
         ("rich", "tree cli_models:ready"),
         ("rich", "bench --quick"),
         ("matplotlib", "bench --plot plot.png"),
-        ("safetensors", " ".join(arguments("cli_models:hooked", "x.pt"))),
+        ("safetensors", " ".join(arguments("cli_models:hooked", "x.safetensors"))),
         ("torch", "bench"),
     ],
 )

@@ -49,7 +49,7 @@ def against_mi_crow(make: Callable[[Any], Any]) -> Callable[[], Contest]:
     """The same hook of both packages."""
 
     def setup() -> Contest:
-        import mi_crow.hooks  # noqa: PLC0415 (may be missing)
+        import mi_crow.hooks  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
         our, their = make(interventions), make(mi_crow.hooks)
         ours, theirs = hooked(our), Trivial()

@@ -156,7 +156,7 @@ def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
 
 def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
     """The same by nnsight's tracing."""
-    from nnsight import NNsight  # noqa: PLC0415 (where it is installed)
+    from nnsight import NNsight  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     traced = NNsight(model)
 
@@ -172,8 +172,8 @@ def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
 def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
     """The same by TransformerLens' `run_with_cache`."""
-    from transformer_lens import HookedRootModule  # noqa: PLC0415 (where it is installed)
-    from transformer_lens.hook_points import HookPoint  # noqa: PLC0415
+    from transformer_lens import HookedRootModule  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+    from transformer_lens.hook_points import HookPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     class Rooted(HookedRootModule):  # type: ignore[misc]  # untyped
         def __init__(self) -> None:

@@ -33,8 +33,8 @@ def rooted(root: Any, layers: list[nn.Module]) -> Any:
 
 def both(*, layers: bool) -> tuple[Any, Any]:
     """The same model on our classes and on those of TransformerLens."""
-    from transformer_lens import HookedRootModule as LensRoot  # noqa: PLC0415 (if installed)
-    from transformer_lens.hook_points import HookPoint as LensPoint  # noqa: PLC0415
+    from transformer_lens import HookedRootModule as LensRoot  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+    from transformer_lens.hook_points import HookPoint as LensPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     def steps(point: Any) -> list[nn.Module]:
         if not layers:

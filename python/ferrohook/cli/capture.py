@@ -46,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the activations and prints what they are."""
     check_writable(options.out, ".safetensors")
-    need("safetensors", extra="safetensors")
     need("torch")
     model = models.load(options.model, trust=options.trust)
     args, kwargs = inputs.read(options.input, options.model, model)
