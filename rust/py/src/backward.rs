@@ -7,11 +7,13 @@ use pyo3::types::PyTuple;
 
 use crate::detectors::Seen;
 use crate::hook::{Callback, Hook, Site};
+use crate::registry::Registry;
 use crate::{invoke, torch};
 
 /// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`, of
 /// the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
 pub fn run<'py>(
+    registry: &Registry,
     snapshot: Option<Snapshot<Hook>>,
     module: &Bound<'py, PyAny>,
     grads: &Bound<'py, PyAny>,
@@ -24,7 +26,11 @@ pub fn run<'py>(
         let Some(invocation) = entry.enter(&inside) else {
             continue;
         };
-        let site = Site { entry, module };
+        let site = Site {
+            entry,
+            module,
+            registry,
+        };
         let timer = entry.hook().start();
         let result = invoke(&site, &current, grad_output);
         drop((timer, invocation));

@@ -154,6 +154,7 @@ impl<'py> Call<'_, 'py> {
         Site {
             entry,
             module: self.module,
+            registry: self.registry.get(),
         }
     }
 

@@ -15,6 +15,7 @@ use crate::error::{hook_type_error, type_name};
 use crate::point::PointHook;
 use crate::recorder::Recorder;
 use crate::recording::LayerHook;
+use crate::registry::Registry;
 use crate::typed::TypedHook;
 
 /// A phase, from its name.
@@ -310,6 +311,7 @@ impl Hook {
 pub struct Site<'a, 'py> {
     pub entry: &'a Entry<Hook>,
     pub module: &'a Bound<'py, PyAny>,
+    pub registry: &'a Registry,
 }
 
 impl Site<'_, '_> {
@@ -370,9 +372,13 @@ impl Site<'_, '_> {
         };
         let py = self.py();
         self.annotate(&error);
-        let policy = self.entry.hook().options.on_error;
         // What is no Exception (KeyboardInterrupt, SystemExit) is not the hook's fault.
-        if policy == OnError::Raise || !error.is_instance_of::<PyException>(py) {
+        if !error.is_instance_of::<PyException>(py) {
+            return Err(error);
+        }
+        self.registry.count_error();
+        let policy = self.entry.hook().options.on_error;
+        if policy == OnError::Raise {
             return Err(error);
         }
         // Several threads may fail at once: one of them disables, and that one logs.

@@ -29,6 +29,8 @@ pub struct Registry {
     scoped: Scoped,
     /// How many hooks need to know how long the module runs.
     clocks: Arc<AtomicUsize>,
+    /// How often hooks raised, those of scopes and those removed since included.
+    errors: AtomicU64,
 }
 
 impl Registry {
@@ -40,7 +42,13 @@ impl Registry {
             hooks,
             scoped: Scoped::default(),
             clocks,
+            errors: AtomicU64::default(),
         }
+    }
+
+    pub fn count_error(&self) {
+        // Relaxed: a sum that orders nothing.
+        self.errors.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Whether a hook needs to know how long the module runs.
@@ -148,6 +156,12 @@ impl Registry {
     #[getter(module)]
     fn py_module(&self) -> u64 {
         self.module
+    }
+
+    /// How often hooks raised an `Exception`, whatever their `on_error`.
+    #[getter(errors)]
+    fn py_errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
     }
 
     /// Adds a hook of any phase.
@@ -329,7 +343,7 @@ impl Registry {
         grad_output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let snapshot = self.begin(module.py(), Phase::BackwardPre, &Scopes::given(scopes))?;
-        backward::run(snapshot, module, grad_output, None)
+        backward::run(self, snapshot, module, grad_output, None)
     }
 
     /// Walks the `backward` phase of one call that was made in `scopes`: the gradient of the
@@ -342,7 +356,7 @@ impl Registry {
         grad_output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let snapshot = self.begin(module.py(), Phase::Backward, &Scopes::given(scopes))?;
-        backward::run(snapshot, module, grad_input, Some(grad_output))
+        backward::run(self, snapshot, module, grad_input, Some(grad_output))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
