@@ -1,0 +1,158 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic_core import to_json
+
+import ferrohook as fh
+from ferrohook.service import ModelMetrics, RequestScope, deadline, list_hooks
+
+from .encoder import RefusedError
+from .limits import LimitBody
+from .schema import EmbedAnswer, EmbedRequest, Health, Hook, Hooks, Latency, Module, Refusal
+
+if TYPE_CHECKING:
+
+    from ferrohook.module import HookInfo
+
+    from .encoder import Encoder
+
+PAGE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the service is run.
+
+    Attributes:
+        threads: how many requests are computed at once.
+        seconds: how long the body of one may take to come, and then its answer.
+        max_body: the most bytes of a body.
+        observe: count and time the calls of every module.
+    """
+
+    threads: int = 2
+    seconds: float = 10.0
+    max_body: int = 2**20
+    observe: bool = True
+
+
+def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
+    """The service, around a model that all requests share."""
+    app = FastAPI(title="ferrohook: a sentence encoder to look into and to steer")
+    app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
+    for error in (RequestValidationError, fh.SelectionError, fh.CaptureBudgetError, RefusedError):
+        app.add_exception_handler(error, refuse)
+    metrics = ModelMetrics(encoder.model) if settings.observe else None
+    app.include_router(embedding(encoder, settings, metrics))
+    app.include_router(observing(encoder, metrics))
+    return app
+
+
+def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None) -> APIRouter:
+    """What the service is for."""
+    router = APIRouter()
+    limiter = anyio.CapacityLimiter(settings.threads)
+    captured = metrics.add_captured if metrics else ignore
+
+    @router.post(
+        "/embed",
+        response_model=EmbedAnswer,
+        responses={status: {"model": Refusal} for status in (408, 413, 422, 503)},
+    )
+    async def embed(request: EmbedRequest, scope: RequestScope) -> Response:
+        """Embeddings of texts; captures, steering and counts are this request's alone."""
+        try:
+            # Waiting for a thread ends by the one, what a thread computes by the other.
+            with anyio.fail_after(settings.seconds), deadline(settings.seconds):
+                answer = await anyio.to_thread.run_sync(
+                    lambda: to_json(encoder.embed(request, scope, captured)), limiter=limiter
+                )
+        except TimeoutError as error:
+            msg = f"no answer within {settings.seconds:g} seconds: send fewer texts, or again later"
+            raise HTTPException(503, msg, {"Retry-After": "1"}) from error
+        return Response(answer, media_type="application/json")
+
+    return router
+
+
+def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
+    """How the service and its model do."""
+    router = APIRouter()
+    registry = CollectorRegistry()
+    if metrics is not None:
+        registry.register(metrics)
+
+    @router.get("/metrics")
+    def prometheus() -> Response:
+        """Calls, latencies, hooks' errors and captured bytes, for Prometheus."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/hooks")
+    def hooks() -> Hooks:
+        """What is registered for all requests, and how each module does."""
+        seen = metrics.snapshot() if metrics else {}
+        types = {name: type(module).__name__ for name, module in encoder.model.named_modules()}
+        return Hooks(
+            modules=[
+                Module(
+                    name=name,
+                    type=types[name],
+                    hooks=[described(info) for info in infos],
+                    errors=seen[name]["errors"] if name in seen else None,
+                    latency=Latency.model_validate(seen[name]) if name in seen else None,
+                )
+                for name, infos in list_hooks(encoder.model).items()
+            ]
+        )
+
+    @router.get("/healthz", responses={503: {"model": Health}})
+    async def healthz(request: Request, response: Response) -> Health:
+        """Whether to send requests here."""
+        if getattr(request.state, "draining", False):
+            response.status_code = 503
+            return Health(status="draining")
+        return Health(status="ok")
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE)
+
+    return router
+
+
+def ignore(_value: object) -> None:
+    """Does nothing."""
+
+
+def described(info: HookInfo) -> Hook:
+    """A hook, for JSON."""
+    hook = getattr(info.hook, "__qualname__", None) or type(info.hook).__name__
+    return Hook(
+        id=info.id,
+        phase=info.phase,
+        hook=hook,
+        priority=info.priority,
+        enabled=info.enabled,
+        calls=info.calls,
+    )
+
+
+def refuse(_request: Request, error: Exception) -> JSONResponse:
+    """Tells the client what is wrong with the request."""
+    reason = str(error)
+    if isinstance(error, RequestValidationError):
+        # Without what was sent, which may be long, and may be what JSON cannot say.
+        reason = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+        )
+    return JSONResponse({"detail": reason}, 422)
