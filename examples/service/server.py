@@ -32,7 +32,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, *, grace: float, **options: Any) -> None:
         self._app = app
         self._grace = grace
-        super().__init__(uvicorn.Config(self._saying_goodbye, **options))
+        super().__init__(uvicorn.Config(self._saying_goodbye, interface="asgi3", **options))
 
     async def _saying_goodbye(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sending(message: Message) -> None:
@@ -42,8 +42,7 @@ class Server(uvicorn.Server):
 
         if scope["type"] == "http":
             scope.setdefault("state", {})["draining"] = self.should_exit
-            send = sending
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, sending)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes leave, then ends."""

@@ -1,0 +1,403 @@
+"""Concurrent clients of the example's service: `python -m benches.load --help`.
+
+Each request steers, captures and counts in its own way, and its answer is known before: from the
+same model, alone, with PyTorch's hooks. What is compared is measured by turns, so that whatever
+else the machine does meets both sides. All traffic stays on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benches.__main__ import Parser
+from benches.services import LockedEncoder
+from examples.service.schema import EmbedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WORDS = "a cat sleeps on the warm windowsill while interest rates rose again this quarter".split()
+LAYERS = 6
+HIDDEN = 384
+VARIANTS = 48
+CLOSE = 1e-5
+"""How far a number may be from the expected one; what the variants do is far more."""
+START_SECONDS = 120.0
+ANSWER_SECONDS = 60.0
+GROWTH = 8.0
+"""The most MiB that memory may grow: pools of threads and allocators settle late."""
+
+
+@dataclass
+class Variant:
+    """A request and its answer."""
+
+    body: bytes
+    expected: dict[str, Any]
+    # What was compared with it once need not be parsed again.
+    right: set[bytes] = field(default_factory=set)
+
+    def is_right(self, answer: bytes) -> bool:
+        """Whether it is the answer."""
+        if answer not in self.right:
+            if not alike(json.loads(answer), self.expected):
+                return False
+            self.right.add(answer)
+        return True
+
+
+def alike(answer: Any, expected: Any) -> bool:
+    """Whether two answers have the same keys and nearly the same numbers."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(answer, dict)
+            and answer.keys() == expected.keys()
+            and all(alike(answer[key], expected[key]) for key in expected)
+        )
+    found, wanted = np.asarray(answer), np.asarray(expected)
+    return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=0, atol=CLOSE))
+
+
+def make_variants(kind: str, texts: int, words: int) -> list[Variant]:
+    """Requests that differ in texts and in what they ask for.
+
+    Args:
+        kind: `plain` asks for embeddings alone, `capture` and `steer` for the one or the other,
+            `all` for both and counts.
+        texts: in each request.
+        words: in each text.
+    """
+    encoder = LockedEncoder()
+    generator = torch.Generator().manual_seed(0)
+    variants = []
+    for n in range(VARIANTS):
+        request: dict[str, Any] = {
+            "texts": [
+                " ".join(WORDS[(n + i * 3 + j) % len(WORDS)] for j in range(words))
+                for i in range(texts)
+            ]
+        }
+        layer = f"encoder.layer.{n % LAYERS}"
+        if kind in ("steer", "all"):
+            vector = torch.randn(HIDDEN, generator=generator).tolist()
+            request["steer"] = [
+                [
+                    {"op": "add", "modules": layer, "vector": vector},
+                    {"op": "scale", "modules": layer, "factor": 0.5 + n / VARIANTS},
+                    {"op": "zero", "modules": f"{layer}.attention"},
+                ][n // LAYERS % 3]
+            ]
+        if kind in ("capture", "all"):
+            request["capture"] = [
+                {"modules": "encoder.layer.*", "reduce": ("norm", "mean", "max")[n % 3]}
+            ]
+        if kind == "all":
+            request["count"] = [f"{layer}.attention.*"]
+        answer = encoder.embed(EmbedRequest.model_validate(request))
+        variants.append(Variant(json.dumps(request).encode(), {**answer}))
+    return variants
+
+
+class Service:
+    """A server in a process of its own.
+
+    Args:
+        module: what `python -m` runs, with options.
+    """
+
+    def __init__(self, *module: str) -> None:
+        command = [sys.executable, "-m", *module, "--port", "0"]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 (ours)
+        self.port = 0
+        self._started = threading.Event()
+        self._log: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None  # noqa: S101 (for the type)
+        for line in self._process.stderr:
+            self._log.append(line)
+            if running := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(running[1])
+                self._started.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def ready(self) -> Self:
+        """Waits until it serves."""
+        if not self._started.wait(START_SECONDS):
+            msg = f"the service did not start: {''.join(self._log)}"
+            raise TimeoutError(msg)
+        return self
+
+    def memory(self) -> float:
+        """What it holds, in MiB."""
+        with open(f"/proc/{self._process.pid}/smaps_rollup") as rollup:  # noqa: PTH123 (no file)
+            kib = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
+        return kib / 1024
+
+    def end(self) -> None:
+        """Tells it to, as a supervisor would."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process.poll() is None:
+            self.end()
+        try:
+            self._process.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@dataclass
+class Outcome:
+    """What clients met."""
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Answers per second."""
+        return len(self.latencies) / self.seconds
+
+    def quantile(self, percent: int) -> float:
+        """Of the latencies, in milliseconds."""
+        return statistics.quantiles(self.latencies, n=100)[percent - 1] * 1e3
+
+
+def drive(
+    service: Service,
+    variants: Sequence[Variant],
+    clients: int,
+    *,
+    requests: int | None = None,
+    seconds: float = float("inf"),
+) -> Outcome:
+    """Sends requests from so many clients at once, until so many or for so long.
+
+    A client ends too where the server says goodbye or takes no new connection: what it sent before
+    is dropped if it was not answered.
+    """
+    outcome = Outcome()
+    numbers = itertools.count()
+    start = perf_counter()
+
+    def client() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=ANSWER_SECONDS)
+        try:
+            connection.connect()
+            while perf_counter() - start < seconds:
+                number = next(numbers)
+                if requests is not None and number >= requests:
+                    return
+                variant = variants[number % len(variants)]
+                sent = perf_counter()
+                connection.request(
+                    "POST", "/embed", variant.body, {"Content-Type": "application/json"}
+                )
+                response = connection.getresponse()
+                answer = response.read()
+                outcome.latencies.append(perf_counter() - sent)
+                if response.status != http.HTTPStatus.OK or not variant.is_right(answer):
+                    outcome.wrong.append(f"{response.status}: {answer[:200]!r}")
+                if response.getheader("connection") == "close":
+                    return
+        except ConnectionRefusedError:
+            return
+        except (OSError, http.client.HTTPException) as error:
+            outcome.dropped.append(repr(error))
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outcome.seconds = perf_counter() - start
+    return outcome
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is measured by turns with others."""
+
+    name: str
+    service: Service
+    variants: list[Variant]
+
+
+def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
+    """Measures all sides; what is over its bar, and how many answers were wrong."""
+    kinds = {kind: make_variants(kind, options.texts, options.words) for kind in KINDS}
+    ours = ["examples.service"]
+    with (
+        Service("benches.services", "plain") as off,
+        Service(*ours) as observed,
+        Service("benches.services", "locked") as locked,
+        Service("benches.services", "locked", "--torch-threads", "2") as wide,
+    ):
+        sides = [
+            Side("hooks off", off.ready(), kinds["plain"]),
+            Side("every module observed", observed.ready(), kinds["plain"]),
+            Side("captured per request", observed, kinds["capture"]),
+            Side("steered per request", observed, kinds["steer"]),
+            Side("steered, plain hooks behind a lock", locked.ready(), kinds["steer"]),
+            Side("the same, two threads a forward", wide.ready(), kinds["steer"]),
+        ]
+        outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
+        for turn in range(options.rounds + 1):
+            # Backwards every other time: what comes first is not to have an advantage.
+            for side in sides if turn % 2 else reversed(sides):
+                outcome = drive(
+                    side.service, side.variants, options.clients, seconds=options.seconds
+                )
+                if turn:  # the first ones warm up
+                    outcomes[side.name].append(outcome)
+    table = Table(
+        title=f"{options.clients} clients, {options.texts} texts of {options.words} words"
+    )
+    for heading in ("", "requests/s", "p50 (ms)", "p99 (ms)", "wrong", "dropped"):
+        table.add_column(heading, justify="right" if heading else "left")
+    wrong = 0
+    for name, runs in outcomes.items():
+        everything = Outcome(latencies=[took for run in runs for took in run.latencies])
+        bad = [reason for run in runs for reason in run.wrong + run.dropped]
+        wrong += len(bad)
+        table.add_row(
+            name,
+            f"{statistics.median(run.rate for run in runs):.1f}",
+            f"{everything.quantile(50):.1f}",
+            f"{everything.quantile(99):.1f}",
+            f"{sum(len(run.wrong) for run in runs)}",
+            f"{sum(len(run.dropped) for run in runs)}",
+        )
+        for reason in bad[:3]:
+            console.print(reason)
+    console.print(table)
+    rate = {name: [run.rate for run in runs] for name, runs in outcomes.items()}
+    missed = []
+    for ours_name, other, bar in BARS:
+        ratios = [a / b for a, b in zip(rate[ours_name], rate[other], strict=True)]
+        value = statistics.median(ratios)
+        console.print(
+            f"{ours_name} / {other}: {value:.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f}), bar ≥ {bar}",
+            highlight=False,
+        )
+        if value < bar:
+            missed.append(f"{ours_name} / {other}")
+    return missed, wrong
+
+
+KINDS = ("plain", "capture", "steer")
+BARS = (
+    ("every module observed", "hooks off", 0.97),
+    ("steered per request", "steered, plain hooks behind a lock", 1.5),
+    ("steered per request", "the same, two threads a forward", 1.5),
+)
+
+
+def endurance(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
+    """Many short requests that steer, capture and count: wrong answers, and memory."""
+    variants = make_variants("all", 1, 6)
+    step = options.requests // STEPS
+    memory, wrong, seconds = [], 0, 0.0
+    with Service("examples.service") as service:
+        service.ready()
+        for _ in range(STEPS):
+            outcome = drive(service, variants, options.clients, requests=step)
+            seconds += outcome.seconds
+            memory.append(service.memory())
+            wrong += len(outcome.wrong) + len(outcome.dropped)
+            for reason in (outcome.wrong + outcome.dropped)[:3]:
+                console.print(reason)
+    half = STEPS // 2
+    growth = statistics.median(memory[half:]) - statistics.median(memory[2:half])
+    console.print(
+        f"{step * STEPS:,} requests that steer, capture and count, {step * STEPS / seconds:.1f} a "
+        f"second: {wrong} wrong or dropped; memory {', '.join(f'{mib:.0f}' for mib in memory)} MiB, "
+        f"from the first half to the second {growth:+.1f} MiB, bar ≤ {GROWTH:g}",
+        highlight=False,
+    )
+    return (["memory"] if growth > GROWTH else []), wrong
+
+
+STEPS = 20
+
+
+def shutdowns(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
+    """Ends the service while all clients ask: everything that was sent is answered."""
+    variants = make_variants("all", 1, 6)
+    answered, lost = 0, 0
+    for _ in range(options.shutdowns):
+        with Service("examples.service") as service:
+            service.ready()
+            threading.Timer(1.0, service.end).start()
+            outcome = drive(service, variants, options.clients, seconds=ANSWER_SECONDS)
+        answered += len(outcome.latencies)
+        lost += len(outcome.dropped) + len(outcome.wrong)
+        for reason in outcome.dropped + outcome.wrong:
+            console.print(reason)
+    console.print(
+        f"{options.shutdowns} shutdowns under load: {answered} answered, {lost} dropped or wrong",
+        highlight=False,
+    )
+    return [], lost
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts asked for.
+
+    Returns:
+        1 if an answer was wrong or missing. A bar that was missed is printed and nothing more.
+    """
+    parts = {"speeds": speeds, "endurance": endurance, "shutdowns": shutdowns}
+    parser = Parser(prog="load", description="Concurrent clients of the example's service.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}; default all")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--texts", type=int, default=4, help="in a request (speeds)")
+    parser.add_argument("--words", type=int, default=12, help="in a text (speeds)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one turn (speeds)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns (speeds)")
+    parser.add_argument("--requests", type=int, default=20_000, help="(endurance)")
+    parser.add_argument("--shutdowns", type=int, default=5)
+    options = parser.parse_args(arguments)
+    for part in options.parts:
+        if part not in parts:
+            parser.error(f"no part {part!r}, only {', '.join(parts)}")
+    torch.set_num_threads(1)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    missed, wrong = [], 0
+    for name in options.parts or parts:
+        over, bad = parts[name](options, console)
+        missed += over
+        wrong += bad
+    console.print(f"missed: {', '.join(missed) or 'nothing'}; wrong or dropped: {wrong}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

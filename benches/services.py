@@ -1,0 +1,107 @@
+"""The example's service as others would write it: `python -m benches.services {plain,locked}`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from examples.service.__main__ import main
+from examples.service.encoder import Encoder, as_lists, reduced, steering, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import ferrohook as fh
+    from examples.service.schema import EmbedAnswer, EmbedRequest, Reduction
+
+
+class PlainEncoder(Encoder):
+    """Without any hooks, neither of requests nor for their time limit."""
+
+    def instrument(self) -> None:
+        """Leaves the model as it is."""
+
+
+class LockedEncoder(PlainEncoder):
+    """With PyTorch's hooks: they are the model's and so everybody's, hence one request at a time.
+
+    What needs no hooks, the tokens and the answer, is made outside the lock.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._modules = dict(self.model.named_modules())
+        self._lock = threading.Lock()
+
+    def _select(self, pattern: str) -> Iterator[str]:
+        parts = pattern.count(".")
+        return (
+            name
+            for name in self._modules
+            if name.count(".") == parts and fnmatchcase(name, pattern)
+        )
+
+    def embed(
+        self,
+        request: EmbedRequest,
+        _scope: fh.Scope | None = None,
+        _captured: Callable[[fh.ActivationCache], None] | None = None,
+    ) -> EmbedAnswer:
+        """Answers one request."""
+        batch = self.tokenize(request.texts)
+        mask = batch["attention_mask"].unsqueeze(-1)
+        acts: dict[str, Any] = {}
+        counts: dict[str, int] = {}
+        wanted: dict[str, set[Reduction]] = {}
+        hooks: list[tuple[str, Callable[..., Any]]] = []
+        for steer in request.steer:
+            hooks += [(name, steering(steer)) for name in self._select(steer.modules)]
+        for pattern in request.count:
+            for name in self._select(pattern):
+                counts[name] = 0
+                hooks.append((name, counting(counts, name)))
+        for capture in request.capture:
+            for name in self._select(capture.modules):
+                wanted.setdefault(name, set()).add(capture.reduce)
+        hooks += [(name, keeping(acts, name)) for name in wanted]
+        with torch.no_grad():
+            with self._lock, ExitStack() as stack:
+                for name, hook in hooks:
+                    stack.enter_context(self._modules[name].register_forward_hook(hook))
+                embeddings = self._forward(batch, mask)
+            return {
+                "embeddings": as_lists(embeddings),
+                "captures": {
+                    name: reduced(tensor_of(name, acts[name]), mask, kinds)
+                    for name, kinds in wanted.items()
+                },
+                "counts": counts,
+            }
+
+
+def counting(counts: dict[str, int], name: str) -> Callable[..., None]:
+    """A hook that counts."""
+
+    def hook(_module: object, _args: object, _output: object) -> None:
+        counts[name] += 1
+
+    return hook
+
+
+def keeping(acts: dict[str, Any], name: str) -> Callable[..., None]:
+    """A hook that keeps what is returned."""
+
+    def hook(_module: object, _args: object, output: Any) -> None:
+        acts[name] = output
+
+    return hook
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    main([*arguments, "--no-observe"], {"plain": PlainEncoder, "locked": LockedEncoder}[kind])
