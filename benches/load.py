@@ -7,11 +7,9 @@ else the machine does meets both sides. All traffic stays on the loopback interf
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import itertools
 import json
-import os
 import re
 import signal
 import statistics
@@ -19,7 +17,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,17 +25,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import ferrohook as fh
 from benches.__main__ import Parser
 from benches.services import LockedEncoder
 from examples.service.schema import EmbedRequest
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-WORDS = "a cat sleeps on the warm windowsill while interest rates rose again this quarter".split()
+    from examples.service.encoder import Encoder
+
+TEXT = "a cat sleeps on the warm windowsill while interest rates rose again this quarter"
 LAYERS = 6
 HIDDEN = 384
-VARIANTS = 48
+VARIANTS = 36
 CLOSE = 1e-5
 """How far a number may be from the expected one; what the variants do is far more."""
 START_SECONDS = 120.0
@@ -76,7 +78,7 @@ def alike(answer: Any, expected: Any) -> bool:
     return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=0, atol=CLOSE))
 
 
-def make_variants(kind: str, texts: int, words: int) -> list[Variant]:
+def make_variants(kind: str, texts: int, words: int, encoder: Encoder) -> list[Variant]:
     """Requests that differ in texts and in what they ask for.
 
     Args:
@@ -84,14 +86,15 @@ def make_variants(kind: str, texts: int, words: int) -> list[Variant]:
             `all` for both and counts.
         texts: in each request.
         words: in each text.
+        encoder: what knows the answers: with PyTorch's hooks, and used by nobody else.
     """
-    encoder = LockedEncoder()
+    vocabulary = TEXT.split()
     generator = torch.Generator().manual_seed(0)
     variants = []
     for n in range(VARIANTS):
         request: dict[str, Any] = {
             "texts": [
-                " ".join(WORDS[(n + i * 3 + j) % len(WORDS)] for j in range(words))
+                " ".join(vocabulary[(n + i * 3 + j) % len(vocabulary)] for j in range(words))
                 for i in range(texts)
             ]
         }
@@ -111,7 +114,7 @@ def make_variants(kind: str, texts: int, words: int) -> list[Variant]:
             ]
         if kind == "all":
             request["count"] = [f"{layer}.attention.*"]
-        answer = encoder.embed(EmbedRequest.model_validate(request))
+        answer = encoder.embed(EmbedRequest.model_validate(request), fh.scope())
         variants.append(Variant(json.dumps(request).encode(), {**answer}))
     return variants
 
@@ -129,25 +132,27 @@ class Service:
         self.port = 0
         self._started = threading.Event()
         self._log: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stderr is not None  # noqa: S101 (for the type)
-        for line in self._process.stderr:
-            self._log.append(line)
-            if running := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(running[1])
-                self._started.set()
+        with self._process.stderr as log:
+            for line in log:
+                self._log.append(line)
+                if running := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
+                    self.port = int(running[1])
+                    self._started.set()
 
     def __enter__(self) -> Self:
         return self
 
-    def ready(self) -> Self:
-        """Waits until it serves."""
+    def ready(self) -> int:
+        """Waits until it serves; its port."""
         if not self._started.wait(START_SECONDS):
             msg = f"the service did not start: {''.join(self._log)}"
             raise TimeoutError(msg)
-        return self
+        return self.port
 
     def memory(self) -> float:
         """What it holds, in MiB."""
@@ -159,13 +164,18 @@ class Service:
         """Tells it to, as a supervisor would."""
         self._process.send_signal(signal.SIGTERM)
 
+    def wait(self) -> int:
+        """Until it has ended; its exit status."""
+        return self._process.wait(ANSWER_SECONDS)
+
     def __exit__(self, *exc_info: object) -> None:
         if self._process.poll() is None:
             self.end()
         try:
-            self._process.wait(ANSWER_SECONDS)
+            self.wait()
         except subprocess.TimeoutExpired:
             self._process.kill()
+        self._reader.join(ANSWER_SECONDS)
 
 
 @dataclass
@@ -188,7 +198,7 @@ class Outcome:
 
 
 def drive(
-    service: Service,
+    port: int,
     variants: Sequence[Variant],
     clients: int,
     *,
@@ -205,7 +215,7 @@ def drive(
     start = perf_counter()
 
     def client() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
         try:
             connection.connect()
             while perf_counter() - start < seconds:
@@ -245,13 +255,14 @@ class Side:
     """What is measured by turns with others."""
 
     name: str
-    service: Service
+    port: int
     variants: list[Variant]
 
 
 def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
     """Measures all sides; what is over its bar, and how many answers were wrong."""
-    kinds = {kind: make_variants(kind, options.texts, options.words) for kind in KINDS}
+    encoder = LockedEncoder()
+    kinds = {kind: make_variants(kind, options.texts, options.words, encoder) for kind in KINDS}
     ours = ["examples.service"]
     with (
         Service("benches.services", "plain") as off,
@@ -262,8 +273,8 @@ def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], in
         sides = [
             Side("hooks off", off.ready(), kinds["plain"]),
             Side("every module observed", observed.ready(), kinds["plain"]),
-            Side("captured per request", observed, kinds["capture"]),
-            Side("steered per request", observed, kinds["steer"]),
+            Side("captured per request", observed.port, kinds["capture"]),
+            Side("steered per request", observed.port, kinds["steer"]),
             Side("steered, plain hooks behind a lock", locked.ready(), kinds["steer"]),
             Side("the same, two threads a forward", wide.ready(), kinds["steer"]),
         ]
@@ -271,9 +282,7 @@ def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], in
         for turn in range(options.rounds + 1):
             # Backwards every other time: what comes first is not to have an advantage.
             for side in sides if turn % 2 else reversed(sides):
-                outcome = drive(
-                    side.service, side.variants, options.clients, seconds=options.seconds
-                )
+                outcome = drive(side.port, side.variants, options.clients, seconds=options.seconds)
                 if turn:  # the first ones warm up
                     outcomes[side.name].append(outcome)
     table = Table(
@@ -322,13 +331,13 @@ BARS = (
 
 def endurance(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
     """Many short requests that steer, capture and count: wrong answers, and memory."""
-    variants = make_variants("all", 1, 6)
+    variants = make_variants("all", 1, 6, LockedEncoder())
     step = options.requests // STEPS
     memory, wrong, seconds = [], 0, 0.0
     with Service("examples.service") as service:
         service.ready()
         for _ in range(STEPS):
-            outcome = drive(service, variants, options.clients, requests=step)
+            outcome = drive(service.port, variants, options.clients, requests=step)
             seconds += outcome.seconds
             memory.append(service.memory())
             wrong += len(outcome.wrong) + len(outcome.dropped)
@@ -338,7 +347,7 @@ def endurance(options: argparse.Namespace, console: Console) -> tuple[list[str],
     growth = statistics.median(memory[half:]) - statistics.median(memory[2:half])
     console.print(
         f"{step * STEPS:,} requests that steer, capture and count, {step * STEPS / seconds:.1f} a "
-        f"second: {wrong} wrong or dropped; memory {', '.join(f'{mib:.0f}' for mib in memory)} MiB, "
+        f"second: {wrong} wrong or dropped; memory {' '.join(f'{mib:.0f}' for mib in memory)} MiB, "
         f"from the first half to the second {growth:+.1f} MiB, bar ≤ {GROWTH:g}",
         highlight=False,
     )
@@ -350,13 +359,13 @@ STEPS = 20
 
 def shutdowns(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
     """Ends the service while all clients ask: everything that was sent is answered."""
-    variants = make_variants("all", 1, 6)
+    variants = make_variants("all", 1, 6, LockedEncoder())
     answered, lost = 0, 0
     for _ in range(options.shutdowns):
         with Service("examples.service") as service:
             service.ready()
             threading.Timer(1.0, service.end).start()
-            outcome = drive(service, variants, options.clients, seconds=ANSWER_SECONDS)
+            outcome = drive(service.port, variants, options.clients, seconds=ANSWER_SECONDS)
         answered += len(outcome.latencies)
         lost += len(outcome.dropped) + len(outcome.wrong)
         for reason in outcome.dropped + outcome.wrong:

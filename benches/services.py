@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from examples.service.__main__ import main
-from examples.service.encoder import Encoder, as_lists, reduced, steering, tensor_of
+from examples.service.encoder import Encoder, as_lists, ignore, reduced, steering, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,8 +49,8 @@ class LockedEncoder(PlainEncoder):
     def embed(
         self,
         request: EmbedRequest,
-        _scope: fh.Scope | None = None,
-        _captured: Callable[[fh.ActivationCache], None] | None = None,
+        scope: fh.Scope,  # noqa: ARG002 (has none)
+        captured: Callable[[fh.ActivationCache], None] = ignore,  # noqa: ARG002
     ) -> EmbedAnswer:
         """Answers one request."""
         batch = self.tokenize(request.texts)
@@ -102,6 +102,9 @@ def keeping(acts: dict[str, Any], name: str) -> Callable[..., None]:
     return hook
 
 
+KINDS: dict[str, Callable[..., Encoder]] = {"plain": PlainEncoder, "locked": LockedEncoder}
+
+
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
-    main([*arguments, "--no-observe"], {"plain": PlainEncoder, "locked": LockedEncoder}[kind])
+    main([*arguments, "--no-observe"], KINDS[kind])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,16 +17,16 @@ from pydantic_core import to_json
 import ferrohook as fh
 from ferrohook.service import ModelMetrics, RequestScope, deadline, list_hooks
 
-from .encoder import RefusedError
+from .encoder import RefusedError, ignore
 from .limits import LimitBody
 from .schema import EmbedAnswer, EmbedRequest, Health, Hook, Hooks, Latency, Module, Refusal
 
 if TYPE_CHECKING:
-
     from ferrohook.module import HookInfo
 
     from .encoder import Encoder
 
+LOG = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -50,8 +51,7 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
     """The service, around a model that all requests share."""
     app = FastAPI(title="ferrohook: a sentence encoder to look into and to steer")
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
-    for error in (RequestValidationError, fh.SelectionError, fh.CaptureBudgetError, RefusedError):
-        app.add_exception_handler(error, refuse)
+    app.add_exception_handler(RequestValidationError, refuse)
     metrics = ModelMetrics(encoder.model) if settings.observe else None
     app.include_router(embedding(encoder, settings, metrics))
     app.include_router(observing(encoder, metrics))
@@ -67,7 +67,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
     @router.post(
         "/embed",
         response_model=EmbedAnswer,
-        responses={status: {"model": Refusal} for status in (408, 413, 422, 503)},
+        responses={status: {"model": Refusal} for status in (408, 413, 422, 500, 503)},
     )
     async def embed(request: EmbedRequest, scope: RequestScope) -> Response:
         """Embeddings of texts; captures, steering and counts are this request's alone."""
@@ -80,6 +80,12 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
         except TimeoutError as error:
             msg = f"no answer within {settings.seconds:g} seconds: send fewer texts, or again later"
             raise HTTPException(503, msg, {"Retry-After": "1"}) from error
+        except (fh.SelectionError, RefusedError) as error:
+            raise HTTPException(422, str(error)) from error
+        except Exception as error:
+            # Left to Starlette, uvicorn would cut the connection, which others may share.
+            LOG.exception("a request failed")
+            raise HTTPException(500, "the request failed: the service's log says why") from error
         return Response(answer, media_type="application/json")
 
     return router
@@ -128,10 +134,6 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
         return FileResponse(PAGE)
 
     return router
-
-
-def ignore(_value: object) -> None:
-    """Does nothing."""
 
 
 def described(info: HookInfo) -> Hook:

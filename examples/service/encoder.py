@@ -35,6 +35,10 @@ class RefusedError(Exception):
     """The request asks for what cannot be done; the message says why."""
 
 
+def ignore(_acts: fh.ActivationCache) -> None:
+    """For those who need not be told what was captured."""
+
+
 class Encoder:
     """A sentence encoder that any number of threads may call.
 
@@ -69,7 +73,7 @@ class Encoder:
         self,
         request: EmbedRequest,
         scope: fh.Scope,
-        captured: Callable[[fh.ActivationCache], None] = lambda _acts: None,
+        captured: Callable[[fh.ActivationCache], None] = ignore,
     ) -> EmbedAnswer:
         """Answers one request.
 
@@ -80,8 +84,8 @@ class Encoder:
 
         Raises:
             SelectionError: a pattern matches no module; the message has the closest names.
-            CaptureBudgetError: the captures are too large.
-            RefusedError: a module cannot be steered like that, or the answer is not finite.
+            RefusedError: a module cannot be steered like that, the captures are too large, or the
+                answer is not finite.
             TimeoutError: the time is over.
         """
         for steer in request.steer:
@@ -98,14 +102,10 @@ class Encoder:
         mask = batch["attention_mask"].unsqueeze(-1)
         with torch.no_grad():
             if reductions:
-                with fh.capture(
-                    self.model, list(reductions), max_bytes=self.max_capture_bytes
-                ) as acts:
-                    embeddings = self._forward(batch, mask)
+                embeddings, acts = self._capture(list(reductions), batch, mask)
                 captured(acts)
             else:
-                acts = fh.ActivationCache({})
-                embeddings = self._forward(batch, mask)
+                embeddings, acts = self._forward(batch, mask), fh.ActivationCache({})
             return {
                 "embeddings": as_lists(embeddings),
                 "captures": {
@@ -116,6 +116,19 @@ class Encoder:
                 },
                 "counts": {name: group[name].calls for group in counted for name in group.names},
             }
+
+    def _capture(
+        self, names: list[str], batch: dict[str, Tensor], mask: Tensor
+    ) -> tuple[Tensor, fh.ActivationCache]:
+        try:
+            with fh.capture(self.model, names, max_bytes=self.max_capture_bytes) as acts:
+                return self._forward(batch, mask), acts
+        except fh.CaptureBudgetError as error:
+            msg = (
+                f"the captures hold more than {self.max_capture_bytes:,} bytes: "
+                "select fewer modules or send fewer texts"
+            )
+            raise RefusedError(msg) from error
 
     def _forward(self, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
         tokens = self.model(**batch).last_hidden_state

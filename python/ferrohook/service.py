@@ -31,8 +31,9 @@ try:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
-    msg = f"ferrohook.service needs the package {error.name}: install ferrohook[service]"
-    raise ModuleNotFoundError(msg, name=error.name) from error
+    package = str(error.name).partition(".")[0]
+    msg = f"ferrohook.service needs the package {package}: install ferrohook[service]"
+    raise ModuleNotFoundError(msg, name=package) from error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
