@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench loom free-threaded wheels docs build format clean
+.PHONY: help demo service test lint bench load loom free-threaded wheels docs build format clean
 
 help: ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -19,11 +19,14 @@ help: ## What there is
 demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, watch all, restore it bit for bit
 	$(BIN)/python examples/quickstart.py
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/oracle ## Every test that needs no special interpreter
+service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that look into it and steer it
+	$(BIN)/python -m examples.service
+
+test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core
 	$(PYTEST)
 
-lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show ## Formatting, lints and types
+lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service ## Formatting, lints and types
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo clippy --quiet --package ferrohook-core --test loom -- -D warnings
@@ -37,6 +40,9 @@ bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: rati
 	@mkdir -p bench-results
 	$(BIN)/ferrohook bench --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).png
 
+load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
+	$(BIN)/python -m benches.load
+
 loom: ## Every interleaving of the core's threads, as far as loom's model goes
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
 
@@ -46,7 +52,7 @@ free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and called
 	script/wheels
 
-docs: build $(VENV)/docs ## The documentation, without warnings, into site/
+docs: build $(VENV)/docs $(VENV)/service ## The documentation, without warnings, into site/
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -70,6 +76,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # A file for each group of dependencies that was installed.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

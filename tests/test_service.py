@@ -479,7 +479,7 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
     embed(client)
     with playwright.sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 560})
+        page = browser.new_page(viewport={"width": 1280, "height": 520})
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
@@ -494,7 +494,7 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         playwright.expect(inner).to_be_hidden()
         calls = layer.locator("td.calls")
         before = int(calls.inner_text().replace(",", ""))
-        for folded in ("encoder.layer", "encoder.layer.0"):
+        for folded in ("encoder", "encoder.layer", "encoder.layer.0"):
             page.locator(f'tr[data-module="{folded}"] button').click()
         playwright.expect(layer).to_be_visible()
         stop = threading.Event()
