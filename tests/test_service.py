@@ -377,9 +377,9 @@ def test_concurrent_requests_are_isolated(
 ) -> None:
     variants = make_variants("all", 2, 5, plain)
     assert not alike(variants[0].expected, variants[1].expected)
-    outcome = drive(client.base_url.port, variants, 8, requests=120)
+    outcome = drive(client.base_url.port, variants, 8, requests=96)
     assert (outcome.wrong, outcome.dropped) == ([], [])
-    assert len(outcome.latencies) == 120
+    assert len(outcome.latencies) == 96
     # Nothing of theirs is left.
     names = {info.hook for infos in list_hooks(encoder.model).values() for info in infos}
     assert check_deadline in names
@@ -409,7 +409,7 @@ def test_a_failing_hook_fails_its_request_alone(
 
         failing = threading.Thread(target=fail_often)
         failing.start()
-        outcome = drive(client.base_url.port, variants, 4, requests=80)
+        outcome = drive(client.base_url.port, variants, 4, requests=48)
         stop.set()
         failing.join(LIMIT)
     assert (outcome.wrong, outcome.dropped) == ([], [])
@@ -657,6 +657,12 @@ def test_deadlines_end_calls_and_the_earliest_counts() -> None:
                     model(x)
             assert model(x) == 12
         assert model(x) == 12
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_deadline_is_not_in_the_past(seconds: float) -> None:
+    with pytest.raises(ValueError, match="at least 0, got"), deadline(seconds):
+        pass
 
 
 def test_hooks_are_listed_by_module() -> None:

@@ -50,7 +50,7 @@ def main(
     )
     parser.add_argument("--max-body", type=positive(int), default=2**20, help="bytes of a request")
     parser.add_argument(
-        "--max-capture", type=positive(int), default=2**24, help="bytes that a request captures"
+        "--max-capture", type=positive(int), default=2**23, help="bytes that a request captures"
     )
     parser.add_argument(
         "--grace", type=float, default=1.0, help="seconds to take requests once told to end"

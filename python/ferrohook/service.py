@@ -81,7 +81,13 @@ def deadline(seconds: float) -> Iterator[None]:
     """Gives the calls of this context so many seconds, see `check_deadline`.
 
     Inside another one, the earlier of both counts.
+
+    Raises:
+        ValueError: `seconds` is below 0, or no number.
     """
+    if not seconds >= 0:
+        msg = f"a deadline is some seconds from now, at least 0, got {seconds}"
+        raise ValueError(msg)
     token = _deadline.set(min(_deadline.get(), monotonic() + seconds))
     try:
         yield

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook.service import ModelMetrics, RequestScope, check_deadline
 
 hooked = fh.HookedModule(nn.Linear(4, 2))
 assert_type(hooked, fh.HookedModule[nn.Linear])
@@ -84,3 +85,11 @@ with fh.LocalStore("folder") as local:
     assert_type(local, fh.LocalStore)
     assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
+
+
+def endpoint(scope: RequestScope) -> None:
+    assert_type(scope, fh.Scope)
+    fh.register(hooked, "", check_deadline, phase="forward_pre", scope=scope)
+
+
+assert_type(ModelMetrics(hooked, buckets=(0.1, 1.0)).close(), None)
