@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import os
 import re
 import signal
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self
 
@@ -156,9 +158,13 @@ class Service:
 
     def memory(self) -> float:
         """What it holds, in MiB."""
-        with open(f"/proc/{self._process.pid}/smaps_rollup") as rollup:  # noqa: PTH123 (no file)
-            kib = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
-        return kib / 1024
+        rollup = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_")) / 1024
+
+    def cpu(self) -> float:
+        """The seconds of CPU time that it has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
         """Tells it to, as a supervisor would."""
@@ -183,6 +189,7 @@ class Outcome:
     """What clients met."""
 
     seconds: float = 0.0
+    cpu: float = 0.0
     latencies: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -255,7 +262,7 @@ class Side:
     """What is measured by turns with others."""
 
     name: str
-    port: int
+    service: Service
     variants: list[Variant]
 
 
@@ -271,24 +278,28 @@ def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], in
         Service("benches.services", "locked", "--torch-threads", "2") as wide,
     ):
         sides = [
-            Side("hooks off", off.ready(), kinds["plain"]),
-            Side("every module observed", observed.ready(), kinds["plain"]),
-            Side("captured per request", observed.port, kinds["capture"]),
-            Side("steered per request", observed.port, kinds["steer"]),
-            Side("steered, plain hooks behind a lock", locked.ready(), kinds["steer"]),
-            Side("the same, two threads a forward", wide.ready(), kinds["steer"]),
+            Side("hooks off", off, kinds["plain"]),
+            Side("every module observed", observed, kinds["plain"]),
+            Side("captured per request", observed, kinds["capture"]),
+            Side("steered per request", observed, kinds["steer"]),
+            Side("steered, plain hooks behind a lock", locked, kinds["steer"]),
+            Side("the same, two threads a forward", wide, kinds["steer"]),
         ]
         outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
         for turn in range(options.rounds + 1):
             # Backwards every other time: what comes first is not to have an advantage.
             for side in sides if turn % 2 else reversed(sides):
-                outcome = drive(side.port, side.variants, options.clients, seconds=options.seconds)
+                cpu = side.service.cpu()
+                outcome = drive(
+                    side.service.ready(), side.variants, options.clients, seconds=options.seconds
+                )
+                outcome.cpu = side.service.cpu() - cpu
                 if turn:  # the first ones warm up
                     outcomes[side.name].append(outcome)
     table = Table(
         title=f"{options.clients} clients, {options.texts} texts of {options.words} words"
     )
-    for heading in ("", "requests/s", "p50 (ms)", "p99 (ms)", "wrong", "dropped"):
+    for heading in ("", "requests/s", "p50 (ms)", "p99 (ms)", "CPU (ms)", "wrong", "dropped"):
         table.add_column(heading, justify="right" if heading else "left")
     wrong = 0
     for name, runs in outcomes.items():
@@ -300,6 +311,7 @@ def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], in
             f"{statistics.median(run.rate for run in runs):.1f}",
             f"{everything.quantile(50):.1f}",
             f"{everything.quantile(99):.1f}",
+            f"{statistics.median(run.cpu / len(run.latencies) for run in runs) * 1e3:.1f}",
             f"{sum(len(run.wrong) for run in runs)}",
             f"{sum(len(run.dropped) for run in runs)}",
         )
@@ -389,8 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--texts", type=int, default=4, help="in a request (speeds)")
     parser.add_argument("--words", type=int, default=12, help="in a text (speeds)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one turn (speeds)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns (speeds)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one turn (speeds)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns (speeds)")
     parser.add_argument("--requests", type=int, default=20_000, help="(endurance)")
     parser.add_argument("--shutdowns", type=int, default=5)
     options = parser.parse_args(arguments)
