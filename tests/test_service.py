@@ -43,6 +43,7 @@ from examples.service.app import Settings, create_app
 from examples.service.encoder import Encoder
 from examples.service.schema import EmbedRequest
 from examples.service.server import Server
+from ferrohook.detectors import LatencyDetector
 from ferrohook.service import (
     ModelMetrics,
     RequestScope,
@@ -367,6 +368,9 @@ def test_time_is_limited_and_the_thread_is_given_back(encoder: Encoder) -> None:
             assert "no answer within 0.5 seconds" in detail
         embed(client)
     assert not reached
+    # Its metrics ended with it.
+    infos = [info for infos in list_hooks(encoder.model).values() for info in infos]
+    assert sum(isinstance(info.hook, LatencyDetector) for info in infos) <= 120
 
 
 # Requests beside each other

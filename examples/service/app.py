@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from .limits import LimitBody
 from .schema import EmbedAnswer, EmbedRequest, Health, Hook, Hooks, Latency, Module, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from ferrohook.module import HookInfo
 
     from .encoder import Encoder
@@ -49,10 +52,19 @@ class Settings:
 
 def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
     """The service, around a model that all requests share."""
-    app = FastAPI(title="ferrohook: a sentence encoder to look into and to steer")
+    metrics = ModelMetrics(encoder.model) if settings.observe else None
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if metrics is not None:
+            metrics.close()
+
+    app = FastAPI(
+        title="ferrohook: a sentence encoder to look into and to steer", lifespan=lifespan
+    )
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
     app.add_exception_handler(RequestValidationError, refuse)
-    metrics = ModelMetrics(encoder.model) if settings.observe else None
     app.include_router(embedding(encoder, settings, metrics))
     app.include_router(observing(encoder, metrics))
     return app
