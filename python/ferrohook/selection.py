@@ -72,16 +72,6 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
     return found
 
 
-def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, if there is one."""
-    found: nn.Module | None = model
-    for segment in path.split(".") if path else ():
-        if found is None:
-            break
-        found = found._modules.get(segment)
-    return found
-
-
 def select_names(names: Iterable[str], pattern: str | re.Pattern[str]) -> list[str]:
     """Those of some names that a path, a glob or a compiled regex matches, see `select`."""
     names = list(names)
