@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import ferrohook as fh
-from benches.__main__ import Parser
 from benches.services import LockedEncoder
 from examples.service.schema import EmbedRequest
+from ferrohook.cli import Parser
 
 if TYPE_CHECKING:
     import argparse

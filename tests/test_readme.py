@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROCESSES = 2
-NEEDED = {"transformers": "transformers", "--plot": "matplotlib"}
+NEEDED = {"transformers": "transformers", "fastapi": "fastapi", "--plot": "matplotlib"}
 
 
 class Block(NamedTuple):

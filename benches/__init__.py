@@ -1,0 +1,1 @@
+"""The load test of the example; the benchmarks that are installed stand in `ferrohook.benches`."""
