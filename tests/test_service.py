@@ -444,6 +444,8 @@ def test_metrics_count_what_was_done(client: httpx.Client) -> None:
 
 
 def test_hooks_lists_what_is_registered(client: httpx.Client, encoder: Encoder) -> None:
+    for _ in range(3):
+        embed(client)
     with fh.register(encoder.model, "pooler", test_hooks_lists_what_is_registered) as group:
         group.disable()
         modules = {module["name"]: module for module in client.get("/hooks").json()["modules"]}
