@@ -136,6 +136,11 @@ pub struct Hook {
     given: Py<PyAny>,
     kind: Kind,
     pub options: Options,
+    times: Option<Box<Times>>,
+}
+
+/// What few hooks have.
+struct Times {
     /// The nanoseconds spent in it, where they are counted.
     spent: Option<AtomicU64>,
     /// Has the module timed for as long as the hook is there.
@@ -256,8 +261,12 @@ impl Hook {
             given: given.clone().unbind(),
             kind,
             options,
-            spent: options.timed.then(AtomicU64::default),
-            _clock: times.then(|| Clock::start(clocks)),
+            times: (options.timed || times).then(|| {
+                Box::new(Times {
+                    spent: options.timed.then(AtomicU64::default),
+                    _clock: times.then(|| Clock::start(clocks)),
+                })
+            }),
         })
     }
 
@@ -295,14 +304,15 @@ impl Hook {
     /// Counts the time until the timer is dropped, where that was asked for.
     #[inline]
     pub fn start(&self) -> Option<Timer<'_>> {
-        let spent = self.spent.as_ref()?;
+        let spent = self.times.as_ref()?.spent.as_ref()?;
         let since = Instant::now();
         Some(Timer { spent, since })
     }
 
     /// The seconds spent in the hook, where they are counted.
     pub fn seconds(&self) -> Option<f64> {
-        let spent = self.spent.as_ref()?.load(Ordering::Relaxed);
+        let spent = self.times.as_ref()?.spent.as_ref()?;
+        let spent = spent.load(Ordering::Relaxed);
         Some(Duration::from_nanos(spent).as_secs_f64())
     }
 }

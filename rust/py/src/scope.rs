@@ -240,17 +240,35 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
         .map(|variable| variable.bind(py))
 }
 
+/// Sets the context variable to its default: what is set the interpreter remembers, and what is not
+/// it looks for at length in each call.
+#[cold]
+fn set_to_none(py: Python<'_>, variable: *mut ffi::PyObject) -> PyResult<()> {
+    let none = PyTuple::empty(py);
+    // SAFETY: a context variable and a live object; a new reference or null with an exception comes
+    // back.
+    let token =
+        unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, none.as_ptr())) };
+    token.map(drop)
+}
+
 /// What the context variable holds here.
 fn ask(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
     let variable = variable(py)?.as_ptr();
+    let none = py.None();
     let mut scopes = ptr::null_mut();
-    // SAFETY: a context variable, which has a default; a new reference comes back, or an exception.
+    // SAFETY: a context variable, and what to give where it is not set; a new reference comes back,
+    // or an exception.
     let scopes = unsafe {
-        if ffi::PyContextVar_Get(variable, ptr::null_mut(), &raw mut scopes) < 0 {
+        if ffi::PyContextVar_Get(variable, none.as_ptr(), &raw mut scopes) < 0 {
             return Err(PyErr::fetch(py));
         }
         Bound::from_owned_ptr(py, scopes)
     };
+    if scopes.is_none() {
+        set_to_none(py, variable)?;
+        return Ok(None);
+    }
     let scopes = scopes
         .cast_into::<PyTuple>()
         .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;
