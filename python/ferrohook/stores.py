@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
+from ferrohook.activations import _at_least_one
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
@@ -259,12 +260,7 @@ class LocalStore(Store):
             HookTypeError: an option of the wrong type.
             ValueError: a `max_pending` below 1.
         """
-        if not isinstance(max_pending, int) or isinstance(max_pending, bool):
-            msg = f"max_pending is a number of bytes, got {type(max_pending).__name__}"
-            raise HookTypeError(msg)
-        if max_pending < 1:
-            msg = f"max_pending is at least 1, got {max_pending}"
-            raise ValueError(msg)
+        max_pending = _at_least_one("max_pending", max_pending, "a number of bytes")
         self._folder = _Folder(Path(folder), sync=sync)
         self._max_pending = max_pending
         self._lock = threading.Lock()
