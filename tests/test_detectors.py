@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threaded import in_threads
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -487,30 +488,18 @@ def test_no_call_of_any_thread_is_lost(size: int) -> None:
     for detector in detectors:
         module.register_forward_hook(detector)
     total = NonFiniteDetector()
-    barrier = threading.Barrier(threads, timeout=LIMIT)
-    errors = []
 
     def work(number: int) -> None:
-        try:
-            x = torch.full((size,), float(number))
-            x[number] = math.nan
-            own = NonFiniteDetector()
-            barrier.wait()
-            for _ in range(calls):
-                module(x)
-                seen(own, x)
-                detectors[3].snapshot()
-            total.merge(own)
-        except BaseException as error:  # noqa: BLE001 (shown by the test)
-            errors.append(error)
+        x = torch.full((size,), float(number))
+        x[number] = math.nan
+        own = NonFiniteDetector()
+        for _ in range(calls):
+            module(x)
+            seen(own, x)
+            detectors[3].snapshot()
+        total.merge(own)
 
-    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-    assert not any(worker.is_alive() for worker in workers)
-    assert not errors
+    in_threads(threads, work, LIMIT)
     counter, latency, shapes, non_finite, norm = (detector.snapshot() for detector in detectors)
     everything = threads * calls
     assert counter["calls"] == latency["calls"] == shapes["shapes"][size,] == everything

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import on_two_processes
+from threaded import in_threads
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_global
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -1351,28 +1352,6 @@ def test_a_wrapper_in_an_instrumented_model() -> None:
 
 
 # Threads
-
-
-def in_threads(count: int, act: Callable[[int], None]) -> None:
-    """Runs `act` in threads that start together; what any raises is raised here."""
-    barrier = threading.Barrier(count)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            barrier.wait(30)
-            act(number)
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 def wrong_with_a_hook(model: Any, expected: Tensor) -> Iterator[str]:

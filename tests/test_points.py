@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from threaded import in_threads
 from torch import nn
 
 import ferrohook as fh
@@ -105,28 +106,6 @@ class Transposed:
 
     def revert(self, value: torch.Tensor) -> torch.Tensor:
         return value.transpose(-1, -2)
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs `work(number)` in as many threads, all at once; what one raises is raised here."""
-    barrier = threading.Barrier(count)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            barrier.wait(LIMIT)
-            work(number)
-        except BaseException as error:  # noqa: BLE001 (told below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 # --- HookPoint ---

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from threaded import in_threads
 
 import ferrohook as fh
 from ferrohook import shards
@@ -218,27 +219,15 @@ def test_a_closed_store_is_read_and_takes_no_more(store: Store) -> None:
 @pytest.mark.usefixtures("switch_often")
 def test_threads_put_and_read_at_once(store: Store) -> None:
     threads, batches = 8, 12
-    barrier = threading.Barrier(threads, timeout=LIMIT)
-    errors = []
 
     def work(number: int) -> None:
-        try:
-            barrier.wait()
-            for batch in range(number, threads * batches, threads):
-                fill(store, batch)
-                assert batch in store.batches("run")
-                assert store.get("run", batch, "layer")["output"][0] == batch
-                store.put("run", batch, f"more{number}", {"x": torch.ones(1)})
-        except BaseException as error:  # noqa: BLE001 (shown by the test)
-            errors.append(error)
+        for batch in range(number, threads * batches, threads):
+            fill(store, batch)
+            assert batch in store.batches("run")
+            assert store.get("run", batch, "layer")["output"][0] == batch
+            store.put("run", batch, f"more{number}", {"x": torch.ones(1)})
 
-    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-    assert not any(worker.is_alive() for worker in workers)
-    assert not errors
+    in_threads(threads, work, LIMIT)
     assert store.completed("run") == [*range(threads * batches)]
     for batch in store.batches("run"):
         assert store.layers("run", batch) == ["layer", f"more{batch % threads}"]
