@@ -106,6 +106,8 @@ pub struct PlainClass {
     calls_forward: bool,
     /// Whether it is for the class that an instrumented module had before.
     called_by_torch: bool,
+    /// Whether `_call_impl` is, there.
+    call_impl_by_torch: bool,
 }
 
 /// What stands between the hooks before and the hooks after.
@@ -133,7 +135,7 @@ impl<'a, 'py> Target<'a, 'py> {
         let torch = Torch::get(py)?;
         let class = module.get_type();
         let known = callee.known(torch, &class)?;
-        if !known.is_some_and(|known| known.called_by_torch) {
+        if !known.is_some_and(|known| known.by_torch(through_call)) {
             let plain = plain_class(&class)?;
             let call = plain.getattr(intern!(py, "__call__"))?;
             if through_call && !call.is(&torch.module_call) {
@@ -459,6 +461,16 @@ fn bind<'py>(
 }
 
 impl PlainClass {
+    /// Whether nothing but `nn.Module`'s own methods stands between a call of the module, or of its
+    /// `_call_impl`, and `forward`.
+    fn by_torch(&self, through_call: bool) -> bool {
+        if through_call {
+            self.called_by_torch
+        } else {
+            self.call_impl_by_torch
+        }
+    }
+
     fn examine(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
         let py = class.py();
         let getattribute = class.getattr(intern!(py, "__getattribute__"))?;
@@ -466,7 +478,9 @@ impl PlainClass {
         if !getattribute.is(&torch.plain_getattribute) {
             return Ok(None);
         }
-        let called_by_torch = calls_forward(torch, &plain_class(class)?)?;
+        let plain = plain_class(class)?;
+        let called_by_torch = calls_forward(torch, &plain)?;
+        let call_impl_by_torch = has_call_impl(torch, &plain)?;
         let calls_forward = calls_forward(torch, class)?;
         let forward = raw_attribute(class, "forward")?;
         Ok(match forward.map(Bound::cast_into::<PyFunction>) {
@@ -477,6 +491,7 @@ impl PlainClass {
                     forward: forward.unbind(),
                     calls_forward,
                     called_by_torch,
+                    call_impl_by_torch,
                 })
             }
             _ => None,
@@ -486,13 +501,13 @@ impl PlainClass {
 
 /// Whether instances of the class are called by `nn.Module`'s own methods.
 fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
-    let py = class.py();
-    Ok(class
-        .getattr(intern!(py, "__call__"))?
-        .is(&torch.module_call)
-        && class
-            .getattr(intern!(py, "_call_impl"))?
-            .is(&torch.module_call_impl))
+    let call = class.getattr(intern!(class.py(), "__call__"))?;
+    Ok(call.is(&torch.module_call) && has_call_impl(torch, class)?)
+}
+
+fn has_call_impl(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
+    let call_impl = class.getattr(intern!(class.py(), "_call_impl"))?;
+    Ok(call_impl.is(&torch.module_call_impl))
 }
 
 /// The class that the modules of an instrumented class had before; any other class itself.
