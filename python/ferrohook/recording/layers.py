@@ -140,11 +140,11 @@ def installation_of(model: nn.Module) -> Installation | None:
 def install(model: nn.Module) -> Installation:
     """The same, made anew where there is none or the model has changed."""
     former = _INSTALLED.get(id(model))
-    if former is not None and former.tree.holds():
+    if former is not None and former.tree.holds(model):
         return former
     with _LOCK:
         former = _INSTALLED.get(id(model))
-        if former is not None and former.tree.holds():
+        if former is not None and former.tree.holds(model):
             return former
         plan = plan_of(model)
         copies = _HostCopies()

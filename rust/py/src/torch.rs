@@ -34,6 +34,8 @@ struct Torch {
     own_call_impl: Variable,
     /// A `forward` that somebody put into the instance dict.
     own_forward: Variable,
+    /// A module's children.
+    children: Variable,
     /// The variables of `torch.jit._trace`, and the one that is set while it traces.
     trace_globals: Py<PyDict>,
     trace_map: Variable,
@@ -72,6 +74,7 @@ impl Torch {
                 compiled_call: Variable::like_in(&example, "_compiled_call_impl"),
                 own_call_impl: Variable::like_in(&example, "_call_impl"),
                 own_forward: Variable::like_in(&example, "forward"),
+                children: Variable::like_in(&example, "_modules"),
                 trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
                 trace_globals: trace_globals.unbind(),
                 tensor: torch.getattr("Tensor")?.unbind(),
@@ -581,29 +584,43 @@ impl Variable {
     }
 
     /// Whether `dict` has no such variable, or it is None or an empty dict.
-    #[cfg(Py_GIL_DISABLED)]
     fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
-        Ok(match dict.get_item(&self.name)? {
-            None => true,
-            Some(value) => match value.cast::<PyDict>() {
-                Ok(hooks) => hooks.is_empty(),
-                Err(_) => value.is_none(),
-            },
-        })
+        // Asked seven times a call. With the GIL held nothing takes a value out of the dict while it
+        // is looked at, so the reference is borrowed.
+        #[cfg(not(Py_GIL_DISABLED))]
+        let found = self.find(dict)?;
+        #[cfg(Py_GIL_DISABLED)]
+        let found = dict.get_item(&self.name)?;
+        Ok(found.is_none_or(|value| match value.cast::<PyDict>() {
+            #[cfg(not(Py_GIL_DISABLED))]
+            // SAFETY: a live dict; asking it by a call costs as much as finding it.
+            Ok(hooks) => unsafe { (*hooks.as_ptr().cast::<ffi::PyDictObject>()).ma_used == 0 },
+            #[cfg(Py_GIL_DISABLED)]
+            Ok(hooks) => hooks.is_empty(),
+            Err(_) => value.is_none(),
+        }))
     }
 
-    /// Whether `dict` has no such variable, or it is None or an empty dict.
-    // Asked seven times a call. With the GIL held nothing takes a value out of the dict while it is
-    // looked at, so references are borrowed; and a look at the likely place costs a third of a
-    // look-up, which finds out if it was the wrong place.
+    /// What `dict` has as that variable.
+    fn get<'py>(&self, dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        #[cfg(not(Py_GIL_DISABLED))]
+        return Ok(self.find(dict)?.map(Borrowed::to_owned));
+        #[cfg(Py_GIL_DISABLED)]
+        dict.get_item(&self.name)
+    }
+
+    /// The same, for as long as nothing changes `dict`.
+    // A look at the likely place costs a third of a look-up, which finds out if it was the wrong one.
     #[cfg(not(Py_GIL_DISABLED))]
-    fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
+    fn find<'a, 'py>(
+        &self,
+        dict: &'a Bound<'py, PyDict>,
+    ) -> PyResult<Option<Borrowed<'a, 'py, PyAny>>> {
         let name = self.name.as_ptr();
         let (mut position, mut key) = (self.position, std::ptr::null_mut());
         let mut value = std::ptr::null_mut();
         // SAFETY: `dict` and `name` are live objects of the types asked for; a position past the
-        // end finds nothing. Borrowed results are used before any code can run that might change
-        // `dict`: what is read of `value` is its type, its size and its address.
+        // end finds nothing. The dict keeps what is found alive.
         unsafe {
             if ffi::PyDict_Next(
                 dict.as_ptr(),
@@ -615,20 +632,19 @@ impl Variable {
             {
                 value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name);
             }
-            if value.is_null() {
-                return if ffi::PyErr_Occurred().is_null() {
-                    Ok(true)
-                } else {
-                    Err(PyErr::fetch(dict.py()))
-                };
+            if value.is_null() && !ffi::PyErr_Occurred().is_null() {
+                return Err(PyErr::fetch(dict.py()));
             }
-            Ok(if ffi::PyDict_Check(value) == 0 {
-                value == ffi::Py_None()
-            } else {
-                (*value.cast::<ffi::PyDictObject>()).ma_used == 0
-            })
+            Ok(Borrowed::from_ptr_or_opt(dict.py(), value))
         }
     }
+}
+
+/// What a module whose instance dict is `state` has as its children; None for one that keeps them
+/// elsewhere.
+pub fn children<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let children = Torch::get(state.py())?.children.get(state)?;
+    Ok(children.and_then(|children| children.cast_into().ok()))
 }
 
 /// `object.__dict__`, past any `__getattribute__`.
