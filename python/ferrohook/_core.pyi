@@ -19,12 +19,12 @@ __all__ = [
     "HookedBase",
     "InstallationBase",
     "LatencyDetector",
-    "LayerHook",
     "ModuleTree",
     "NativeDetector",
     "NonFiniteDetector",
     "NormDetector",
     "PointHook",
+    "RecordedLayerBase",
     "Recorder",
     "Registry",
     "ScopeBase",
@@ -163,6 +163,10 @@ class Registry:
     def clear(self, phase: str | None = None) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
     def fork(self, copy: Callable[[Any], Any]) -> Registry: ...
+    def record(self, layer: RecordedLayerBase) -> None: ...
+    def unrecord(self, installation: InstallationBase) -> None: ...
+    @property
+    def recorded(self) -> bool: ...
     @property
     def traced(self) -> tuple[tuple[tuple[tuple[Any, str, bool], ...], ...], bool]: ...
     def occupied_backward(self, scopes: tuple[ScopeBase, ...]) -> tuple[bool, bool]: ...
@@ -210,16 +214,16 @@ class InstallationBase:
     def watch(self) -> None: ...
 
 @disjoint_base
-class LayerHook:
+class RecordedLayerBase:
     def __new__(
         cls,
-        installation: InstallationBase | None,
+        installation: InstallationBase,
         tasks: list[tuple[int, int, bool | None]],
+        around: bool,
         *_others: Any,
-        **_options: Any,
     ) -> Self: ...
     @property
-    def installation(self) -> Installation | None: ...
+    def installation(self) -> Installation: ...
 
 @disjoint_base
 class CallBase(ScopeBase):
@@ -235,7 +239,7 @@ class CallBase(ScopeBase):
     @property
     def records(self) -> bool: ...
     def record(
-        self, layer: LayerHook, args: _Args, kwargs: _Kwargs | None, output: Any
+        self, layer: RecordedLayerBase, args: _Args, kwargs: _Kwargs | None, output: Any
     ) -> None: ...
     def recorded(self) -> dict[str, tuple[Any, ...]]: ...
     def seen(self) -> list[Any]: ...

@@ -148,7 +148,7 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         return copied
     if dispatcher is None or not (
         # What a scope, a capture or recording wants of a module, it does not want of a copy.
-        dispatcher.asked_for or contextvars.Context().run(_hooks_to_copy, dispatcher.registry)
+        dispatcher.asked_for or contextvars.Context().run(dispatcher.registry.list)
     ):
         with _LOCK:
             _give_back(copied)
@@ -159,11 +159,6 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         vars(copied)[_KEY] = duplicate
         _CLASS.__set__(copied, _instrumented_class(plain_class(type(copied))))
     return copied
-
-
-def _hooks_to_copy(registry: Registry) -> bool:
-    hooks = [hook for _, _, hook, *_ in registry.list()]
-    return any(not hasattr(getattr(hook, "__self__", hook), "stays_behind") for hook in hooks)
 
 
 def _give_back(module: nn.Module) -> None:
@@ -226,7 +221,9 @@ def registry_of(module: nn.Module) -> Registry:
 
 def _has_forward_hooks(module: nn.Module) -> bool:
     registry = find_registry(module)
-    return registry is not None and bool(registry.list("forward_pre") or registry.list("forward"))
+    return registry is not None and bool(
+        registry.recorded or registry.list("forward_pre") or registry.list("forward")
+    )
 
 
 def _instrumented_class(plain: type[nn.Module]) -> Any:

@@ -1,4 +1,4 @@
-"""What recording puts into a model: a hook that stays on each layer that is recorded."""
+"""What recording puts into a model: something that stays with each layer that is recorded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ferrohook._core import Collector, InstallationBase, LayerHook
-from ferrohook.activations import _BEHIND_ALL, _converter, _HostCopies, tensors_in
+from ferrohook._core import Collector, InstallationBase, RecordedLayerBase
+from ferrohook.activations import _converter, _HostCopies, tensors_in
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook.instrumentation import find_registry, hold_all, registry_of, release
 from ferrohook.module import _describe
 from ferrohook.recording.calls import IN_PROGRESS, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
 
 if TYPE_CHECKING:
-    from ferrohook._core import HookHandle
     from ferrohook.recording.calls import Call
     from ferrohook.recording.declarations import Plan, Target
 
@@ -54,19 +53,12 @@ class Installation(InstallationBase):
         layers = _by_layer(plan)
         held = hold_all({name: found[0].module for name, found in layers.items()})
         self._held = [weakref.ref(module) for module in held]
-        self._handles: list[HookHandle] = []
         recorded = {id(module) for module in held}
         for found in layers.values():
             module = found[0].module
             around = any(id(each) in recorded for each in module.modules() if each is not module)
             tasks = [self._task(target) for target in found]
-            watch = _Watch(self, tasks, found, around=around)
-            options: Any = {"with_kwargs": True, "priority": _BEHIND_ALL}
-            registry = registry_of(module)
-            self._handles.append(registry.register("forward", watch, **options))
-            if around:
-                entry = _Entry(self, [])
-                self._handles.append(registry.register("forward_pre", entry, **options))
+            registry_of(module).record(RecordedLayer(self, tasks, around, found))
 
     def _task(self, target: Target) -> tuple[int, int, bool | None]:
         begins = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
@@ -83,12 +75,12 @@ class Installation(InstallationBase):
             if any(call.installation is self for call in list(IN_PROGRESS)):
                 return
             held, self._held = self._held, []
-            handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
         for reference in held:
             module = reference()
             if module is not None:
+                registry = find_registry(module)
+                if registry is not None:
+                    registry.unrecord(self)
                 release(module)
 
 
@@ -188,38 +180,34 @@ class _Claims(threading.local):
 _CLAIMS = _Claims()
 
 
-class _Watch(LayerHook):
-    """The hook that stays on a recorded layer.
+class RecordedLayer(RecordedLayerBase):
+    """What stays with a recorded layer.
 
     Its native half records for the call that the context tells of. Python finds the call of a layer
     on a helper thread, whose context tells of none, and records where `torch.compile` traces.
     """
 
-    # `ferrohook.instrumentation` asks: no reason for a copy of the module to be instrumented.
-    stays_behind = True
-
     def __init__(
         self,
-        installation: Installation | None,
+        installation: Installation,
         _tasks: list[tuple[int, int, bool | None]],
+        around: bool,  # noqa: FBT001 (as the native half takes it)
         targets: list[Target],
-        *,
-        around: bool,
     ) -> None:
-        self._number = "" if installation is None else installation.number
+        self._number = installation.number
         self._targets = tuple((target.key, target.recorder) for target in targets)
-        # Whether it has an `_Entry` too, for the layers inside this one.
+        # Whether other recorded layers are inside.
         self._around = around
 
-    def __deepcopy__(self, memo: object) -> _Watch:
-        return _Watch(None, [], [], around=False)
-
-    def __repr__(self) -> str:
-        return f"recording of {', '.join(key for key, _ in self._targets)}"
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the call for the layer and for those inside, where no context tells it."""
+        if TRACED.call is None and not torch.compiler.is_compiling():
+            _CLAIMS.stack.append((module, self._claimed(module, args, kwargs)))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Records what the layer returned, where no context tells the call."""
         traced = TRACED.call
         if traced is not None:
             if traced.number == self._number:
@@ -227,39 +215,22 @@ class _Watch(LayerHook):
                     if key in traced.recorded:
                         traced.take(key, recorder, first_of(args, kwargs), output)
         elif not torch.compiler.is_compiling():
-            call = _leave(module) if self._around else _claimed(self, module, args, kwargs)
+            call = _leave(module) if self._around else self._claimed(module, args, kwargs)
             if call is not None and call.installation is self.installation:
                 call.record(self, args, kwargs, output)
 
-
-class _Entry(LayerHook):
-    """Finds the call for a layer that has others inside, and for those."""
-
-    stays_behind = True
-
-    def __deepcopy__(self, memo: object) -> _Entry:
-        return _Entry(None, [])
-
-    def __repr__(self) -> str:
-        return "recording of the layers inside"
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if TRACED.call is None and not torch.compiler.is_compiling():
-            _CLAIMS.stack.append((module, _claimed(self, module, args, kwargs)))
-
-
-def _claimed(
-    hook: _Watch | _Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call | None:
-    """The call that the layer runs for: that of the layer around it, or what is found."""
-    stack = _CLAIMS.stack
-    # What stands above the layer around this one raised, and was not left.
-    while stack and (stack[-1][0] is module or not _contains(stack[-1][0], module)):
-        stack.pop()
-    if stack:
-        return stack[-1][1]
-    model = hook.installation.model() if hook.installation is not None else None
-    return None if model is None else _whose(model, module, first_of(args, kwargs))
+    def _claimed(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        """The call that the layer runs for: that of the layer around it, or what is found."""
+        stack = _CLAIMS.stack
+        # What stands above the layer around this one raised, and was not left.
+        while stack and (stack[-1][0] is module or not _contains(stack[-1][0], module)):
+            stack.pop()
+        if stack:
+            return stack[-1][1]
+        model = self.installation.model()
+        return None if model is None else _whose(model, module, first_of(args, kwargs))
 
 
 def _leave(module: nn.Module) -> Call | None:

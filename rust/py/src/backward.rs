@@ -50,7 +50,7 @@ fn invoke<'py>(
     let (callback, typed) = match site.entry.hook().callback(site.module.py()) {
         Callback::Plain(callback) => (callback, false),
         Callback::Typed(callback) => (callback, true),
-        Callback::Recorder(_) | Callback::Layer(_) | Callback::Point(_) => return Ok(None), // of other phases
+        Callback::Recorder(_) | Callback::Point(_) => return Ok(None), // of other phases
         Callback::Detector(detector) => {
             let (value, took) = (grads, None);
             detector.get().observe(&Seen { value, took })?;

@@ -13,7 +13,7 @@ use crate::hook::{Callback, Hook, Site};
 use crate::invoke;
 use crate::point::PointHook;
 use crate::recorder;
-use crate::recording::{LayerHook, Reason};
+use crate::recording::RecordedLayerBase;
 use crate::registry::Registry;
 use crate::scope::Scopes;
 use crate::torch::{self, Target, TorchBackward, TorchHook, TorchHooks};
@@ -75,7 +75,8 @@ fn steps<'s, 'py>(
 // of what such a hook costs beside its own run; what the other kinds take is kept out of it.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-        let result = self.run_module(target);
+        let recordings = self.registry.get().recordings();
+        let result = self.run_module(target, recordings.as_deref());
         let snapshot = self.begin(Phase::Forward)?;
         let torch_hooks = match target.torch_hooks() {
             Some(hooks) => hooks.forward()?,
@@ -93,6 +94,9 @@ impl<'py> Call<'_, 'py> {
             (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
             _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
         };
+        if let Some(layers) = recordings {
+            self.end_layers(&layers, &output)?;
+        }
         match tap {
             None => Ok(output),
             Some(tap) => self.tap_output(&tap, output),
@@ -103,6 +107,7 @@ impl<'py> Call<'_, 'py> {
     fn run_module(
         &mut self,
         target: &Target<'_, 'py>,
+        recordings: Option<&[Py<RecordedLayerBase>]>,
     ) -> PyResult<(Bound<'py, PyAny>, Option<Box<Tap<'py>>>)> {
         let torch_backward = match target.torch_hooks() {
             Some(hooks) => Some(self.torch_pre(hooks, target)?),
@@ -110,6 +115,9 @@ impl<'py> Call<'_, 'py> {
         };
         if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
             self.forward_pre(&snapshot, target)?;
+        }
+        if let Some(layers) = recordings {
+            self.begin_layers(layers)?;
         }
         let tap = if torch_backward.is_some()
             || self.occupied(Phase::BackwardPre)?
@@ -138,6 +146,31 @@ impl<'py> Call<'_, 'py> {
             self.replace_input(replaced);
         }
         Ok(backward)
+    }
+
+    /// What records the module goes around its own run and all hooks.
+    #[inline(never)]
+    fn begin_layers(&mut self, layers: &[Py<RecordedLayerBase>]) -> PyResult<()> {
+        for layer in layers {
+            let layer = layer.bind(self.module.py());
+            let kwargs = self.kwargs.as_ref();
+            RecordedLayerBase::begin(layer, &self.scopes, self.module, &self.args, kwargs)?;
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn end_layers(
+        &self,
+        layers: &[Py<RecordedLayerBase>],
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        for layer in layers {
+            let layer = layer.bind(self.module.py());
+            let (scopes, kwargs) = (&self.scopes, self.kwargs.as_ref());
+            RecordedLayerBase::end(layer, scopes, self.module, &self.args, kwargs, output)?;
+        }
+        Ok(())
     }
 
     fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
@@ -203,10 +236,6 @@ impl<'py> Call<'_, 'py> {
                 self.invoke_plain_pre(callback, hook.options.with_kwargs, target)
             }
             Callback::Point(_) => Ok(None), // of another phase
-            Callback::Layer(layer) => match layer.get().reason(self.module.py(), &self.scopes)? {
-                Reason::Unknown => self.invoke_plain_pre(layer, true, target),
-                Reason::Call(_) | Reason::Other => Ok(None),
-            },
             Callback::Typed(callback) => {
                 let result = invoke::call(callback, [&input_of(&self.args)])?;
                 self.typed_input(entry, result).map(Some)
@@ -349,7 +378,6 @@ impl<'py> Call<'_, 'py> {
             Callback::Typed(callback) => self.invoke_typed(entry, callback, output),
             Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
             Callback::Detector(detector) => self.invoke_detector(detector, output),
-            Callback::Layer(layer) => self.invoke_layer(layer, output),
             Callback::Point(point) => self.invoke_point(point, with_kwargs, output),
         }
     }
@@ -378,23 +406,6 @@ impl<'py> Call<'_, 'py> {
         let (value, took) = (output, self.took);
         detector.get().observe(&Seen { value, took })?;
         Ok(None)
-    }
-
-    #[inline(never)]
-    fn invoke_layer(
-        &mut self,
-        layer: &Bound<'py, LayerHook>,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match layer.get().reason(self.module.py(), &self.scopes)? {
-            Reason::Call(call) => {
-                let kwargs = self.kwargs.as_ref();
-                call.get().record(layer, &self.args, kwargs, output)?;
-                Ok(None)
-            }
-            Reason::Unknown => self.invoke_plain(layer, true, output),
-            Reason::Other => Ok(None),
-        }
     }
 
     #[inline(never)]

@@ -14,7 +14,6 @@ use crate::detectors::NativeDetector;
 use crate::error::{hook_type_error, type_name};
 use crate::point::PointHook;
 use crate::recorder::Recorder;
-use crate::recording::LayerHook;
 use crate::registry::Registry;
 use crate::typed::TypedHook;
 
@@ -170,7 +169,6 @@ enum Kind {
     Plain,
     Typed,
     Recorder,
-    Layer,
     Point,
     Detector,
 }
@@ -185,8 +183,6 @@ pub enum Callback<'a, 'py> {
     /// Run in Rust.
     Recorder(&'a Bound<'py, Recorder>),
     Detector(&'a Bound<'py, NativeDetector>),
-    /// PyTorch's contract too; runs in Rust where the context tells of a call that is recorded.
-    Layer(&'a Bound<'py, LayerHook>),
     /// PyTorch's contract too, and what Rust can call more directly.
     Point(&'a Bound<'py, PointHook>),
 }
@@ -220,8 +216,6 @@ impl Hook {
             (Kind::Typed, typed.get().phase)
         } else if let Ok(recorder) = given.cast::<Recorder>() {
             (Kind::Recorder, recorder.get().phase())
-        } else if given.is_instance_of::<LayerHook>() {
-            (Kind::Layer, phase)
         } else if phase == Phase::Forward
             && let Ok(hook) = given.cast::<PointHook>()
             && hook.get().under_own_name()
@@ -289,9 +283,6 @@ impl Hook {
             Kind::Recorder => given
                 .cast::<Recorder>()
                 .map_or(Callback::Plain(given), Callback::Recorder),
-            Kind::Layer => given
-                .cast::<LayerHook>()
-                .map_or(Callback::Plain(given), Callback::Layer),
             Kind::Point => given
                 .cast::<PointHook>()
                 .map_or(Callback::Plain(given), Callback::Point),
@@ -334,7 +325,6 @@ impl Site<'_, '_> {
         let callback = match self.entry.hook().callback(self.py()) {
             Callback::Plain(callback) | Callback::Typed(callback) => callback,
             Callback::Recorder(recorder) => recorder.as_any(),
-            Callback::Layer(layer) => layer.as_any(),
             Callback::Point(hook) => hook.as_any(),
             Callback::Detector(detector) => detector.as_any(),
         };

@@ -48,7 +48,7 @@ mod _core {
     #[pymodule_export]
     use crate::recorder::{Collector, Recorder};
     #[pymodule_export]
-    use crate::recording::{CallBase, InstallationBase, LayerHook};
+    use crate::recording::{CallBase, InstallationBase, RecordedLayerBase};
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]

@@ -1,9 +1,11 @@
-//! Recording: the native hook of each layer that a model records, and what one call has of them.
+//! Recording: what stays with each layer that a model records, and what one call has of them.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
@@ -11,7 +13,7 @@ use crate::recorder::Collector;
 use crate::scope::{ScopeBase, Scopes};
 use crate::{error, torch};
 
-/// What recording put into one model, as far as its hooks have to know it.
+/// What recording put into one model, as far as its layers have to know it.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct InstallationBase {
     /// For each key an empty collector of that name, which keeps tensors as the recorders say.
@@ -47,12 +49,14 @@ impl InstallationBase {
 /// hidden states, whether they begin with what the first layer takes.
 type Task = (usize, isize, Option<bool>);
 
-/// The hook that stays on a recorded layer: a callable, for what no context tells the call of.
+/// What stays with a recorded layer. A callable like a forward hook, for what no context tells the
+/// call of.
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
-pub struct LayerHook {
-    /// None where the layer is a copy.
-    installation: Option<Py<InstallationBase>>,
+pub struct RecordedLayerBase {
+    installation: Py<InstallationBase>,
     tasks: Vec<Task>,
+    /// Whether other recorded layers are inside.
+    around: bool,
 }
 
 /// What a layer runs for.
@@ -65,49 +69,121 @@ pub enum Reason<'py> {
 }
 
 #[pymethods]
-impl LayerHook {
+impl RecordedLayerBase {
     #[new]
-    #[pyo3(signature = (installation, tasks, *_others, **_options))]
+    #[pyo3(signature = (installation, tasks, around, *_others))]
     fn new(
-        installation: Option<Py<InstallationBase>>,
+        installation: Py<InstallationBase>,
         tasks: Vec<Task>,
+        around: bool,
         _others: &Bound<'_, PyTuple>,
-        _options: Option<&Bound<'_, PyDict>>,
     ) -> Self {
         Self {
             installation,
             tasks,
+            around,
         }
     }
 
     /// What it is part of.
     #[getter]
-    fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
-        Some(self.installation.as_ref()?.bind(py))
+    fn installation<'py>(&self, py: Python<'py>) -> &Bound<'py, InstallationBase> {
+        self.installation.bind(py)
     }
 
-    // No `__clear__`: the hook never changes, so a cycle through it has another edge to cut.
+    // No `__clear__`: it never changes, so a cycle through it has another edge to cut.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.installation)
     }
 }
 
-impl LayerHook {
+impl RecordedLayerBase {
     /// What the layer runs for.
     pub fn reason<'py>(&self, py: Python<'py>, scopes: &Scopes<'py>) -> PyResult<Reason<'py>> {
-        let Some(ours) = &self.installation else {
-            return Ok(Reason::Other);
-        };
-        if ours.get().watching.load(Ordering::Relaxed) == 0 {
+        if self.installation.get().watching.load(Ordering::Relaxed) == 0 {
             return Ok(Reason::Other);
         }
         let Some(call) = innermost(py, scopes)? else {
             return Ok(Reason::Unknown);
         };
         Ok(match &call.get().installation {
-            Some(installation) if installation.is(ours) => Reason::Call(call),
+            Some(installation) if installation.is(&self.installation) => Reason::Call(call),
             _ => Reason::Other,
         })
+    }
+
+    /// Tells Python that the layer begins, where others are inside and no context tells the call.
+    pub fn begin<'py>(
+        slf: &Bound<'py, Self>,
+        scopes: &Scopes<'py>,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<()> {
+        let this = slf.get();
+        if this.around && matches!(this.reason(slf.py(), scopes)?, Reason::Unknown) {
+            slf.call_method1(intern!(slf.py(), "begin"), (module, args, kwargs))?;
+        }
+        Ok(())
+    }
+
+    /// Records what the layer returned, or has Python do it where no context tells the call.
+    pub fn end<'py>(
+        slf: &Bound<'py, Self>,
+        scopes: &Scopes<'py>,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        match slf.get().reason(slf.py(), scopes)? {
+            Reason::Call(call) => call.get().record(slf, args, kwargs, output),
+            Reason::Unknown => slf.call1((module, args, kwargs, output)).map(drop),
+            Reason::Other => Ok(()),
+        }
+    }
+}
+
+/// The recordings that a module is a layer of: for most there are none.
+#[derive(Default)]
+pub struct Recordings {
+    any: AtomicBool,
+    layers: Mutex<Arc<[Py<RecordedLayerBase>]>>,
+}
+
+impl Recordings {
+    /// Those that there are now.
+    #[inline]
+    pub fn now(&self) -> Option<Arc<[Py<RecordedLayerBase>]>> {
+        // Acquire pairs with the release of whoever changes them.
+        let any = self.any.load(Ordering::Acquire);
+        any.then(|| Arc::clone(&self.layers.lock()))
+    }
+
+    pub fn add(&self, layer: &Bound<'_, RecordedLayerBase>) {
+        self.change(|layers| layers.push(layer.clone().unbind()), layer.py());
+    }
+
+    /// Takes out what is part of an installation.
+    pub fn remove(&self, installation: &Bound<'_, InstallationBase>) {
+        self.change(
+            |layers| layers.retain(|layer| !layer.get().installation.is(installation)),
+            installation.py(),
+        );
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<Py<RecordedLayerBase>>), py: Python<'_>) {
+        let _former; // dropped after the lock was released
+        let mut layers = self.layers.lock();
+        let mut changed = layers.iter().map(|layer| layer.clone_ref(py)).collect();
+        change(&mut changed);
+        self.any.store(!changed.is_empty(), Ordering::Release);
+        _former = std::mem::replace(&mut *layers, changed.into());
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let layers = self.layers.lock();
+        layers.iter().try_for_each(|layer| visit.call(layer))
     }
 }
 
@@ -185,7 +261,7 @@ impl CallBase {
     ///     SelectionError: a tuple has no such item.
     pub fn record<'py>(
         &self,
-        layer: &Bound<'py, LayerHook>,
+        layer: &Bound<'py, RecordedLayerBase>,
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
         output: &Bound<'py, PyAny>,

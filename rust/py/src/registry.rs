@@ -11,7 +11,7 @@ use pyo3::types::PyTuple;
 use crate::backward;
 use crate::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
-use crate::recording::Reason;
+use crate::recording::{InstallationBase, Reason, RecordedLayerBase, Recordings};
 use crate::scope::{self, ScopeArg, Scoped, Scopes};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
@@ -27,6 +27,7 @@ pub struct Registry {
     /// The hooks that fire in every context.
     hooks: CoreRegistry,
     scoped: Scoped,
+    recordings: Recordings,
     /// How many hooks need to know how long the module runs.
     clocks: Arc<AtomicUsize>,
     /// How often hooks raised, those of scopes and those removed since included.
@@ -41,6 +42,7 @@ impl Registry {
             module: MODULES.fetch_add(1, Ordering::Relaxed),
             hooks,
             scoped: Scoped::default(),
+            recordings: Recordings::default(),
             clocks,
             errors: AtomicU64::default(),
         }
@@ -60,6 +62,12 @@ impl Registry {
 
     pub fn module(&self) -> u64 {
         self.module
+    }
+
+    /// The recordings that the module is a layer of.
+    #[inline]
+    pub fn recordings(&self) -> Option<Arc<[Py<RecordedLayerBase>]>> {
+        self.recordings.now()
     }
 
     /// Adds a hook, or refuses it and leaves all as it was.
@@ -282,7 +290,6 @@ impl Registry {
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
         let mut traceable = true;
-        let scopes = Scopes::default();
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
@@ -295,13 +302,6 @@ impl Registry {
                 let (callback, kind) = match hook.callback(py) {
                     Callback::Plain(callback) => (callback.clone(), "plain"),
                     Callback::Point(hook) => (hook.as_any().clone(), "plain"),
-                    Callback::Layer(_) if phase == Phase::ForwardPre => continue,
-                    Callback::Layer(layer) => {
-                        // What an eager call records, the native call has to.
-                        let reason = layer.get().reason(py, &scopes)?;
-                        traceable &= !matches!(reason, Reason::Call(_));
-                        (layer.clone().into_any(), "plain")
-                    }
                     Callback::Typed(callback) => (callback.clone(), "typed"),
                     Callback::Recorder(recorder) => {
                         let (part, in_graph) = recorder.get().traced(py);
@@ -315,6 +315,13 @@ impl Registry {
                     }
                 };
                 rows.push((callback, kind, hook.options.with_kwargs).into_pyobject(py)?);
+            }
+            let recordings = self.recordings.now().filter(|_| phase == Phase::Forward);
+            for layer in recordings.iter().flat_map(|layers| layers.iter()) {
+                // What an eager call records, the native call has to.
+                let reason = layer.get().reason(py, &Scopes::default())?;
+                traceable &= !matches!(reason, Reason::Call(_));
+                rows.push((layer, "plain", true).into_pyobject(py)?);
             }
             phases.push(PyTuple::new(py, rows)?);
         }
@@ -359,7 +366,24 @@ impl Registry {
         backward::run(self, snapshot, module, grad_input, Some(grad_output))
     }
 
+    /// Has the module's outputs recorded, as a layer of a model.
+    fn record(&self, layer: &Bound<'_, RecordedLayerBase>) {
+        self.recordings.add(layer);
+    }
+
+    /// Undoes it for the layers of an installation.
+    fn unrecord(&self, installation: &Bound<'_, InstallationBase>) {
+        self.recordings.remove(installation);
+    }
+
+    /// Whether the module's outputs are recorded.
+    #[getter]
+    fn recorded(&self) -> bool {
+        self.recordings.now().is_some()
+    }
+
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.recordings.traverse(&visit)?;
         self.hooks.visit(|hook| visit.call(hook.given()))
     }
 
