@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import copy
 import dataclasses
@@ -20,11 +21,13 @@ from typing import Any
 
 import pytest
 import torch
+from threaded import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
 from ferrohook._core import active_scopes
+from ferrohook.instrumentation import registry_of
 from ferrohook.recording import (
     OutputRecorder,
     capture_outputs,
@@ -619,6 +622,50 @@ def test_what_was_recorded_goes_with_the_output() -> None:
         gc.enable()
 
 
+def test_what_a_call_recorded_that_raised_goes_with_it() -> None:
+    refs: list[weakref.ref[torch.Tensor]] = []
+    contexts: list[contextvars.Context] = []
+
+    class Notes(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts.append(contextvars.copy_context())
+            y = super().forward(x)
+            refs.append(weakref.ref(y))
+            return y
+
+    class Fails(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    model = Model()
+    model.layers[0] = model.layers[1] = Notes()
+    model.layers[2] = Fails()
+    with pytest.raises(ZeroDivisionError):
+        model(X, output_hidden_states=True, output_attentions=True)
+    gc.collect()
+    # A context that somebody keeps keeps nothing of the call that was made in it.
+    assert len(contexts) == len(refs) == 2
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_context_that_is_kept_keeps_nothing_that_was_recorded() -> None:
+    contexts: list[contextvars.Context] = []
+
+    class Keeps(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts.append(contextvars.copy_context())
+            return super().forward(x)
+
+    model = Model()
+    model.layers = nn.ModuleList(Keeps() for _ in range(3))
+    output = model(X, output_hidden_states=True, output_attentions=True)
+    refs = [weakref.ref(each) for each in (*output["hidden_states"][1:], *output["attentions"])]
+    del output
+    gc.collect()
+    assert len(contexts) == 3
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
 def test_a_recorded_model_goes_with_its_last_reference() -> None:
     model = Model()
     model(X, output_hidden_states=True)
@@ -637,16 +684,20 @@ def test_importing_ferrohook_does_not_import_recording() -> None:
     assert result.stdout.strip() == b"[]"
 
 
+class Checkpointed(Model):
+    reentrant = False
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return {"last_hidden_state": self.norm(x)}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_is_checkpointed_is_recorded_once(*, reentrant: bool) -> None:
-    class Checkpointed(Model):
-        @capture_outputs
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return {"last_hidden_state": self.norm(x)}
-
     model = Checkpointed()
+    model.reentrant = reentrant
     states, attentions = expected(model)
     calls: list[int] = []
     model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -817,6 +868,26 @@ def test_no_thread_sees_what_another_records() -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
+def test_threads_that_record_first_at_once_install_once() -> None:
+    def hooks(model: Model) -> list[int]:
+        return [len(registry_of(layer).list()) for layer in model.layers]
+
+    alone = Model()
+    alone(X, output_hidden_states=True, output_attentions=True)
+    for _ in range(20):
+        model = Model()
+        states, attentions = expected(model)
+
+        def record(_: int, model: Model = model, right: Any = (states, attentions)) -> None:
+            output = model(X, output_hidden_states=True, output_attentions=True)
+            assert same(output["hidden_states"], right[0])
+            assert same(output["attentions"], right[1])
+
+        in_threads(4, record, LIMIT)
+        assert hooks(model) == hooks(alone)
+
+
+@pytest.mark.usefixtures("switch_often")
 def test_threads_that_install_uninstall_and_record_at_once() -> None:
     model = Model()
     states, _ = expected(model)
@@ -943,6 +1014,61 @@ def test_a_fresh_context_on_the_same_thread() -> None:
     assert same(model(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
 
 
+def test_no_task_sees_what_another_records() -> None:
+    model = Model()
+    right = [expected(model, X + number) for number in range(4)]
+    calls = 0
+
+    async def task(number: int) -> None:
+        nonlocal calls
+        states, attentions = right[number]
+        for place in range(25):
+            flags = FLAGS[(place + number) % 4]
+            # In the task's own thread and in another, with the other tasks in between.
+            for output in (
+                model(X + number, **flags),
+                await asyncio.to_thread(model, X + number, **flags),
+            ):
+                assert ("hidden_states" in output) == ("output_hidden_states" in flags)
+                assert ("attentions" in output) == ("output_attentions" in flags)
+                assert same(output.get("hidden_states", states), states)
+                assert same(output.get("attentions", attentions), attentions)
+                calls += 1
+            await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(*map(task, range(4)))
+
+    asyncio.run(tasks())
+    assert calls == 200
+    assert active_scopes.get() == ()
+
+
+def test_a_task_that_outlives_the_call_it_was_made_in_records_nothing_more() -> None:
+    later: list[asyncio.Task[weakref.ref[torch.Tensor]]] = []
+
+    class Tasks(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            async def again() -> weakref.ref[torch.Tensor]:
+                await asyncio.sleep(0)
+                return weakref.ref(self.attention(x)[0])
+
+            later.append(asyncio.get_running_loop().create_task(again()))
+            return super().forward(x)
+
+    model = Model()
+    model.layers = nn.ModuleList(Tasks() for _ in range(3))
+
+    async def call() -> tuple[dict[str, Any], list[weakref.ref[torch.Tensor]]]:
+        output = model(X, output_hidden_states=True, output_attentions=True)
+        return output, await asyncio.gather(*later)
+
+    output, refs = asyncio.run(call())
+    assert [ref() for ref in refs] == [None] * 3
+    assert len(output["hidden_states"]) == 4
+    assert len(output["attentions"]) == 3
+
+
 def test_scopes_and_captures_go_on_beside_recording() -> None:
     model = Model()
     states, _ = expected(model)
@@ -999,11 +1125,6 @@ def test_a_compiled_forward_records_in_its_graph() -> None:
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("broken", [False, True], ids=["fullgraph", "graph breaks"])
 def test_no_thread_sees_what_another_records_compiled(*, broken: bool) -> None:
-    class Breaks(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
     model = Model()
     if broken:
         model.layers = nn.ModuleList(Breaks() for _ in range(3))
@@ -1012,6 +1133,155 @@ def test_no_thread_sees_what_another_records_compiled(*, broken: bool) -> None:
         for flags in FLAGS:  # Dynamo compiles once for each thread that finds nothing compiled
             compiled(X, **flags)
     assert wrong_calls(model, compiled) == []
+
+
+class Breaks(Layer):
+    """A layer that breaks the graph of what is around it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class BreaksBehind(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+class Disabled(Model):
+    """Runs its layers where Dynamo does not look."""
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = torch.compiler.disable(layer.__call__)(x)
+        return {"last_hidden_state": self.norm(x)}
+
+
+@with_marks
+@pytest.mark.parametrize(
+    ("kind", "cls", "inside"),
+    [
+        (Model, Layer, True),
+        (Model, Breaks, False),
+        (Model, Breaks, True),
+        (Model, BreaksBehind, False),
+        (Disabled, Layer, False),
+        (Disabled, Breaks, True),
+    ],
+)
+def test_layers_that_come_after_compiling_are_recorded(
+    kind: type[Model], cls: type[Layer], *, inside: bool
+) -> None:
+    model = kind()
+    model.layers = nn.ModuleList(cls() for _ in range(3))
+
+    def around(x: torch.Tensor, **flags: Any) -> Any:
+        return model(x, **flags)
+
+    compiled = torch.compile(around if inside else model, backend="eager")
+
+    def recorded_as_expected() -> bool:
+        states, attentions = expected(model)
+        output = compiled(X, output_hidden_states=True, output_attentions=True)
+        return same(output["hidden_states"], states) and same(output["attentions"], attentions)
+
+    with torch.no_grad():
+        assert recorded_as_expected()
+        model.layers.append(cls())
+        assert recorded_as_expected()
+        model.layers[1] = Layer()
+        model.layers[0].attention = Attention()
+        assert recorded_as_expected()
+        uninstall(model)
+        assert recorded_as_expected()
+
+
+@with_marks
+def test_an_exception_leaves_nothing_active_compiled() -> None:
+    class Fails(Breaks):
+        broken = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.broken:
+                torch._dynamo.graph_break()
+                raise ZeroDivisionError
+            return super().forward(x)
+
+    model = Model()
+    model.layers[1] = Fails()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            compiled(X, output_hidden_states=True)
+    assert active_scopes.get() == ()
+    # A layer that is called next is not taken for a part of it.
+    result = weakref.ref(model.layers[0](X))
+    assert result() is None
+    Fails.broken = False
+    assert list(compiled(X)) == list(model(X)) == ["last_hidden_state"]
+    for called in (compiled, model):
+        assert same(called(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
+
+
+@with_marks
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_checkpointed_breaks_the_graph_and_is_recorded_once(*, reentrant: bool) -> None:
+    model = Checkpointed()
+    model.reentrant = reentrant
+    x = X.clone().requires_grad_()
+    states, attentions = expected(model, x)
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="checkpoint"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x, **flags)
+    torch._dynamo.reset()
+    output = torch.compile(model, backend="aot_eager")(x, **flags)
+    output["last_hidden_state"].sum().backward()
+    assert same(output["hidden_states"], states)
+    assert same(output["attentions"], attentions)
+
+
+@with_marks
+def test_a_layer_in_a_branch_that_only_the_graph_takes_raises() -> None:
+    class Branches(Model):
+        @capture_outputs
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"x": torch.cond(x.sum() > 0, self.layers[0], self.layers[1], (x,))}
+
+    compiled = torch.compile(Branches(), backend="eager")
+    with pytest.raises(torch._dynamo.exc.UncapturedHigherOrderOpError):
+        compiled(X, output_hidden_states=True)
+    assert list(compiled(X)) == ["x"]
+
+
+@with_marks
+def test_a_forward_that_is_one_graph_inside_of_one_that_records_raises() -> None:
+    model = Outer()
+    model.inner.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(X, output_hidden_states=True)
+    assert active_scopes.get() == ()
+    assert "hidden_states" in model.inner(X, output_hidden_states=True)
+
+
+@with_marks
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
+    class Exported(Model):
+        @capture_outputs
+        def forward(self, x: torch.Tensor, **_flags: Any) -> dict[str, Any]:
+            for layer in self.layers:
+                x = layer(x)
+            return {"last_hidden_state": self.norm(x)}
+
+    model = Exported()
+    flags = {"output_hidden_states": True}
+    exported = torch.export.export(model, (X,), flags, strict=strict).module()
+    assert same(exported(X, **flags)["hidden_states"], expected(model)[0])
+    assert same(model(X, **flags)["hidden_states"], expected(model)[0])
+    assert list(model(X)) == ["last_hidden_state"]
 
 
 @with_marks
