@@ -1331,6 +1331,11 @@ def test_a_recorder_that_names_neither_class_nor_suffix() -> None:
         OutputRecorder(Layer, index="1")  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match=r"dtype is a torch.dtype, got str"):
         OutputRecorder(Layer, dtype="half")  # type: ignore[arg-type]
+    with pytest.raises(fh.HookTypeError, match="num_hidden_layers_key is a str, got int"):
+        OutputRecorder(Layer, num_hidden_layers_key=3)  # type: ignore[arg-type]
+    for name in ("capture_initial_hidden_state", "detach"):
+        with pytest.raises(fh.HookTypeError, match=f"{name} is a bool, got str"):
+            OutputRecorder(Layer, **{name: "no"})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         OutputRecorder(Layer, device="nowhere")
 

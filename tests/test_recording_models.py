@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import os
@@ -16,7 +17,8 @@ from test_recording import FLAGS, LIMIT, with_marks
 from threaded import in_threads
 from torch import nn
 
-from ferrohook.recording import capture_outputs, merge_with_config_defaults
+import ferrohook as fh
+from ferrohook.recording import OutputRecorder, capture_outputs, merge_with_config_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +28,44 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 transformers = pytest.importorskip("transformers")
 architectures = pytest.importorskip("test_architectures")
+their_capturing = pytest.importorskip("transformers.utils.output_capturing")
+
+
+def test_an_output_recorder_has_the_fields_of_transformers() -> None:
+    theirs = dataclasses.fields(their_capturing.OutputRecorder)
+    ours = dataclasses.fields(OutputRecorder)[: len(theirs)]
+    assert [each.name for each in ours] == [each.name for each in theirs]
+    assert [each.default for each in ours] == [each.default for each in theirs]
+    # Further ones keep what is recorded as it is, unless they are given.
+    further = dataclasses.fields(OutputRecorder)[len(theirs) :]
+    assert [(each.name, each.default) for each in further] == [
+        ("detach", False),
+        ("device", None),
+        ("dtype", None),
+    ]
+
+
+class Own(nn.Module):
+    """Declares by a recorder of transformers'."""
+
+    def __init__(self, **recorder: Any) -> None:
+        super().__init__()
+        self.own_layer = nn.Linear(4, 4)
+        self._can_record_outputs = {"own": their_capturing.OutputRecorder(**recorder)}
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": self.own_layer(x)}
+
+
+def test_a_recorder_of_transformers_is_understood_or_refused_by_its_key() -> None:
+    model = Own(target_class=None, class_name="own_layer")
+    output = model(torch.ones(4), output_own=True)
+    assert torch.equal(output["own"][0], output["y"])
+    with pytest.raises(fh.HookTypeError, match=r"_can_record_outputs\['own'\]: .* neither"):
+        Own(target_class=None)(torch.ones(4), output_own=True)
+    with pytest.raises(fh.SelectionError, match="'own' of Linear, which matches none"):
+        Own(target_class=nn.Linear, layer_name="layer")(torch.ones(4), output_own=True)
 
 
 def in_place_of_theirs(forward: Any) -> Any:
