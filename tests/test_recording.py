@@ -400,6 +400,13 @@ def test_negative_indices_count_by_the_config() -> None:
     assert kept == [False, False, True, False]
 
 
+def test_negative_indices_where_a_config_leaves_the_count_of_layers_open() -> None:
+    model = Model()
+    model.config = type("Config", (), {"num_hidden_layers": None})()
+    kept = [s is not None for s in model(X, output_hidden_states=[-1])["hidden_states"]]
+    assert kept == [False, False, False, True]
+
+
 def test_states_not_selected_are_not_kept_alive() -> None:
     alive: list[list[bool]] = []
     refs: list[weakref.ref[torch.Tensor]] = []
@@ -1285,6 +1292,82 @@ def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
 
 
 @with_marks
+def test_states_that_are_selected_differ_between_calls_of_one_graph() -> None:
+    model = Model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for asked in (1, 2, [0, -1], [1, -1], [-2, -1], (1,), (3,)):
+        given, wanted = (
+            each(X, output_hidden_states=asked)["hidden_states"] for each in (compiled, model)
+        )
+        assert [state is None for state in given] == [state is None for state in wanted], asked
+
+
+@with_marks
+def test_a_layer_on_a_helper_thread_of_a_compiled_forward_is_not_dropped_in_silence() -> None:
+    model = Helped()
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states = compiled(X, output_hidden_states=True)["hidden_states"]
+    told = any(issubclass(each.category, fh.UnattributedWarning) for each in caught)
+    assert len(states) == 4 or told
+
+
+@with_marks
+def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> None:
+    class Pieces(Model):
+        @capture_outputs
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            for layer in self.layers:
+                run = contextvars.Context().run
+                x = torch.compile(lambda x, run=run, layer=layer: run(layer, x), backend="eager")(x)
+            return {"last_hidden_state": self.norm(x)}
+
+    model = Pieces()
+    assert same(model(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
+
+
+@with_marks
+def test_a_sub_models_declaration_that_changes_is_followed_compiled() -> None:
+    class Below(nn.Module):
+        _can_record_outputs = {"hidden_states": Layer}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    class Around(nn.Module):
+        _can_record_outputs = {"hidden_states": nn.LayerNorm}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.last = Below(), nn.LayerNorm(4)
+
+        @capture_outputs
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"x": self.last(self.below(x))}
+
+    model = Around()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert len(compiled(X, output_hidden_states=True)["hidden_states"]) == 3
+    model.below._can_record_outputs = {}
+    assert len(compiled(X, output_hidden_states=True)["hidden_states"]) == 2
+
+
+@with_marks
+def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None:
+    model = Outer()
+    model.inner.compile(backend="eager", fullgraph=True)
+    # And not for a lock of ours, which no traced code is to see.
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="record") as raised:
+        model(X, output_hidden_states=True)
+    assert "RLock" not in str(raised.value)
+
+
+@with_marks
 def test_compiled_layers_and_sub_models_in_an_eager_forward() -> None:
     model = Model()
     states, _ = expected(model)
@@ -1397,6 +1480,24 @@ def test_a_flag_that_a_model_around_it_passes_on_is_known() -> None:
     assert "hidden_states" in Both()(X, output_hidden_states=True)
     with pytest.raises(fh.HookTypeError, match="output_hiden_states"):
         Both()(X, output_hiden_states=True)
+
+
+def test_a_flag_that_a_sub_model_brings_later_is_known() -> None:
+    class Passes(Outer):
+        _can_record_outputs = {}
+
+    class Brings(Model):
+        _can_record_outputs = {"attentions": Attention, "layers": Layer}
+
+        @capture_outputs
+        def forward(self, x: torch.Tensor, **_flags: Any) -> dict[str, Any]:
+            return {"last_hidden_state": self.layers[0](x)}
+
+    model = Passes()
+    with pytest.raises(fh.HookTypeError, match="no 'output_layers'"):
+        model(X, output_layers=True)
+    model.inner = Brings()
+    assert len(model(X, output_layers=True)["inner"]["layers"]) == 1
 
 
 @with_marks
