@@ -27,6 +27,17 @@ def switch_often() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo with nothing compiled, which compiles as often as it is asked to."""
+    import torch._dynamo  # noqa: PLC0415 (takes seconds)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what cannot be tested here, visibly."""
     skipped = {}

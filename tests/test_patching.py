@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import types
@@ -137,6 +138,37 @@ def test_an_exception_undoes_patches(package: Any) -> None:
     assert package.Attention is Attention
 
 
+class ReadOnly(types.ModuleType):
+    """A Python module that can be changed for a while."""
+
+    writable = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not self.writable:
+            raise PermissionError(name)
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_cannot_be_changed_undoes_what_was_patched_before(package: Any) -> None:
+    register_patch_mapping({"Attention": Other})
+    fixed = ReadOnly("their_package.fixed")
+    fixed.Attention = Attention  # type: ignore[attr-defined]
+    sys.modules["their_package.fixed"] = fixed
+    fixed.writable = False
+    try:
+        with pytest.raises(PermissionError), apply_patches("their_package"):
+            pytest.fail("the block ran")
+        assert package.Attention is fixed.Attention is Attention
+        vars(fixed)["writable"] = True
+        # Nothing is left of the block: this one finds what stands there now.
+        vars(fixed)["Attention"] = Third
+        with apply_patches("their_package"):
+            assert fixed.Attention is Other
+        assert fixed.Attention is Third
+    finally:
+        del sys.modules["their_package.fixed"]
+
+
 def test_what_was_registered_meanwhile_and_set_by_others_is_left_alone(package: Any) -> None:
     register_patch_mapping({"Attention": Other})
     with apply_patches("their_package"):
@@ -246,3 +278,45 @@ def test_a_model_of_transformers_is_made_of_replacements() -> None:
     assert type(model.layers[0].mlp) is Doubled
     assert type(LlamaModel(config).layers[0].mlp) is original
     assert modeling_llama.LlamaMLP is original
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recorder_of_transformers_is_patched_for_one_model_and_not_for_its_class() -> None:
+    pytest.importorskip("transformers")
+    from transformers import GPT2Config, GPT2Model  # noqa: PLC0415 (takes seconds)
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: PLC0415
+
+    class Quiet(nn.Module):
+        """No subclass of what it replaces."""
+
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            return x * 0, x[0, 0, 0]
+
+    GPT2Patched = type("GPT2Patched", (GPT2Model,), {"forward": ours(GPT2Model.forward)})  # noqa: N806 (a class)
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, attn_implementation="eager")
+    declared = GPT2Model._can_record_outputs["attentions"]
+    register_patch_mapping({"^GPT2Attention$": Quiet})
+    with apply_patches():
+        patched = GPT2Patched(config)
+        patch_output_recorders(patched)
+    clear_patch_mapping()
+    plain = GPT2Patched(config)
+
+    batch = torch.zeros(1, 3, dtype=torch.long)
+    shapes = [
+        [each.shape for each in model(batch, output_attentions=True).attentions]
+        for model in (patched, plain)
+    ]
+    assert shapes == [[()] * 2, [(1, 2, 3, 3)] * 2]
+    # Of the recorder, only the class is another.
+    assert patched._can_record_outputs["attentions"].layer_name == declared.layer_name
+    assert GPT2Model._can_record_outputs["attentions"] is declared
+    assert declared.target_class is GPT2Attention
+
+
+def ours(forward: Any) -> Any:
+    """A forward of transformers' with our decorator in place of its own."""
+    return capture_outputs(inspect.unwrap(forward))

@@ -181,8 +181,8 @@ def apply_patches(*packages: str) -> Iterator[None]:
                         # Read under the lock: before it another thread's stood there, perhaps.
                         original = vars(module).get(name, found)
                         slot = _SLOTS.setdefault(key, _Slot(module, name, original))
+                        put.append(key)  # first: it is taken out if this raises
                         slot.put(owner, replacement)
-                    put.append(key)
         yield
     finally:
         for key in put:

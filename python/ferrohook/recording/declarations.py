@@ -66,6 +66,9 @@ class OutputRecorder:
         _expect(self.index, int, "index is a whole number")
         for name in ("layer_name", "class_name"):
             _expect(getattr(self, name), (str, type(None)), f"{name} is a str")
+        _expect(self.num_hidden_layers_key, str, "num_hidden_layers_key is a str")
+        for name in ("capture_initial_hidden_state", "detach"):
+            _expect(getattr(self, name), bool, f"{name} is a bool")
         _expect(self.dtype, (torch.dtype, type(None)), "dtype is a torch.dtype")
         if self.device is not None:
             torch.device(self.device)
