@@ -1328,36 +1328,6 @@ def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> 
 
 
 @with_marks
-def test_a_sub_models_declaration_that_changes_is_followed_compiled() -> None:
-    class Below(nn.Module):
-        _can_record_outputs = {"hidden_states": Layer}
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
-
-    class Around(nn.Module):
-        _can_record_outputs = {"hidden_states": nn.LayerNorm}
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.below, self.last = Below(), nn.LayerNorm(4)
-
-        @capture_outputs
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            return {"x": self.last(self.below(x))}
-
-    model = Around()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert len(compiled(X, output_hidden_states=True)["hidden_states"]) == 3
-    model.below._can_record_outputs = {}
-    assert len(compiled(X, output_hidden_states=True)["hidden_states"]) == 2
-
-
-@with_marks
 def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None:
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)

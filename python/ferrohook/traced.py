@@ -23,7 +23,7 @@ from ferrohook._core import HookedBase, record
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -200,20 +200,39 @@ def _as_plain(hook: Any) -> Any:
 
 
 _DYNAMO = "torch._dynamo"
-_TWINS: dict[Any, Any] = {}
+_TOLD: list[Callable[[], object]] = []
 
 
 def trace_as(native: Any, twin: Any) -> None:
     """Have Dynamo trace `twin` in place of `native`."""
-    _TWINS[native] = twin
-    if _DYNAMO in sys.modules:
+
+    def tell() -> None:
         torch.compiler.substitute_in_graph(native, skip_signature_check=True)(twin)
+
+    _tell(tell)
+
+
+def never_trace(cls: type, name: str) -> None:
+    """Have Dynamo leave a method alone that native code calls, and all that it calls."""
+
+    def tell() -> None:
+        disabled = torch.compiler.disable(vars(cls)[name])  # type: ignore[no-untyped-call]
+        setattr(cls, name, disabled)
+
+    _tell(tell)
+
+
+def _tell(tell: Callable[[], object]) -> None:
+    if _DYNAMO in sys.modules:
+        tell()
+    else:
+        _TOLD.append(tell)
 
 
 class _AfterDynamo(MetaPathFinder, Loader):
-    """Substitutes as soon as somebody imports Dynamo.
+    """Tells Dynamo as soon as somebody imports it.
 
-    Substituting imports Dynamo, which takes seconds that users who compile nothing should not pay.
+    To tell it is to import it, which takes seconds that users who compile nothing should not pay.
     """
 
     _looking = False
@@ -241,8 +260,8 @@ class _AfterDynamo(MetaPathFinder, Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         sys.meta_path.remove(self)
-        for native, twin in list(_TWINS.items()):
-            trace_as(native, twin)
+        while _TOLD:
+            _TOLD.pop(0)()
 
 
 trace_as(HookedBase.__call__, traced_call)

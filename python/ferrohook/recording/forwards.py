@@ -91,16 +91,11 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             config = getattr(self, "config", None)
             declared = declared_by(self)
             return_dict = kwargs.pop("return_dict", getattr(config, "return_dict", True))
-            flags = _flags(declared, config, kwargs)
+            flags, asked = _flags(self, declared, config, kwargs)
             around = innermost()
             traced = torch.compiler.is_compiling() and around is None
-            _check_flags(self, declared, config, kwargs)
-            # By their own keyword, which no model around this one passed on.
-            asked = (
-                [key for key in flags if kwargs.get(FLAG + key) and key not in WITH_ATTENTIONS]
-                if around is None and TRACED.call is None
-                else []
-            )
+            if around is not None or TRACED.call is not None:
+                asked = []  # a model around this one passed them on
             if names is not None:  # a forward need not know of flags
                 kwargs = {
                     name: value
@@ -141,33 +136,50 @@ def _while_traced(function: F) -> F:
     return function
 
 
-def _flags(declared: dict[str, Any], config: object, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keys that are asked for, with what their flags say."""
-    flags = {}
+def _not_traced(function: F) -> F:
+    """Has Dynamo call a function as it is, or say that it may not."""
+    # What `torch.compiler.disable` does, which would import Dynamo.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "a forward that records runs eagerly, and this one is inside of it"
+    )
+    return function
+
+
+def _flags(
+    model: nn.Module, declared: dict[str, Any], config: object, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys that are asked for, with what their flags say; those asked for by their keyword.
+
+    Refuses a flag that asks for what nobody knows.
+    """
+    flags, by_keyword = {}, []
     for key in declared:
-        name = FLAG + (ATTENTIONS if key in WITH_ATTENTIONS else key)
-        value = kwargs[name] if name in kwargs else getattr(config, name, False)
+        with_attentions = key in WITH_ATTENTIONS
+        name = FLAG + (ATTENTIONS if with_attentions else key)
+        given = name in kwargs
+        value = kwargs[name] if given else getattr(config, name, False)
         if value:
             flags[key] = value
-    return flags
-
-
-def _check_flags(
-    model: nn.Module, declared: dict[str, Any], config: object, kwargs: dict[str, Any]
-) -> None:
-    """Refuses a flag that asks for what nobody knows."""
+            if given and not with_attentions:
+                by_keyword.append(key)
     for name, value in kwargs.items():
         if not name.startswith(FLAG) or value is None or value is False:
             continue
-        if name.removeprefix(FLAG) in declared or hasattr(config, name):
-            continue
-        _check_known(model, name)
+        if name.removeprefix(FLAG) not in declared and not hasattr(config, name):
+            _check_known(model, name)
+    return flags, by_keyword
 
 
 @_while_traced
 def _check_known(model: nn.Module, name: str) -> None:
     # A model around this one passes on what it got.
-    if any(name in _known_flags(each) for each in (model, *_around(model))):
+    models = [model, *_around(model)]
+    if any(name in _known_flags(each) for each in models):
+        return
+    for each in models:
+        _KNOWN_FLAGS.pop(each, None)  # it may have got a sub-model since
+    if any(name in _known_flags(each) for each in models):
         return
     flags = sorted(_known_flags(model))
     closest = ", ".join(_closest(name, flags) or flags)
@@ -241,7 +253,7 @@ def _arranged(
 
 
 def _has(outputs: Any, name: str) -> bool:
-    return hasattr(outputs, name) or (isinstance(outputs, Mapping) and name in outputs)
+    return hasattr(outputs, name) or (isinstance(outputs, (dict, Mapping)) and name in outputs)
 
 
 def _get(outputs: Any, name: str) -> Any:
@@ -280,6 +292,7 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
+@_not_traced
 def _enter(
     model: nn.Module,
     around: Call | None,
@@ -315,7 +328,8 @@ def _selected(
         return indices
     recorder = installation.recorders[HIDDEN]
     config = getattr(model, "config", None)
-    layers = getattr(config, recorder.num_hidden_layers_key, installation.layers[HIDDEN])
+    layers = getattr(config, recorder.num_hidden_layers_key, None)
+    layers = installation.layers[HIDDEN] if layers is None else layers
     count = layers + recorder.capture_initial_hidden_state
     return [index % count for index in indices if -count <= index < count]
 
@@ -344,6 +358,13 @@ def _call(
     return outputs, recorded
 
 
+def _constant(flag: Any) -> Any:
+    """A flag without the numbers that Dynamo made dynamic, since they differ between calls."""
+    if isinstance(flag, (list, tuple)):
+        return [operator.index(each) for each in flag]
+    return operator.index(flag) if isinstance(flag, int) and not isinstance(flag, bool) else flag
+
+
 @_while_traced
 def _prepared(
     model: nn.Module, flags: dict[str, Any], asked: list[str]
@@ -367,6 +388,10 @@ def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
     outer = TRACED.call
     if not flags and outer is None:
         return forward(model, *args, **kwargs), {}
+    if not torch.compiler.is_compiling() and outer is None:  # the graph broke: this is Python
+        return _call(_enter(model, None, (args, kwargs), flags, asked), forward, args, kwargs)
+    if HIDDEN in flags:
+        flags = {**flags, HIDDEN: _constant(flags[HIDDEN])}
     number, selected = _prepared(model, flags, asked) if flags else ("", None)
     call = TracedCall(number, list(flags), selected)
     TRACED.call = call

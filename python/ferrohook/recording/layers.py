@@ -19,6 +19,7 @@ from ferrohook.module import _describe
 from ferrohook.recording.calls import IN_PROGRESS, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
+from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
     from ferrohook.recording.calls import Call
@@ -199,25 +200,31 @@ class RecordedLayer(RecordedLayerBase):
         # Whether other recorded layers are inside.
         self._around = around
 
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Records what the layer returned, where `torch.compile` traces it."""
+        traced = TRACED.call
+        if traced is not None and traced.number == self._number:
+            for key, recorder in self._targets:
+                if key in traced.recorded:
+                    traced.take(key, recorder, first_of(args, kwargs), output)
+
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the call for the layer and for those inside, where no context tells it."""
-        if TRACED.call is None and not torch.compiler.is_compiling():
+        if TRACED.call is None:
             _CLAIMS.stack.append((module, self._claimed(module, args, kwargs)))
 
-    def __call__(
+    def end(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Records what the layer returned, where no context tells the call."""
-        traced = TRACED.call
-        if traced is not None:
-            if traced.number == self._number:
-                for key, recorder in self._targets:
-                    if key in traced.recorded:
-                        traced.take(key, recorder, first_of(args, kwargs), output)
-        elif not torch.compiler.is_compiling():
-            call = _leave(module) if self._around else self._claimed(module, args, kwargs)
-            if call is not None and call.installation is self.installation:
-                call.record(self, args, kwargs, output)
+        if TRACED.call is not None:
+            self(module, args, kwargs, output)
+            return
+        call = _leave(module) if self._around else self._claimed(module, args, kwargs)
+        if call is not None and call.installation is self.installation:
+            call.record(self, args, kwargs, output)
 
     def _claimed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -231,6 +238,11 @@ class RecordedLayer(RecordedLayerBase):
             return stack[-1][1]
         model = self.installation.model()
         return None if model is None else _whose(model, module, first_of(args, kwargs))
+
+
+# What the native call of a compiled piece calls, Dynamo would compile too.
+never_trace(RecordedLayer, "begin")
+never_trace(RecordedLayer, "end")
 
 
 def _leave(module: nn.Module) -> Call | None:

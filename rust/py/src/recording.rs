@@ -122,6 +122,7 @@ impl RecordedLayerBase {
     ) -> PyResult<()> {
         let this = slf.get();
         if this.around && matches!(this.reason(slf.py(), scopes)?, Reason::Unknown) {
+            let kwargs = given(slf.py(), kwargs);
             slf.call_method1(intern!(slf.py(), "begin"), (module, args, kwargs))?;
         }
         Ok(())
@@ -138,10 +139,19 @@ impl RecordedLayerBase {
     ) -> PyResult<()> {
         match slf.get().reason(slf.py(), scopes)? {
             Reason::Call(call) => call.get().record(slf, args, kwargs, output),
-            Reason::Unknown => slf.call1((module, args, kwargs, output)).map(drop),
+            Reason::Unknown => {
+                let end = intern!(slf.py(), "end");
+                let kwargs = given(slf.py(), kwargs);
+                slf.call_method1(end, (module, args, kwargs, output)).map(drop)
+            }
             Reason::Other => Ok(()),
         }
     }
+}
+
+/// The keyword arguments as Python takes them.
+fn given<'py>(py: Python<'py>, kwargs: Option<&Bound<'py, PyDict>>) -> Bound<'py, PyDict> {
+    kwargs.map_or_else(|| PyDict::new(py), Bound::clone)
 }
 
 /// The recordings that a module is a layer of: for most there are none.
