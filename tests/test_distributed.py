@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import ferrohook as fh
@@ -538,6 +543,39 @@ def check_precision(rank: int, reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_hooks_see_the_precision_that_fsdp_computes_in(pair: Pair, reshard: bool) -> None:
     pair.run(check_precision, reshard)
+
+
+def check_tensor_parallel(rank: int, when: str) -> None:
+    model = net()
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    if when == "before":
+        fh.register(model, "2", scaled(2.0))
+    parallelize_module(model, mesh, plan)
+    if when == "after":
+        fh.register(model, "2", scaled(2.0))
+    alone = net()
+    fh.register(alone, "2", scaled(2.0))
+    given = x(0)  # the same on both
+    with fh.capture(model, "*", grads=True) as acts, fh.capture(alone, "*", grads=True) as expected:
+        output, expected_output = model(given), alone(given)
+        output.square().sum().backward()
+        expected_output.square().sum().backward()
+    # Between the two layers a rank has half of the columns; what the second returns is whole.
+    for layer in "01":
+        torch.testing.assert_close(acts[layer], expected[layer].chunk(RANKS, dim=1)[rank])
+        half = expected.grads[layer].chunk(RANKS, dim=1)[rank]
+        torch.testing.assert_close(acts.grads[layer], half)
+    for layer in "234":
+        torch.testing.assert_close(acts[layer], expected[layer])
+        torch.testing.assert_close(acts.grads[layer], expected.grads[layer])
+    torch.testing.assert_close(output, expected_output)
+    assert_close(grads(model), grads(alone))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_see_a_rank_s_part_in_tensor_parallel_layers(pair: Pair, when: str) -> None:
+    pair.run(check_tensor_parallel, when)
 
 
 def test_a_check_that_fails_on_one_rank_fails_here(pair: Pair) -> None:
