@@ -191,7 +191,11 @@ def check_same(options: argparse.Namespace, lines: list[str]) -> None:
 
 def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[Told]:
     """Has actors harvest the parts, and tells of each when it is done."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_BACKEND_LOG_LEVEL": "fatal",
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # Ray Data's threads start another one after Ctrl-C
+    }
     try:
         import ray.data  # noqa: PLC0415 (takes seconds, and --actors 0 is without)
     except ModuleNotFoundError as error:
