@@ -22,11 +22,11 @@ demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that look into it and steer it
 	$(BIN)/python -m examples.service
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle ## Every test that needs no special interpreter
+test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core
 	$(PYTEST)
 
-lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service ## Formatting, lints and types
+lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service $(VENV)/ray ## Formatting, lints and types
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo clippy --quiet --package ferrohook-core --test loom -- -D warnings
@@ -76,6 +76,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # A file for each group of dependencies that was installed.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

@@ -1,31 +1,93 @@
-"""Two processes that train together."""
+"""Two processes that work together."""
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import socket
-from typing import TYPE_CHECKING
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.context import SpawnProcess
+
+RANKS = 2
+LIMIT = 100.0
+"""Seconds that a check takes at most, the start of the processes included."""
 
 
-def on_two_processes(train: Callable[[int], None]) -> None:
-    """Runs `train(rank)` in two processes, connected by gloo."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    mp.spawn(_run, args=(train, port), nprocs=2)
+class Pair:
+    """Two processes, connected by gloo, that run one check after the other.
+
+    They start with the first, as importing torch takes seconds, and anew after one that failed:
+    nobody knows what the other rank waits for then.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[SpawnProcess, connection.Connection]] = []
+
+    def run(self, check: Callable[..., None], *args: Any) -> None:
+        """Runs `check(rank, *args)` in both; what fails in either fails here."""
+        if not self._ranks:
+            self._start()
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        try:
+            for pipe in waiting:
+                pipe.send((check, args))
+            while waiting:
+                ready = connection.wait([*waiting], LIMIT)
+                assert ready, f"no answer of ranks {[*waiting.values()]}"
+                for pipe in ready:
+                    rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                    error = pipe.recv()  # type: ignore[union-attr]
+                    assert not error, f"rank {rank}: {error}"
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def end(self) -> None:
+        """Ends them, in no orderly way: gloo's destructors abort a process now and then."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks.clear()
 
 
-def _run(rank: int, train: Callable[[int], None], port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    train(rank)
-    dist.destroy_process_group()
-    # Past the destructors of C++: gloo's abort a process now and then, with plain PyTorch too.
-    os._exit(0)
+def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    torch.set_num_threads(1)
+    with suppress(EOFError):  # whoever tests is gone
+        while True:
+            check, args = pipe.recv()
+            error = ""
+            try:
+                torch.manual_seed(0)
+                check(rank, *args)
+            except BaseException:  # noqa: BLE001 (told to the test)
+                error = traceback.format_exc()
+            pipe.send(error)

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from gloo import on_two_processes
 from threaded import in_threads
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_global
@@ -1516,37 +1514,3 @@ def test_the_context_manager_does_not_keep_the_model() -> None:
     gc.collect()
     assert reference() is None
     undo.restore()
-
-
-# Several processes
-
-
-def train_distributed(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fh.instrument(model)
-    forward = model[1].register_forward_hook(lambda _module, _args, output: output * 2)
-    backward = model[1].register_full_backward_hook(lambda *_: None)
-    parallel = nn.parallel.DistributedDataParallel(model)
-    with fh.instrument(parallel, ""):
-        for step in range(3):
-            parallel.zero_grad()
-            torch.manual_seed(10 * step + rank)
-            parallel(torch.randn(2, 4)).sum().backward()
-    assert (forward.calls, backward.calls) == (3, 3)
-    grads = [torch.zeros(4, 4) for _ in range(2)]
-    weight: Any = model[1].weight
-    dist.all_gather(grads, weight.grad)
-    assert torch.equal(*grads)
-    # The mean of what both would have computed alone.
-    expected = torch.zeros(4, 4)
-    for other in range(2):
-        torch.manual_seed(20 + other)
-        alone = copy.deepcopy(model)
-        alone.zero_grad()
-        alone(torch.randn(2, 4)).sum().backward()
-        expected += alone[1].weight.grad / 2  # type: ignore[operator]
-    assert torch.allclose(grads[0], expected)
-
-
-def test_ddp_over_gloo_with_two_processes() -> None:
-    on_two_processes(train_distributed)

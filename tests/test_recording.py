@@ -12,6 +12,7 @@ import io
 import pickle
 import sys
 import sysconfig
+import textwrap
 import threading
 import warnings
 import weakref
@@ -689,6 +690,29 @@ def test_importing_ferrohook_does_not_import_recording() -> None:
     code = "import sys, ferrohook; print([m for m in sys.modules if 'ferrohook.rec' in m])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert result.stdout.strip() == b"[]"
+
+
+def test_the_end_of_the_interpreter_is_silent() -> None:
+    import subprocess  # noqa: PLC0415 (only here)
+
+    code = textwrap.dedent("""
+        import ferrohook.instrumentation, torch
+        from ferrohook.recording import capture_outputs
+        class Model(torch.nn.Module):
+            _can_record_outputs = {"states": torch.nn.Linear}
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 2)
+            @capture_outputs
+            def forward(self, x, **kwargs):
+                return {"output": self.layer(x)}
+        model = Model()
+        model(torch.ones(1, 2), output_states=True)
+        # Goes when that module has lost its variables.
+        ferrohook.instrumentation._MODEL = model
+        """)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert result.stderr == b""
 
 
 class Checkpointed(Model):

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from gloo import on_two_processes
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -584,35 +582,6 @@ def test_data_parallel() -> None:
     hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     parallel = nn.DataParallel(hooked, device_ids=[0])
     assert torch.equal(parallel(x().cuda()), hooked(x().cuda()))
-
-
-def train_distributed(rank: int) -> None:
-    hooked = fh.HookedModule(nn.Linear(4, 4))
-    forward = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
-    backward = hooked.register_full_backward_hook(lambda *_: None)
-    parallel = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), hooked))
-    for step in range(3):
-        parallel.zero_grad()
-        torch.manual_seed(10 * step + rank)
-        parallel(torch.randn(2, 4)).sum().backward()
-    assert (forward.calls, backward.calls) == (3, 3)
-    grads = [torch.zeros(4, 4) for _ in range(2)]
-    assert hooked.weight.grad is not None
-    dist.all_gather(grads, hooked.weight.grad)
-    assert torch.equal(*grads)
-    # The mean of what both would have computed alone.
-    expected = torch.zeros(4, 4)
-    for other in range(2):
-        torch.manual_seed(20 + other)
-        alone = copy.deepcopy(parallel.module)
-        alone.zero_grad()
-        alone(torch.randn(2, 4)).sum().backward()
-        expected += alone[1].weight.grad / 2
-    assert torch.allclose(grads[0], expected)
-
-
-def test_ddp_over_gloo_with_two_processes() -> None:
-    on_two_processes(train_distributed)
 
 
 def test_what_stands_in_for_forward_is_called_as_the_class_says() -> None:

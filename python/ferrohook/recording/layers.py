@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from ferrohook.recording.tracing import TRACED, first_of
 from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrohook.recording.calls import Call
     from ferrohook.recording.declarations import Plan, Target
 
@@ -118,10 +121,15 @@ def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Colle
 _INSTALLED: dict[int, Installation] = {}
 
 
-# At the interpreter's end the module has no variables any more.
-def _forget(installed: dict[int, Installation], key: int, _model: object) -> None:
+# At the interpreter's end modules have no variables any more, neither this one nor others.
+def _forget(
+    installed: dict[int, Installation],
+    key: int,
+    _model: object,
+    ending: Callable[[], bool] = sys.is_finalizing,
+) -> None:
     installation = installed.pop(key, None)
-    if installation is not None and _LOCK is not None:  # its layers may be another model's too
+    if installation is not None and not ending():  # its layers may be another model's too
         installation.retire()
 
 
