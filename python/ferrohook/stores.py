@@ -11,7 +11,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -25,7 +24,7 @@ from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -173,21 +172,23 @@ class MemoryStore(Store):
         copy: bool = True,
     ) -> None:
         owned = _owned(run, batch, layer, tensors, copy=copy)
-        with self._changed(run, batch) as changed:
-            changed.add(layer, owned)
+        self._check_open()
+        with self._lock:
+            self._opened(run, batch).add(layer, owned)
 
     def complete(self, run: str, batch: int) -> None:  # noqa: D102
         _check_place(run, batch)
-        with self._changed(run, batch) as changed:
-            changed.complete = True
+        self._check_open()
+        with self._lock:
+            self._opened(run, batch).complete = True
 
-    @contextmanager
-    def _changed(self, run: str, batch: int) -> Iterator[_Batch]:
+    def _check_open(self) -> None:
         if self._closed:
             msg = "the store is closed: put what you collect before close()"
             raise StoreError(msg)
-        with self._lock:
-            yield self._runs.setdefault(run, {}).setdefault(batch, _Batch())
+
+    def _opened(self, run: str, batch: int) -> _Batch:
+        return self._runs.setdefault(run, {}).setdefault(batch, _Batch())
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
         with self._lock:
