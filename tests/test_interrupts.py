@@ -1,4 +1,4 @@
-"""Ctrl-C wherever it may land leaves a model as it was.
+"""Ctrl-C wherever it may land leaves a model as it was, and a store's folder to the next store.
 
 Python runs the handlers of signals where it enters a function of its own and where a native one has
 returned to it: in turn, an interrupt is raised at each such place.
@@ -7,8 +7,10 @@ returned to it: in turn, an interrupt is raised at each such place.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import sys
+import time
 import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,11 @@ from torch import nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook._core import active_scopes
-from ferrohook.stores import MemoryStore
+from ferrohook.stores import LocalStore, MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 class Interrupt(BaseException):
@@ -147,3 +150,47 @@ def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None])
             break
     assert left == []
     assert place > 20
+
+
+def store_two(folder: Path) -> None:
+    with LocalStore(folder, max_pending=1) as store:
+        for batch in range(2):
+            store.put("run", batch, "0", {"x": X})
+            store.complete("run", batch)
+        store.flush()
+
+
+def opened(folder: Path) -> LocalStore:
+    """As soon as one that was never handed out, as it was interrupted, lets go of the folder."""
+    for _ in range(100):
+        with suppress(fh.StoreError):
+            return LocalStore(folder)
+        time.sleep(0.01)
+    return LocalStore(folder)
+
+
+@pytest.fixture
+def _few_objects() -> Iterator[None]:
+    """Lets the garbage collector see no more than what a test makes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_few_objects")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_a_folder_to_the_next_store(tmp_path: Path) -> None:
+    store_two(tmp_path / "once")
+    for place in itertools.count():
+        folder = tmp_path / str(place)
+        landed, _ = interrupted(functools.partial(store_two, folder), place)
+        del _
+        gc.collect()  # what was not closed is closed by its finaliser
+        with opened(folder) as store:
+            done = store.completed("run")
+            assert done == [*range(len(done))]
+        if not landed:
+            break
+    assert done == [0, 1]
+    assert place > 100
