@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from threaded import in_threads
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
 from ferrohook.detectors import (
@@ -31,6 +32,7 @@ from ferrohook.detectors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 LIMIT = 30.0
 """Seconds that a test waits at most for another thread."""
@@ -149,6 +151,106 @@ def test_tensors_that_stand_for_others_are_looked_at_where_they_have_numbers() -
     assert non_finite.snapshot()["tensors"] == norm.snapshot()["tensors"] == 3
     found = shapes.snapshot()
     assert (found["shapes"][3,], found["others"]) == (2 + (packed is not None), 1)
+
+
+X = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
+MASK = torch.tensor([[True, False, True], [True, True, False]])
+
+
+def numbers_seen(call: Callable[[nn.Module], object]) -> tuple[int, int, float | None]:
+    """What detectors say of a module in a call: of tensors, of NaN, and the mean."""
+    found, norm = NonFiniteDetector(), NormDetector()
+    module = fh.HookedModule(Returning())
+    for detector in (found, norm):
+        module.register_forward_hook(detector)
+    call(module)
+    assert found.snapshot()["tensors"] == norm.snapshot()["tensors"]
+    return found.snapshot()["tensors"], found.snapshot()["nan"], norm.snapshot()["mean"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.torch.jit.script:")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda module: torch.func.vmap(module)(X),
+        lambda module: torch.func.grad(lambda x: module(x).sum())(X),
+        lambda module: torch.func.jvp(module, (X,), (X,)),
+        lambda module: torch.func.functionalize(module)(X),
+        lambda module: torch.func.functionalize(lambda x: module(x.clone().mul_(1)))(X),
+        lambda module: torch.func.functionalize(torch.func.vmap(module))(X),
+        lambda module: torch.func.vmap(torch.func.functionalize(module))(X),
+        lambda module: module(X.to_sparse()),
+        lambda module: module(X.to_sparse_csr()),
+        lambda module: module(torch.nested.nested_tensor([*X])),
+        lambda module: module(torch.nested.nested_tensor([*X], layout=torch.jagged)),
+    ],
+)
+def test_numbers_behind_other_tensors_are_looked_at(call: Callable[[nn.Module], object]) -> None:
+    assert numbers_seen(call) == (1, 1, 3.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
+def test_what_a_mask_hides_does_not_count(layout: torch.layout) -> None:
+    if layout == torch.strided:
+        masked = torch.masked.masked_tensor(X, MASK)
+    else:
+        mask = MASK.to_sparse()
+        masked = torch.masked.masked_tensor(X.sparse_mask(mask), mask)
+    assert numbers_seen(lambda module: module(masked)) == (1, 0, 2.5)
+
+
+class Pair(Tensor):
+    """Computes with what it wraps, and gives no list of its numbers."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls: type[Any], inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map_only(Pair, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, Pair, func(*bare[0], **bare[1]))
+
+
+class Unable(Pair):
+    """Computes nothing."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_classes_of_tensors_that_compute_are_looked_at_and_others_passed_over() -> None:
+    assert numbers_seen(lambda module: module(Pair(X))) == (1, 1, 3.0)
+    for tensor in (
+        Unable(X),
+        X.to("meta"),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        nn.UninitializedParameter(),
+    ):
+        assert numbers_seen(lambda module: module(tensor)) == (0, 0, None)  # noqa: B023
+    aot = pytest.importorskip("torch._functorch.aot_autograd")
+    traced = numbers_seen(lambda module: aot.aot_function(module, lambda graph, _: graph)(X))
+    assert traced == (0, 0, None)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a build without distributed")
+def test_of_a_dtensor_what_is_here_is_looked_at(tmp_path: Path) -> None:
+    dtensor = pytest.importorskip("torch.distributed.tensor")
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dtensor.init_device_mesh("cpu", (1,))
+        tensor = dtensor.distribute_tensor(X, mesh, [dtensor.Shard(0)])
+        assert numbers_seen(lambda module: module(tensor)) == (1, 1, 3.0)
+    finally:
+        distributed.destroy_process_group()
 
 
 @dataclasses.dataclass

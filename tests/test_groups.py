@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import pickle
 import re
 import sys
 import threading
@@ -195,6 +197,21 @@ def test_removing_first_and_leaving_then_gives_back_once(model: nn.Sequential) -
             for _ in range(3):
                 fh.register(model, "0", ignore, scope=s).remove()
         assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_model_that_keeps_its_groups_is_copied_and_saved(
+    model: nn.Sequential, duplicate: Callable[[Any], Any]
+) -> None:
+    model.group = fh.register(model, "0", ignore)
+    model.instrumented = fh.instrument(model, "1")
+    copied = duplicate(model)
+    assert copied.group.removed
+    assert copied.group.names == ["0"]
+    copied.group.remove()
+    copied.instrumented.restore()
+    assert instrumented(model) == ["0", "1"]
+    assert not model.group.removed
 
 
 def test_a_left_scope_is_refused(model: nn.Sequential) -> None:

@@ -25,7 +25,7 @@ import torch
 from threaded import in_threads
 
 import ferrohook as fh
-from ferrohook import shards
+from ferrohook import shards, stores
 from ferrohook.stores import LocalStore, MemoryStore, Store
 
 if TYPE_CHECKING:
@@ -431,15 +431,15 @@ def test_a_forgotten_store_may_be_closed_by_its_writer(
     fill(store, 0)
     store.put("run", 1, "layer", {"output": torch.ones(1)})  # for which there is no room
     store.self = store  # type: ignore[attr-defined]  # nobody but the collector frees it
-    writer = next(each for each in threading.enumerate() if each.name == "ferrohook store")
+    assert store._writer is not None
+    over = store._writer._over
     gc.disable()
     try:
         del store
         forgotten.set()
-        writer.join(LIMIT)
+        assert over.acquire(timeout=LIMIT)
     finally:
         gc.enable()
-    assert not writer.is_alive()
     reader = LocalStore(tmp_path, read_only=True)
     assert (reader.completed("run"), reader.batches("run")) == ([0], [0, 1])
 
@@ -590,15 +590,18 @@ def test_one_store_writes_a_folder(tmp_path: Path) -> None:
 def test_opening_that_is_interrupted_leaves_the_folder_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
-    start = threading.Thread.start
+    start = stores.start_new_thread
 
-    def interrupted(thread: threading.Thread) -> None:
+    def interrupted(*args: Any) -> None:
         if started:
-            start(thread)
+            start(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
+        if started:
+            patch.setattr(stores, "start_new_thread", interrupted)
+        else:
+            patch.setattr(stores._Writer, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             LocalStore(tmp_path)
     gc.collect()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook._core import Collector, HookHandle, record_all
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook._core import Collector, Hold, HookHandle, ScopeBase, record_all
+from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.instrumentation import hold_all, registry_of
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
@@ -341,67 +341,45 @@ def _share(result: Tensor, tensor: Tensor) -> bool:
     return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-class _Capture:
-    """A capture as a context manager; see `capture`."""
+class Recording:
+    """What is recorded of which modules, for one scope; see `capture`."""
 
     def __init__(
         self,
         model: nn.Module,
         modules: dict[str, nn.Module],
-        recording: Callable[[int | None], tuple[Collector, ActivationCache]],
+        make: Callable[[int | None], tuple[Collector, ActivationCache]],
         record: Callable[..., list[HookHandle]],
         *,
         stop: bool,
     ) -> None:
-        self._model = model
+        self.model = model
         self._modules = modules
-        self._recording = recording
+        self._make = make
         self._record = record
         self._stop = stop
-        self._scope = Scope()
-        self._held: list[nn.Module] = []
         self._handles: list[HookHandle] = []
 
-    def open(self) -> ActivationCache:
-        """Begins to capture."""
-        try:
-            self._scope.__enter__()
-        except HookError as error:
-            msg = "a capture is entered once: call capture() again for another"
-            raise HookError(msg) from error
-        self._scope._when_left(id(self), self._release)
-        try:
-            return self._begin()
-        except BaseException:
-            self._scope.__exit__()
-            raise
-
-    def _begin(self) -> ActivationCache:
-        self._held = hold_all(self._modules | ({"": self._model} if self._stop else {}))
-        root = registry_of(self._model) if self._stop else None
-        self._collector, cache = self._recording(None if root is None else root.module)
+    def begin(self, scope: ScopeBase) -> ActivationCache:
+        """Records the calls in a scope, until it is left; what was recorded stays readable."""
+        held = Hold()
+        scope._hold(held)
+        hold_all(self._modules | ({"": self.model} if self._stop else {}), into=held)
+        root = registry_of(self.model) if self._stop else None
+        self._collector, cache = self._make(None if root is None else root.module)
         if root is not None:
             begin = self._collector.begin
-            root.register("forward_pre", begin, priority=_AHEAD_OF_ALL, scope=self._scope)
+            root.register("forward_pre", begin, priority=_AHEAD_OF_ALL, scope=scope)
         modules = list(self._modules.values())
-        self._handles = self._record(self._collector, modules, _BEHIND_ALL, self._scope)
+        self._handles = self._record(self._collector, modules, _BEHIND_ALL, scope)
         if root is not None:
-            options: Any = {"priority": _BEHIND_ALL, "always_call": True, "scope": self._scope}
+            options: Any = {"priority": _BEHIND_ALL, "always_call": True, "scope": scope}
             root.register("forward", self._collector.end, **options)
         return cache
-
-    def _release(self) -> None:
-        for module in self._held:
-            release(module)
-        self._held = []
 
     def clear(self) -> None:
         """Forgets what was captured so far."""
         self._collector.clear()
-
-    def close(self) -> None:
-        """Ends that; what was captured stays readable."""
-        self._scope.__exit__()
 
     def silent(self) -> list[str]:
         """The names of the modules that never ran."""
@@ -413,13 +391,26 @@ class _Capture:
             if index not in ran and not handle.calls
         ]
 
-    def __enter__(self) -> ActivationCache:
-        return self.open()
 
-    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
-        self.close()
-        if error is None and (silent := self.silent()):
-            warnings.warn(explain(self._model, silent), NeverFiredWarning, stacklevel=2)
+class _Capture(Scope):
+    """A capture as a context manager; see `capture`."""
+
+    _ONCE = "a capture is entered once: call capture() again for another"
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
+
+    def _begin(self) -> ActivationCache:
+        return self.recording.begin(self)
+
+    def _left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
+        if fine and (silent := self.recording.silent()):
+            text = explain(self.recording.model, silent)
+            warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
 
 def _values(
@@ -526,7 +517,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 
     only_last = keep == "last"
 
-    def recording(stop: int | None) -> tuple[Collector, ActivationCache]:
+    def make(stop: int | None) -> tuple[Collector, ActivationCache]:
         collector = Collector(list(modules), stop=stop, **options)
 
         def collected(read: Callable[..., list[Any]]) -> _Collected:
@@ -539,7 +530,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         )
 
     record = functools.partial(record_all, inputs=inputs, part=output_index)
-    return _Capture(model, modules, recording, record, stop=stop)
+    return _Capture(Recording(model, modules, make, record, stop=stop))
 
 
 _Slice = slice

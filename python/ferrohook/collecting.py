@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreE
 from ferrohook.interventions import Detector, Layers
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
+from ferrohook.scopes import Scope
 from ferrohook.stores import Store
 
 if TYPE_CHECKING:
@@ -87,11 +88,9 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     done = {*store.completed(run)}
     call = forward or _caller(model)
     ran = skipped = 0
-    with ExitStack() as stack:
-        for collector in collectors:
-            stack.enter_context(collector.attach())
-        advance = stack.enter_context(_progress(batches, run) if progress else _no_progress())
-        stack.enter_context(_flushing(store))
+    bar = _progress(batches, run) if progress else _no_progress()
+    # The scope takes all out of the model, wherever Ctrl-C lands.
+    with Scope() as scope, _attached(collectors, scope), bar as advance, _flushing(store):
         for number, batch in enumerate(batches):
             if number in done:
                 skipped += 1
@@ -108,12 +107,26 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     return Collected(ran, skipped)
 
 
+@contextmanager
+def _attached(collectors: list[_Collector], scope: Scope) -> Iterator[None]:
+    try:
+        for collector in collectors:
+            collector.attach(scope)
+        yield
+    finally:
+        for collector in collectors:
+            collector.detach()
+
+
 class _Collector(ABC):
     """Collects what passes some layers of a model, batch by batch."""
 
     @abstractmethod
-    def attach(self) -> AbstractContextManager[None]:
-        """Sees the calls that this context makes, for as long as it is entered."""
+    def attach(self, scope: Scope) -> None:
+        """Sees the calls in a scope from now on, until that is left."""
+
+    def detach(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Forgets of it what the scope does not know."""
 
     @abstractmethod
     def take(self) -> dict[str, dict[str, Tensor]]:
@@ -129,16 +142,11 @@ class _Captured(_Collector):
 
     def __init__(self, model: nn.Module, what: Selector) -> None:
         # Of its own memory: the rest of the forward may compute in place.
-        self._capture = capture(model, what, keep="all", copy="clone", device="cpu")
-
-    @contextmanager
-    def attach(self) -> Iterator[None]:
-        self._activations = self._capture.open()
+        self._recording = capture(model, what, keep="all", copy="clone", device="cpu").recording
         self._ran: set[str] = set()
-        try:
-            yield
-        finally:
-            self._capture.close()
+
+    def attach(self, scope: Scope) -> None:
+        self._activations = self._recording.begin(scope)
 
     def take(self) -> dict[str, dict[str, Tensor]]:
         taken = {
@@ -149,13 +157,13 @@ class _Captured(_Collector):
             }
             for layer, calls in self._activations.items()
         }
-        self._capture.clear()
+        self._recording.clear()
         self._ran |= {*taken}
         return taken
 
     def silent(self) -> list[str]:
         # The capture itself forgets with each batch what compiled modules have run.
-        return [name for name in self._capture.silent() if name not in self._ran]
+        return [name for name in self._recording.silent() if name not in self._ran]
 
 
 class _Detected(_Collector):
@@ -180,20 +188,16 @@ class _Detected(_Collector):
         self._detector = detector
         self._ran = False
 
-    @contextmanager
-    def attach(self) -> Iterator[None]:
+    def attach(self, scope: Scope) -> None:
         detector = self._detector
-        layer = detector.layer
-        if layer is None and self._signature is not None:
-            self._layers.register_hook(self._signature, detector)
-        try:
-            self._layer = detector.layer or ""
-            self._calls = self._count()
-            detector.tensor_metadata.clear()  # of a call that belongs to no batch
-            yield
-        finally:
-            if layer is None:
-                self._layers.unregister_hook(detector)
+        if detector.layer is None and self._signature is not None:
+            self._layers._register(self._signature, detector, scope=scope)
+        self._layer = detector.layer or ""
+        self._calls = self._count()
+        detector.tensor_metadata.clear()  # of a call that belongs to no batch
+
+    def detach(self) -> None:
+        self._layers.unregister_hook(self._detector)
 
     def _count(self) -> int:
         handle = self._detector._handle

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import copyreg
 import warnings
-import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ferrohook._core import HookHandle, NativeDetector, TypedHook
+from ferrohook._core import Hold, HookHandle, NativeDetector, ScopeBase, TypedHook
 from ferrohook.activations import capture as _capture
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook.instrumentation import has_another_s, hold_all, registry_of
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ferrohook.selection import Selector
 
 
-class HandleGroup:
+class HandleGroup(Hold):
     """The handles of one hook on many modules: acts on all of them.
 
     Iterating yields the `HookHandle`s, in the order of the modules. As a context manager it removes
     the hooks at exit, and warns with `NeverFiredWarning` of modules that never ran meanwhile.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        handles: dict[str, HookHandle],
-        held: list[nn.Module],
-        scope: Scope | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles = handles
-        # Weak: the scope below is not to keep the modules alive.
-        self._held = [weakref.ref(module) for module in held]
-        self._scope = scope
+        self._handles: dict[str, HookHandle] = {}
+
+    def _add(
+        self, name: str, register: Callable[..., HookHandle], *args: Any, **options: Any
+    ) -> None:
+        self._handles[name] = self._register(register, *args, **options)
+
+    def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
+        """Takes over what has the hooks already, and is instrumented for them."""
+        self._handles.update(handles)
+        held = [module for module in modules if not has_another_s(type(module))]
+        self._take_over(held, [*handles.values()])
 
     @property
     def names(self) -> list[str]:
@@ -77,11 +77,7 @@ class HandleGroup:
         # Refuses what they would refuse, and waits for nobody.
         HookHandle._removed("forward").remove(wait=wait, timeout=timeout)
         # All of them before waiting for the first.
-        for handle in self:
-            handle.remove()
-        if self._scope is not None:
-            self._scope._forget(id(self._held))
-        _give_back(self._held)
+        self._give_back()
         for handle in self:
             handle.remove(wait=wait, timeout=timeout)
 
@@ -108,13 +104,8 @@ class HandleGroup:
             msg = f"{name!r} has no hook in this group, only {', '.join(map(repr, self._handles))}"
             raise SelectionError(msg) from None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
-        silent = self._silent()
-        self.remove()
-        if silent and error is None:
+    def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
+        if fine and (silent := self._silent()):
             warnings.warn(self._told(silent), NeverFiredWarning, stacklevel=2)
 
     def _silent(self) -> list[str]:
@@ -133,18 +124,13 @@ class HandleGroup:
         names = ", ".join(map(repr, silent))
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
+    def __reduce__(self) -> Any:
+        # The handles of a copy are removed ones, and it holds nothing.
+        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
+
     def __repr__(self) -> str:
         state = "removed" if self.removed else "registered"
         return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
-
-
-def _give_back(held: list[weakref.ref[nn.Module]]) -> None:
-    """Undoes what `hold` did, once, whichever threads ask for it."""
-    while held:
-        with contextlib.suppress(IndexError):  # another thread was first
-            module = held.pop()()
-            if module is not None:
-                release(module)
 
 
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
@@ -195,11 +181,15 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     modules = select(model, what)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
-    handles: dict[str, HookHandle] = {}
-    group = HandleGroup(model, handles, hold_all(modules), scope)
+    group = HandleGroup(model)
+    if isinstance(scope, ScopeBase):  # what is none is refused by registering
+        scope._hold(group)
     try:
+        hold_all(modules, into=group)
         for name, module in modules.items():
-            handles[name] = registry_of(module).register(
+            group._add(
+                name,
+                registry_of(module).register,
                 phase,
                 hook,
                 prepend=prepend,
@@ -211,12 +201,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
                 scope=scope,
             )
     except BaseException:
-        group._scope = None  # what it is was not found out
-        group.remove()
+        group._give_back()
         raise
-    if scope is not None:
-        held = group._held
-        scope._when_left(id(held), functools.partial(_give_back, held))
     return group
 
 
@@ -255,15 +241,11 @@ def run(
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)
-    recording = None if capture is None else _capture(model, capture)
+    recording = None if capture is None else _capture(model, capture).recording
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if recording is None else recording.open()
-        try:
-            output = model(*args, **kwargs)
-        finally:
-            if recording is not None:
-                recording.close()
+        acts = None if recording is None else recording.begin(own)
+        output = model(*args, **kwargs)
         told = [group._told(silent) for group in groups if (silent := group._silent())]
     if recording is not None and (silent := recording.silent()):
         told.append(explain(model, silent))

@@ -12,13 +12,22 @@ import threading
 import types
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, jit, nn
 from torch.nn.modules import transformer
 
-from ferrohook._core import Callee, Dispatcher, HookedBase, HookHandle, Registry
+from ferrohook._core import (
+    Callee,
+    Dispatcher,
+    Hold,
+    HookedBase,
+    HookHandle,
+    Registry,
+    assign_class,
+    release_copy,
+)
 from ferrohook.classes import common_subclass, plain_class
 from ferrohook.errors import HookError, NotInstrumentedWarning
 from ferrohook.module import keeps_state_in_torch_hooks
@@ -26,7 +35,7 @@ from ferrohook.selection import select as _select
 from ferrohook.traced import trace_as, traced_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from ferrohook.selection import Selector
 
@@ -36,8 +45,6 @@ trace_as(_CALL, traced_dispatch)
 trace_as(_CALL_IMPL, traced_dispatch)
 # `object`'s own: `__class__` of an instrumented module says the plain class.
 _CLASS = vars(object)["__class__"]
-# One thread at a time changes classes. A finaliser may come in between, so each step stands alone.
-_LOCK = threading.RLock()
 # Where somebody saves a module's `__dict__` by himself.
 copyreg.pickle(Dispatcher, lambda _: (type(None), ()))  # type: ignore[arg-type, return-value]
 
@@ -65,11 +72,7 @@ class Instrumented(nn.Module):
 
     @__class__.setter
     def __class__(self, plain: type) -> None:
-        with _LOCK:
-            cls = plain_class(plain)
-            if vars(self).get(_KEY) is not None:
-                cls = _instrumented_class(cls)
-            _CLASS.__set__(self, cls)
+        _assign_class(self, plain_class(plain))
 
     @property
     def _forward_hooks(self) -> Any:
@@ -150,21 +153,20 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         # What a scope, a capture or recording wants of a module, it does not want of a copy.
         dispatcher.asked_for or contextvars.Context().run(dispatcher.registry.list)
     ):
-        with _LOCK:
-            _give_back(copied)
+        vars(copied).pop(_KEY, None)
+        _assign_class(copied, plain_class(type(copied)))
         return copied
     # From the memo, where the copy's `__dict__` was copied deeply.
     duplicate = copy.copy(dispatcher) if memo is None else copy.deepcopy(dispatcher, memo)
-    with _LOCK:
-        vars(copied)[_KEY] = duplicate
-        _CLASS.__set__(copied, _instrumented_class(plain_class(type(copied))))
+    vars(copied)[_KEY] = duplicate
+    _assign_class(copied, plain_class(type(copied)))
     return copied
 
 
-def _give_back(module: nn.Module) -> None:
-    if issubclass(type(module), Instrumented):
-        _CLASS.__set__(module, plain_class(type(module)))
-    vars(module).pop(_KEY, None)
+def _assign_class(module: nn.Module, plain: type[nn.Module]) -> None:
+    """Gives a module another class, or what is made of it for instrumented modules."""
+    if not assign_class(module, plain, None):
+        assign_class(module, plain, _instrumented_class(plain))
 
 
 _PHASES = {
@@ -298,71 +300,47 @@ def _without_dispatcher(state: Any) -> Any:
     return state
 
 
-def _has_another_s(cls: type[nn.Module]) -> bool:
+def has_another_s(cls: type[nn.Module]) -> bool:
     """Whether modules of this class are never instrumented: their hooks are in other hands."""
     # Wrappers have a registry; and `HookedRootModule.wrap` has that of the model inside.
     return issubclass(cls, HookedBase) or getattr(cls, "_calls_inner", False)
 
 
-def hold(module: nn.Module, *, asked_for: bool = False) -> None:
+def hold(module: nn.Module, *, into: Hold | None = None, asked_for: bool = False) -> None:
     """Instrument one module, once more.
 
     Args:
         module: the module.
+        into: knows of it from then on.
         asked_for: by `instrument`, and not only for a hook or a capture.
 
     Raises:
         HookError: that is impossible; the module is as it was.
     """
-    cls = type(module)
-    if _has_another_s(cls):
-        return
-    if issubclass(cls, Instrumented):  # as most are that are hooked or captured for each call
-        with _LOCK:
-            held: Dispatcher | None = vars(module).get(_KEY)
-            if held is not None and issubclass(type(module), Instrumented):
-                held.hold(asked_for)
-                return
+    if not has_another_s(type(module)):
+        into = Hold() if into is None else into
+        into._hold(module, _class_for, asked_for)
+
+
+def _class_for(module: nn.Module) -> type[nn.Module]:
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
         raise HookError(msg)
-    made = _instrumented_class(plain_class(cls))
-    with _LOCK:
-        state = vars(module)
-        dispatcher: Dispatcher = state.get(_KEY) or Dispatcher(Registry(), made._callee)
-        state[_KEY] = dispatcher
-        if not issubclass(type(module), Instrumented):
-            try:
-                _CLASS.__set__(module, made)
-            except TypeError as error:
-                del state[_KEY]
-                msg = f"its class cannot be changed: {error}"
-                raise HookError(msg) from error
-        dispatcher.hold(asked_for)
-
-
-def release(module: nn.Module, *, asked_for: bool = False) -> None:
-    """Undo one `hold`; the last one gives the module back as it was and removes its hooks."""
-    if _has_another_s(type(module)):
-        return
-    with _LOCK:
-        dispatcher: Dispatcher | None = vars(module).get(_KEY)
-        if dispatcher is None:
-            return
-        if dispatcher.release(asked_for):
-            return
-        _give_back(module)
-    if not dispatcher.shares_hooks:
-        dispatcher.registry.clear()
+    return cast("type[nn.Module]", _instrumented_class(plain_class(type(module))))
 
 
 def hold_all(
-    modules: dict[str, nn.Module], *, skip: bool = False, asked_for: bool = False
+    modules: dict[str, nn.Module],
+    *,
+    into: Hold | None = None,
+    skip: bool = False,
+    asked_for: bool = False,
 ) -> list[nn.Module]:
     """Instrument these modules, or none of them.
 
     Args:
         modules: by name.
+        into: knows of them, whatever interrupts this.
         skip: leave those out that cannot be instrumented, with a warning, unless none can.
         asked_for: by `instrument`, see `hold`.
 
@@ -372,12 +350,13 @@ def hold_all(
     Raises:
         HookError: which could not be instrumented, and why.
     """
+    into = Hold() if into is None else into
     held: list[nn.Module] = []
     refused: dict[str, HookError] = {}
     try:
         for name, module in modules.items():
             try:
-                hold(module, asked_for=asked_for)
+                hold(module, into=into, asked_for=asked_for)
             except HookError as error:
                 refused[name] = error
             else:
@@ -392,48 +371,36 @@ def hold_all(
                 raise HookError(msg) from next(iter(refused.values()))  # noqa: TRY301
             warnings.warn(f"left as they are: {reasons}", NotInstrumentedWarning, stacklevel=3)
     except BaseException:  # the warning may be one too
-        for module in held:
-            release(module, asked_for=asked_for)
+        into._give_back()
         raise
     return held
 
 
-class Instrumentation:
+class Instrumentation(Hold):
     """What one call of `instrument` did, to be undone.
 
     A context manager: leaving it restores.
     """
 
-    def __init__(self, model: nn.Module, held: Iterable[nn.Module]) -> None:
-        self._key = id(model)
+    def _done_to(self, model: nn.Module) -> None:
+        """Lets `restore(model)` find it."""
         # The models are not kept alive, and an id is not taken for that of a later model.
-        self._model = weakref.ref(model, functools.partial(_forget, _DONE, self._key))
-        self._held = [weakref.ref(module) for module in held]
+        self._model = weakref.ref(model, functools.partial(_forget, _DONE, id(model)))
         with _LOCK:
-            _DONE.setdefault(self._key, []).append(self)
+            before = [each for each in _DONE.get(id(model), ()) if not each._given_back]
+            _DONE[id(model)] = [*before, self]
 
     def restore(self) -> None:
         """Undo it, once; modules that nothing else instruments lose their hooks."""
-        with _LOCK:
-            held, self._held = self._held, []
-            done = _DONE.get(self._key, [])
-            if self in done:
-                done.remove(self)
-            if not done:
-                _DONE.pop(self._key, None)
-        for reference in held:
-            module = reference()
-            if module is not None:
-                release(module, asked_for=True)
+        self._give_back()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.restore()
+    def __reduce__(self) -> Any:
+        # What was done was not done to a copy.
+        return type(self), ()
 
 
-# By the id of the model, the latest last.
+# By the id of the model, the latest last; some may be undone since.
+_LOCK = threading.RLock()
 _DONE: dict[int, list[Instrumentation]] = {}
 
 
@@ -471,8 +438,15 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
         ...     handle = model.layers[3].mlp.register_forward_hook(steer)
         ...     model(ids)
     """
-    held = hold_all(_select(model, select), skip=select is None, asked_for=True)
-    return Instrumentation(model, held)
+    modules = _select(model, select)
+    done = Instrumentation()
+    try:
+        hold_all(modules, into=done, skip=select is None, asked_for=True)
+        done._done_to(model)
+    except BaseException:
+        done._give_back()
+        raise
+    return done
 
 
 def restore(model: nn.Module) -> None:
@@ -483,23 +457,10 @@ def restore(model: nn.Module) -> None:
     Raises:
         HookError: there is none.
     """
-    with _LOCK:
-        done = _DONE.get(id(model))
-        latest = done.pop() if done else None
-    if latest is not None:
-        latest.restore()
-    elif not (isinstance(model, nn.Module) and _restore_copies(model)):
+    latest_first = reversed(_DONE.get(id(model), []))
+    if any(done._give_back() for done in latest_first):
+        return
+    # All of them, not the first.
+    if not (isinstance(model, nn.Module) and any([*map(release_copy, model.modules())])):
         msg = f"restore undoes instrument, and this {type(model).__name__} was not instrumented"
         raise HookError(msg)
-
-
-def _restore_copies(model: nn.Module) -> bool:
-    copies = []
-    with _LOCK:
-        for module in model.modules():
-            dispatcher: Dispatcher | None = vars(module).get(_KEY)
-            if dispatcher is not None and dispatcher.take_copy():
-                copies.append((module, dispatcher.asked_for))
-    for module, asked_for in copies:
-        release(module, asked_for=asked_for)
-    return bool(copies)

@@ -6,17 +6,23 @@ contiguous.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.masked import MaskedTensor
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Numbers: TypeAlias = "tuple[float, ...]"
+
+_TORCH: Any = torch
+"""With what it does not export."""
 
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 """Two numbers in an element, which torch computes nothing with."""
@@ -48,11 +54,17 @@ def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
         function: `non_finite` or `moments`.
         tensor: any tensor; complex numbers count as pairs.
     """
+    if is_lazy(tensor):
+        return None
+    try:
+        return _reduced(function, tensor)
+    except NotImplementedError:  # a subclass that computes little
+        return None
+
+
+def _reduced(function: str, tensor: Tensor) -> Numbers | Awaited | None:
     with torch.no_grad():
-        values = tensor.detach()
-        # In `torch.func`: all that is mapped over, of which a hook sees one.
-        while is_functorch_wrapped_tensor(values):
-            values = get_unwrapped(values)
+        values = _unwrapped(tensor.detach())
         # Nothing is there where shapes are tried out, in what FSDP frees between its uses.
         if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
             return None
@@ -68,13 +80,55 @@ def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
             if values.dtype is _PACKED:
                 return None
             values = values.float()  # torch computes little with these
-        reduced = torch.stack([part.double() for part in _FUNCTIONS[function](values)])
+        # Wrapped again, where everything is.
+        parts = [_unwrapped(part.double()) for part in _FUNCTIONS[function](values)]
+        if _computes_its_own_way(parts[0]):
+            return _as_numbers(part.item() for part in parts)
+        reduced = torch.stack(parts)
         return Awaited(reduced) if reduced.is_cuda else _numbers(reduced)
 
 
+def _computes_its_own_way(tensor: Tensor) -> bool:
+    dispatch = "__torch_dispatch__"
+    return getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What has the numbers of a tensor that stands for others."""
+    while True:
+        if isinstance(tensor, FunctionalTensor):
+            tensor = tensor.elem
+        elif _TORCH._is_functional_tensor(tensor):
+            _TORCH._sync(tensor)
+            tensor = _TORCH._from_functional_tensor(tensor)
+        elif is_functorch_wrapped_tensor(tensor):
+            # In `torch.func`: all that is mapped over, of which a hook sees one.
+            tensor = get_unwrapped(tensor)
+        elif isinstance(tensor, MaskedTensor):
+            tensor = _unmasked(tensor)
+        elif to_local := getattr(tensor, "to_local", None):
+            # What this process has of a DTensor: others may have no detector that takes part.
+            tensor = to_local()
+        else:
+            return tensor
+
+
+def _unmasked(tensor: MaskedTensor) -> Tensor:
+    """The numbers that the mask lets through: the others are not defined."""
+    numbers: Tensor = tensor.get_data()
+    mask: Tensor = tensor.get_mask()
+    if numbers.layout != torch.strided:
+        numbers, mask = numbers.to_dense(), mask.to_dense()
+    return numbers[mask]
+
+
 def _numbers(reduced: Tensor) -> Numbers:
+    return _as_numbers(reduced.tolist())
+
+
+def _as_numbers(reduced: Iterable[float]) -> Numbers:
     # The counts too are floating point on the way.
-    return tuple(int(n) if n.is_integer() else n for n in reduced.tolist())
+    return tuple(int(n) if n.is_integer() else n for n in reduced)
 
 
 def _storage_holds(tensor: Tensor) -> bool:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
 
 from ferrohook._core import ScopeBase, active_scopes
 from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextvars import Token
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,58 +31,9 @@ class Scope(ScopeBase):
     outside, and needs `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
     """
 
-    def __init__(self) -> None:
-        self._once = threading.Lock()
-        self._entered: tuple[Token[tuple[ScopeBase, ...]], tuple[ScopeBase, ...]] | None = None
-        # What is to be done when the hooks are gone, by whoever asked for it.
-        self._after: dict[int, Callable[[], None]] = {}
-
-    def __enter__(self) -> Self:
-        if self.closed or not self._once.acquire(blocking=False):
-            msg = "a scope is entered once: use activate() for other threads, scope() for another"
-            raise HookError(msg)
-        scopes: tuple[ScopeBase, ...] = (*active_scopes.get(), self)
-        self._entered = active_scopes.set(scopes), scopes
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self.closed or self._entered is None:
-            msg = "this scope is not entered, or was left before"
-            raise HookError(msg)
-        token, _ = self._entered
-        active = active_scopes.get()
-        # Contexts are copied, scopes and all: only the token tells which one it was.
-        try:
-            active_scopes.reset(token)
-        except ValueError as error:
-            msg = (
-                "a scope is left where it was entered, in the same thread and task: "
-                "it is still entered there"
-            )
-            raise HookError(msg) from error
-        others = tuple(each for each in active if each is not self)
-        if active_scopes.get() != others:  # left out of order, this one or one inside it
-            active_scopes.set(others)
-        self._close()
-        while self._after:
-            with contextlib.suppress(KeyError):  # another thread was first
-                self._after.popitem()[1]()
-        if active[-1:] != (self,):
-            msg = (
-                "a scope is left after the scopes that were entered inside it: "
-                "it was left all the same, and they were not"
-            )
-            raise HookError(msg)
-
-    def _when_left(self, key: int, act: Callable[[], None]) -> None:
-        """Has `act` called after the scope was left, at once if it was, unless `_forget` is."""
-        self._after[key] = act
-        if self.closed:
-            with contextlib.suppress(KeyError):  # the thread that left it was first
-                self._after.pop(key)()
-
-    def _forget(self, key: int) -> None:
-        self._after.pop(key, None)
+    _ONCE: ClassVar[str] = (
+        "a scope is entered once: use activate() for other threads, scope() for another"
+    )
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -95,11 +44,11 @@ class Scope(ScopeBase):
         Raises:
             HookError: the scope was not entered, or left; or the context is another one at the end.
         """
-        if self.closed or self._entered is None:
+        scopes = self._entered
+        if scopes is None:
             msg = "only a scope that is entered can be activated elsewhere"
             raise HookError(msg)
         active = active_scopes.get()
-        _, scopes = self._entered
         token = active_scopes.set((*active, *(each for each in scopes if each not in active)))
         try:
             yield

@@ -8,12 +8,13 @@ import os
 import re
 import threading
 import weakref
+from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -173,21 +174,23 @@ class MemoryStore(Store):
         copy: bool = True,
     ) -> None:
         owned = _owned(run, batch, layer, tensors, copy=copy)
-        with self._changed(run, batch) as changed:
-            changed.add(layer, owned)
+        self._check_open()
+        with self._lock:
+            self._opened(run, batch).add(layer, owned)
 
     def complete(self, run: str, batch: int) -> None:  # noqa: D102
         _check_place(run, batch)
-        with self._changed(run, batch) as changed:
-            changed.complete = True
+        self._check_open()
+        with self._lock:
+            self._opened(run, batch).complete = True
 
-    @contextmanager
-    def _changed(self, run: str, batch: int) -> Iterator[_Batch]:
+    def _check_open(self) -> None:
         if self._closed:
             msg = "the store is closed: put what you collect before close()"
             raise StoreError(msg)
-        with self._lock:
-            yield self._runs.setdefault(run, {}).setdefault(batch, _Batch())
+
+    def _opened(self, run: str, batch: int) -> _Batch:
+        return self._runs.setdefault(run, {}).setdefault(batch, _Batch())
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
         with self._lock:
@@ -314,12 +317,20 @@ class LocalStore(Store):
             self._open.pop((run, batch), None)
 
     def flush(self) -> None:  # noqa: D102
-        if self._finalizer.alive and self._writer is not None:
+        if self._writer is not None and not self._writer.closed:
             _hand_over(self._writer, self._lock, self._open)
             self._writer.drain()
 
     def close(self) -> None:  # noqa: D102
-        self._finalizer()
+        if not self._finalizer.alive:
+            return
+        try:
+            _close(self._writer, self._lock, self._open)
+        except StoreError:
+            self._finalizer.detach()
+            raise
+        # What ends this before, Ctrl-C for one, leaves the rest to the finaliser.
+        self._finalizer.detach()
 
     def _check_writable(self) -> _Writer:
         if self._writer is None:
@@ -327,7 +338,7 @@ class LocalStore(Store):
                 f"{self._folder.path} was opened read_only: open another LocalStore to put into it"
             )
             raise StoreError(msg)
-        if not self._finalizer.alive:
+        if self._writer.closed:
             raise StoreError(_closed(self._folder.path))
         if self._writer.process != os.getpid():
             msg = (
@@ -386,50 +397,81 @@ class _Writer:
         self._write = write
         self._most_bytes = most_bytes
         self.process = os.getpid()
-        self._changed = threading.Condition()
+        # Ctrl-C may leave the lock of a Condition taken, and nobody would write any more: that of
+        # a `with` it does not, nor are the queues ever half-way through something. Recursive: the
+        # garbage collector may run, and close a store that was forgotten, on any thread.
+        self._lock = threading.RLock()
         # The one that is being written stays the first until it is there.
         self._waiting: deque[tuple[_Shard, int]] = deque()
-        self._closed = False
+        self._told: SimpleQueue[None] = SimpleQueue()
+        self._to_tell: list[SimpleQueue[None]] = []
+        self.closed = False
         self._error: StoreError | None = None
-        # A daemon: the end of the process is not to wait for a store that is closed only then.
-        self._thread = threading.Thread(target=self._run, name="ferrohook store", daemon=True)
+        self._thread: int | None = None
+        self._started = False
+        self._over = threading.Lock()
+        self._over.acquire()
 
     def start(self) -> None:
-        self._thread.start()
+        # Not by a Thread, whose start waits by a Condition. As a daemon: the end of the process is
+        # not to wait for a store that is closed only then.
+        self._started = True  # ahead, where no Ctrl-C comes in between
+        try:
+            start_new_thread(self._run, ())
+        except RuntimeError:
+            self._started = False
+            raise
 
     def put(self, shard: _Shard) -> None:
         nbytes = shard.content.nbytes
-
-        # The garbage collector may run, and close a store that was forgotten, on any thread.
-        own = threading.current_thread() is self._thread
+        own = threading.get_ident() == self._thread  # a forgotten store's, see above
 
         def fits() -> bool:
             pending = sum(waiting for _, waiting in self._waiting)
             return own or not self._waiting or pending + nbytes <= self._most_bytes
 
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._closed or fits())
-            self._check()
-            if self._closed:
-                raise StoreError(_closed(self._claim.folder))
-            self._waiting.append((shard, nbytes))
-            self._changed.notify_all()
+        self._when(lambda: self.closed or fits(), lambda: self._add(shard, nbytes))
+        self._told.put(None)
+
+    def _add(self, shard: _Shard, nbytes: int) -> None:
+        if self.closed:
+            raise StoreError(_closed(self._claim.folder))
+        self._waiting.append((shard, nbytes))
 
     def drain(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._waiting)
-            self._check()
+        self._when(lambda: not self._waiting, lambda: None)
+
+    def _when(self, ready: Callable[[], bool], act: Callable[[], None]) -> None:
+        """Acts as soon as that is possible, with nobody coming in between."""
+        while True:
+            with self._lock:
+                self._check()
+                if ready():
+                    act()
+                    return
+                news: SimpleQueue[None] = SimpleQueue()
+                self._to_tell.append(news)
+            # It may not know: of what was put when Ctrl-C came.
+            self._told.put(None)
+            news.get()
+
+    def _tell(self) -> None:
+        """Has all look again who wait for something."""
+        for news in self._to_tell:
+            news.put(None)
+        self._to_tell.clear()
 
     def close(self) -> None:
         """Ends it when all is written."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if threading.current_thread() is self._thread:
+        with self._lock:
+            self.closed = True
+            self._tell()
+        self._told.put(None)
+        if threading.get_ident() == self._thread:
             return  # see `put`
-        if self._thread.is_alive():  # not where starting it was interrupted
-            self._thread.join()
-        self._check()
+        if self._started:  # not where starting it was interrupted
+            with self._over:
+                self._check()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -437,33 +479,42 @@ class _Writer:
             raise StoreError(*self._error.args) from self._error.__cause__
 
     def _run(self) -> None:
-        with self._claim:
-            while (shard := self._next()) is not None:
+        self._thread = threading.get_ident()
+        try:
+            with self._claim:
+                self._write_all()
+        finally:
+            self._over.release()
+
+    def _write_all(self) -> None:
+        while not self._ended():
+            self._told.get()
+            while self._waiting:
+                shard, _ = self._waiting[0]
                 try:
                     self._write(shard)
                 except Exception as error:  # noqa: BLE001 (told to whoever puts or flushes next)
                     self._fail(shard, error)
                     return
-                with self._changed:
+                with self._lock:
                     self._waiting.popleft()
-                    self._changed.notify_all()
+                    self._tell()
                 del shard  # not to be kept while waiting for the next
 
-    def _next(self) -> _Shard | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting[0][0] if self._waiting else None
+    def _ended(self) -> bool:
+        with self._lock:
+            return self.closed and not self._waiting
 
     def _fail(self, shard: _Shard, error: Exception) -> None:
         msg = (
             f"writing {shard} to {self._claim.folder} failed: {error}. Everything before it is "
             "there: make room or mend the folder, open the store again and go on with this batch"
         )
-        with self._changed:
+        with self._lock:
             self._error = StoreError(msg)
             self._error.__cause__ = error
             self._waiting.clear()
-            self._changed.notify_all()
+            self._tell()
 
 
 def _closed(folder: Path) -> str:

@@ -216,7 +216,7 @@ def never_trace(cls: type, name: str) -> None:
     """Have Dynamo leave a method alone that native code calls, and all that it calls."""
 
     def tell() -> None:
-        disabled = torch.compiler.disable(vars(cls)[name])  # type: ignore[no-untyped-call]
+        disabled = torch.compiler.disable(vars(cls)[name])
         setattr(cls, name, disabled)
 
     _tell(tell)

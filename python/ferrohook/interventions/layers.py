@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import nn
 
-from ferrohook._core import NativeDetector, TypedHook
+from ferrohook._core import Hold, NativeDetector, TypedHook
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.instrumentation import hold_all, registry_of, release
+from ferrohook.instrumentation import hold_all, registry_of
 from ferrohook.interventions.controllers import Controller
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
@@ -21,7 +21,7 @@ from ferrohook.selection import MOST_SUGGESTIONS, _closest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ferrohook._core import HookHandle
+    from ferrohook.scopes import Scope
 
 # One thread at a time registers: a hook is on one layer, whichever `Layers` are asked.
 _LOCK = threading.RLock()
@@ -30,7 +30,7 @@ _LOCK = threading.RLock()
 class _Registered(NamedTuple):
     hook: Hook
     module: nn.Module
-    handle: HookHandle
+    held: Hold
     options: dict[str, Any]
 
 
@@ -92,6 +92,21 @@ class Layers:
             HookTypeError: an argument of the wrong type.
             ValueError: an unknown `hook_type` or `on_error`, or one that the hook cannot have.
         """
+        return self._register(
+            layer_signature, hook, hook_type, priority=priority, on_error=on_error
+        )
+
+    def _register(  # noqa: PLR0913 (those of `register_hook`, and one)
+        self,
+        layer_signature: str | int,
+        hook: Hook,
+        hook_type: HookType | str | None = None,
+        *,
+        priority: int | None = None,
+        on_error: str = "raise",
+        scope: Scope | None = None,
+    ) -> str:
+        """The same; `scope` is the one in which alone it fires, and until when."""
         if not isinstance(hook, Hook):
             msg = f"hook is a Detector or a Controller, got {_describe(hook)}"
             if isinstance(hook, NativeDetector | TypedHook) or (
@@ -115,22 +130,27 @@ class Layers:
                 raise HookError(msg)
             if hook._layers is not None:  # where its handle was removed by others
                 hook._layers.unregister_hook(hook)
-            hold_all({path: module})
+            held = Hold()
+            if scope is not None:
+                scope._hold(held)
             try:
-                handle = registry_of(module).register(
+                hold_all({path: module}, into=held)
+                handle = held._register(
+                    registry_of(module).register,
                     kind.phase,
                     hook._before if before else hook._after,
                     with_kwargs=before,
+                    scope=scope,
                     **options,
                 )
+                if not hook._enabled:
+                    handle.disable()
+                hook.layer_signature, hook._hook_type = layer_signature, kind
+                hook._handle, hook._layer, hook._layers = handle, path, self
+                self._hooks[hook.id] = _Registered(hook, module, held, options)
             except BaseException:
-                release(module)
+                held._give_back()
                 raise
-            if not hook._enabled:
-                handle.disable()
-            hook.layer_signature, hook._hook_type = layer_signature, kind
-            hook._handle, hook._layer, hook._layers = handle, path, self
-            self._hooks[hook.id] = _Registered(hook, module, handle, options)
         return hook.id
 
     def unregister_hook(self, hook_or_id: Hook | str) -> bool:
@@ -140,14 +160,15 @@ class Layers:
             Whether it was registered here.
         """
         with _LOCK:
-            registered = self._hooks.pop(_id(hook_or_id), None)
+            registered = self._hooks.get(_id(hook_or_id))
             if registered is None:
                 return False
-            hook, module, handle, _ = registered
+            hook = registered.hook
             hook._enabled = hook.enabled
+            # Ahead of what can be interrupted, and is then done the next time.
+            registered.held._give_back()
             hook._handle = hook._layer = hook._layers = None
-            handle.remove()
-            release(module)
+            del self._hooks[hook.id]
         return True
 
     def get_hooks(

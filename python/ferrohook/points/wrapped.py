@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook._core import HookHandle
     from ferrohook.selection import Selector
 
 Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
@@ -109,14 +108,16 @@ class WrappedRootModule(HookedRootModule):
 
     def __init__(self, model: nn.Module, points: Points) -> None:
         modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
-        handles: dict[str, HookHandle] = {}
-        attached = HandleGroup(model, handles, hold_all(modules))
+        attached = HandleGroup(model)
         try:
+            hold_all(modules, into=attached)
             self._adopt(model, points, attached)
             for (name, kind), point in points.items():
                 hook = _KINDS[kind](point)
                 registry = registry_of(modules[name])
-                handles[_joined(name, kind)] = registry.register(hook.phase, hook, with_kwargs=True)
+                attached._add(
+                    _joined(name, kind), registry.register, hook.phase, hook, with_kwargs=True
+                )
         except BaseException:
             attached.remove()
             raise
@@ -219,7 +220,9 @@ class WrappedRootModule(HookedRootModule):
             for hook, handle in registry_of(module).handles()
             if isinstance(hook, _At) and id(hook.point) in names
         }
-        copied._adopt(model, points, HandleGroup(model, handles, list(modules.values())))
+        attached = HandleGroup(model)
+        attached._adopt(modules.values(), handles)
+        copied._adopt(model, points, attached)
         return copied
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ferrohook._core import Collector, InstallationBase, RecordedLayerBase
+from ferrohook._core import Collector, Hold, InstallationBase, RecordedLayerBase
 from ferrohook.activations import _converter, _HostCopies, tensors_in
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import find_registry, hold_all, registry_of, release
+from ferrohook.instrumentation import find_registry, hold_all, registry_of
 from ferrohook.module import _describe
 from ferrohook.recording.calls import IN_PROGRESS, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
@@ -55,7 +55,8 @@ class Installation(InstallationBase):
         self.unmatched = {key for key, found in plan.targets.items() if not found}
         self.retired = False
         layers = _by_layer(plan)
-        held = hold_all({name: found[0].module for name, found in layers.items()})
+        self._hold = Hold()
+        held = hold_all({name: found[0].module for name, found in layers.items()}, into=self._hold)
         self._held = [weakref.ref(module) for module in held]
         recorded = {id(module) for module in held}
         for found in layers.values():
@@ -85,7 +86,7 @@ class Installation(InstallationBase):
                 registry = find_registry(module)
                 if registry is not None:
                     registry.unrecord(self)
-                release(module)
+        self._hold._give_back()
 
 
 def _by_layer(plan: Plan) -> dict[str, list[Target]]:

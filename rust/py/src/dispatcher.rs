@@ -32,48 +32,10 @@ pub struct Dispatcher {
 
 #[pymethods]
 impl Dispatcher {
-    #[new]
-    fn new(registry: Py<Registry>, callee: Py<Callee>) -> Self {
-        Self {
-            registry,
-            callee,
-            holds: AtomicUsize::new(0),
-            asked_for: AtomicUsize::new(0),
-            of_copy: AtomicBool::new(false),
-            shares_hooks: false,
-        }
-    }
-
-    /// Counts one more reason for the module to be instrumented; `asked_for` by `instrument`.
-    fn hold(&self, asked_for: bool) {
-        // Relaxed, as below: under the lock of those that change the module's class.
-        self.holds.fetch_add(1, Ordering::Relaxed);
-        self.asked_for
-            .fetch_add(usize::from(asked_for), Ordering::Relaxed);
-    }
-
-    /// Counts one reason less; how many are left.
-    fn release(&self, asked_for: bool) -> usize {
-        self.asked_for
-            .fetch_sub(usize::from(asked_for), Ordering::Relaxed);
-        self.holds.fetch_sub(1, Ordering::Relaxed) - 1
-    }
-
     /// Whether the module is instrumented for more than a hook or a capture.
     #[getter]
-    fn asked_for(&self) -> bool {
+    pub fn asked_for(&self) -> bool {
         self.asked_for.load(Ordering::Relaxed) != 0
-    }
-
-    /// Whether the hooks are those of the module that this one's is a shallow copy of.
-    #[getter]
-    fn shares_hooks(&self) -> bool {
-        self.shares_hooks
-    }
-
-    /// Whether its module is a copy that is to be restored: true once.
-    fn take_copy(&self) -> bool {
-        self.of_copy.swap(false, Ordering::Relaxed)
     }
 
     /// For a shallow copy of the module, which shares the hooks.
@@ -133,6 +95,41 @@ impl Dispatcher {
 }
 
 impl Dispatcher {
+    pub fn new(registry: Py<Registry>, callee: Py<Callee>) -> Self {
+        Self {
+            registry,
+            callee,
+            holds: AtomicUsize::new(0),
+            asked_for: AtomicUsize::new(0),
+            of_copy: AtomicBool::new(false),
+            shares_hooks: false,
+        }
+    }
+
+    /// Counts one more reason for the module to be instrumented; `asked_for` by `instrument`.
+    pub fn hold(&self, asked_for: bool) {
+        // Relaxed, as below: under the lock of those that change the module's class.
+        self.holds.fetch_add(1, Ordering::Relaxed);
+        self.asked_for
+            .fetch_add(usize::from(asked_for), Ordering::Relaxed);
+    }
+
+    /// Counts one reason less; how many are left.
+    pub fn release(&self, asked_for: bool) -> usize {
+        self.asked_for
+            .fetch_sub(usize::from(asked_for), Ordering::Relaxed);
+        self.holds.fetch_sub(1, Ordering::Relaxed) - 1
+    }
+
+    /// Whether its module is a copy that is to be restored: true once.
+    pub fn take_copy(&self) -> bool {
+        self.of_copy.swap(false, Ordering::Relaxed)
+    }
+
+    pub fn shares_hooks(&self) -> bool {
+        self.shares_hooks
+    }
+
     fn for_copy(&self, registry: Py<Registry>, shares_hooks: bool, py: Python<'_>) -> Self {
         let copy = Self {
             of_copy: AtomicBool::new(true),

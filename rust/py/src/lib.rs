@@ -12,6 +12,7 @@ mod dispatcher;
 mod error;
 mod handle;
 mod heap_type;
+mod hold;
 mod hook;
 mod invoke;
 mod module;
@@ -41,6 +42,8 @@ mod _core {
     use crate::dispatcher::Dispatcher;
     #[pymodule_export]
     use crate::handle::HookHandle;
+    #[pymodule_export]
+    use crate::hold::{Hold, assign_class, release_copy};
     #[pymodule_export]
     use crate::module::HookedBase;
     #[pymodule_export]

@@ -142,7 +142,8 @@ impl RecordedLayerBase {
             Reason::Unknown => {
                 let end = intern!(slf.py(), "end");
                 let kwargs = given(slf.py(), kwargs);
-                slf.call_method1(end, (module, args, kwargs, output)).map(drop)
+                slf.call_method1(end, (module, args, kwargs, output))
+                    .map(drop)
             }
             Reason::Other => Ok(()),
         }

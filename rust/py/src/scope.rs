@@ -7,15 +7,17 @@ use std::sync::{Arc, Weak};
 
 use ferrohook_core::{Entry, Inside, Phase, Registry, Snapshot};
 use parking_lot::Mutex;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 use rustc_hash::FxHashMap;
 
 use crate::error::{hook_error, hook_type_error, type_name};
+use crate::hold::{Held, Hold};
 use crate::hook::{Callback, Hook, PhaseName};
 
 /// What a module knows of the scopes that have hooks for it.
@@ -110,13 +112,105 @@ const FEW: usize = 32;
 /// The hooks of a scope, until it is closed.
 ///
 /// They are kept here and not with the modules: what other contexts registered costs a call nothing.
+///
+/// Entering and leaving is done here: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
-pub struct ScopeBase(Mutex<Option<Modules>>);
+#[derive(Default)]
+pub struct ScopeBase {
+    /// None when it is closed.
+    modules: Mutex<Option<Modules>>,
+    /// Whether it was entered, if only for a moment.
+    once: AtomicBool,
+    entered: Mutex<Option<Entered>>,
+    /// What is given back when it is closed.
+    held: Mutex<Vec<Arc<Held>>>,
+}
+
+/// A context as it is in a scope, and what tells it from its copies.
+struct Entered {
+    scopes: Py<PyTuple>,
+    token: Py<PyAny>,
+}
 
 impl ScopeBase {
+    pub fn new() -> Self {
+        Self {
+            modules: Mutex::new(Some(Modules::default())),
+            ..Self::default()
+        }
+    }
+
+    fn closed(&self) -> bool {
+        self.modules.lock().is_none()
+    }
+
+    /// Removes the hooks. Returns whether it was this call that did so.
+    fn remove_hooks(&self) -> bool {
+        // Taken under the lock, and removed and dropped after it: that runs Python code.
+        let modules = self.modules.lock().take();
+        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
+            scoped.hooks.clear(None);
+        }
+        modules.is_some()
+    }
+
+    fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
+        let not_entered = || {
+            let message = "this scope is not entered, or was left before";
+            hook_error(py, message.to_owned())
+        };
+        if this.closed() {
+            return Err(not_entered());
+        }
+        let token = this
+            .entered
+            .lock()
+            .as_ref()
+            .map(|it| it.token.clone_ref(py));
+        let token = token.ok_or_else(not_entered)?;
+        let active = active(py)?;
+        // Contexts are copied, scopes and all: only the token tells which one it was.
+        let variable = variable(py)?;
+        let reset = variable.call_method1(intern!(py, "reset"), (token,));
+        reset.map_err(|error| {
+            if !error.is_instance_of::<PyValueError>(py) {
+                return error;
+            }
+            let elsewhere = hook_error(
+                py,
+                "a scope is left where it was entered, in the same thread and task: it is still \
+                 entered there"
+                    .to_owned(),
+            );
+            elsewhere.set_cause(py, Some(error));
+            elsewhere
+        })?;
+        let others = active.iter_borrowed().filter(|each| !each.is(slf));
+        let others = PyTuple::new(py, others.collect::<Vec<_>>())?;
+        // Left out of order, this one or one inside it?
+        if !same(&self::active(py)?, &others) {
+            variable.call_method1(intern!(py, "set"), (others,))?;
+        }
+        this.close(py)?;
+        if active
+            .iter_borrowed()
+            .last()
+            .is_none_or(|last| !last.is(slf))
+        {
+            return Err(hook_error(
+                py,
+                "a scope is left after the scopes that were entered inside it: it was left all \
+                 the same, and they were not"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
     /// The hooks for the module with this number, if the scope has any.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
-        let scope = self.0.lock();
+        let scope = self.modules.lock();
         Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
     }
 
@@ -129,7 +223,7 @@ impl ScopeBase {
         scoped: &Scoped,
     ) -> PyResult<Arc<Registry<Hook>>> {
         scoped.0.phases[phase as usize].store(true, Ordering::Release);
-        let mut scope = self.0.lock();
+        let mut scope = self.modules.lock();
         let Some(modules) = scope.as_mut() else {
             drop(scope);
             return Err(closed(py));
@@ -147,10 +241,10 @@ impl ScopeBase {
 
     /// An error if the scope was closed.
     pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
-        if self.0.lock().is_some() {
-            return Ok(());
+        if self.closed() {
+            return Err(closed(py));
         }
-        Err(closed(py))
+        Ok(())
     }
 }
 
@@ -164,41 +258,117 @@ fn closed(py: Python<'_>) -> PyErr {
 #[pymethods]
 impl ScopeBase {
     #[new]
-    pub fn new() -> Self {
-        Self(Mutex::new(Some(Modules::default())))
+    #[pyo3(signature = (*_others, **_options))]
+    fn py_new(_others: &Bound<'_, PyTuple>, _options: Option<&Bound<'_, PyDict>>) -> Self {
+        Self::new()
     }
 
     /// Whether the scope was closed.
-    #[getter]
-    fn closed(&self) -> bool {
-        self.0.lock().is_none()
+    #[getter(closed)]
+    fn py_closed(&self) -> bool {
+        self.closed()
     }
 
-    /// Removes the scope's hooks, for good. Returns whether it was this call that did so.
-    #[pyo3(name = "_close")]
-    fn close(&self) -> bool {
-        // Taken under the lock, and removed and dropped after it: that runs Python code.
-        let modules = self.0.lock().take();
-        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
-            scoped.hooks.clear(None);
+    /// The scopes of the context that entered it, this one the last; None where none did, or left.
+    #[getter(_entered)]
+    fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
+        let entered = self.entered.lock();
+        Some(entered.as_ref()?.scopes.bind(py).clone())
+    }
+
+    /// Has what is held given back when the scope is closed.
+    ///
+    /// Raises:
+    ///     HookError: it is closed.
+    #[pyo3(name = "_hold")]
+    fn hold(&self, py: Python<'_>, more: &Hold) -> PyResult<()> {
+        {
+            let mut held = self.held.lock();
+            // Those that were given back before are forgotten when the list is full.
+            if held.len() == held.capacity() {
+                held.retain(|each| !each.given_back());
+            }
+            held.push(Arc::clone(&more.0));
         }
-        modules.is_some()
+        self.check_open(py)
+            .inspect_err(|_| drop(more.0.give_back(py)))
+    }
+
+    /// For subclasses: what they do first when the scope is entered, and give to `with`.
+    #[pyo3(name = "_begin")]
+    fn begin(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// For subclasses: what they do when it was left, and whether no exception is on its way.
+    #[pyo3(name = "_left", signature = (_fine, /))]
+    #[expect(clippy::unused_self, reason = "a method of Python's")]
+    fn left(&self, _fine: bool) {}
+
+    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        if this.closed() || this.once.swap(true, Ordering::Relaxed) {
+            let message = slf.getattr(intern!(py, "_ONCE"))?.extract()?;
+            return Err(hook_error(py, message));
+        }
+        let enter = || {
+            let given = slf.call_method0(intern!(py, "_begin"))?;
+            let active = active(py)?;
+            let scopes = active.iter_borrowed().chain([slf.as_any().as_borrowed()]);
+            let scopes = PyTuple::new(py, scopes.collect::<Vec<_>>())?;
+            let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;
+            *this.entered.lock() = Some(Entered {
+                scopes: scopes.unbind(),
+                token: token.unbind(),
+            });
+            Ok(given)
+        };
+        enter().inspect_err(|_| drop(this.close(py)))
+    }
+
+    #[pyo3(signature = (error = None, *_others))]
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        error: Option<&Bound<'_, PyAny>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<()> {
+        Self::leave(slf)?;
+        let py = slf.py();
+        slf.call_method1(intern!(py, "_left"), (error.is_none(),))?;
+        Ok(())
+    }
+
+    /// Removes the scope's hooks, for good, and gives back what was held for them. Returns whether
+    /// it was this call that did so.
+    #[pyo3(name = "_close")]
+    fn close(&self, py: Python<'_>) -> PyResult<bool> {
+        let closed = self.remove_hooks();
+        let _entered = self.entered.lock().take();
+        let held = std::mem::take(&mut *self.held.lock());
+        // All of it, whatever becomes of one.
+        let given_back = held.iter().map(|each| each.give_back(py).map(drop));
+        given_back.fold(Ok(()), Result::and).map(|()| closed)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         for scoped in self
-            .0
+            .modules
             .lock()
             .iter()
             .flat_map(|modules| modules.hooks.values())
         {
             scoped.hooks.visit(|hook| visit.call(hook.given()))?;
         }
+        if let Some(entered) = &*self.entered.lock() {
+            visit.call(&entered.scopes)?;
+            visit.call(&entered.token)?;
+        }
         Ok(())
     }
 
     fn __clear__(&self) {
-        self.close();
+        self.remove_hooks();
+        let _entered = self.entered.lock().take();
     }
 }
 
@@ -238,6 +408,18 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
             variable.map(Bound::unbind)
         })
         .map(|variable| variable.bind(py))
+}
+
+/// The scopes of this context.
+fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+    let active = variable(py)?.call_method0(intern!(py, "get"))?;
+    Ok(active.cast_into()?)
+}
+
+/// Whether two tuples have the same objects.
+fn same(first: &Bound<'_, PyTuple>, second: &Bound<'_, PyTuple>) -> bool {
+    let mut pairs = first.iter_borrowed().zip(second.iter_borrowed());
+    first.len() == second.len() && pairs.all(|(one, other)| one.is(other))
 }
 
 /// Sets the context variable to its default: what is set the interpreter remembers, and what is not

@@ -514,7 +514,7 @@ fn has_call_impl(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
 }
 
 /// The class that the modules of an instrumented class had before; any other class itself.
-fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
+pub fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
     match class.getattr_opt(intern!(class.py(), "_made_from"))? {
         Some(bases) => Ok(bases.get_item(1)?.cast_into()?),
         None => Ok(class.clone()),

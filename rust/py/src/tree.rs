@@ -57,7 +57,8 @@ impl ModuleTree {
         for (module, _, declared) in &modules {
             let state = torch::instance_dict(module)?;
             let children = torch::children(&state)?;
-            tree.places.extend([module, &state].map(|each| address(each)));
+            tree.places
+                .extend([module, &state].map(|each| address(each)));
             tree.places.extend(children.as_deref().map(address));
             let reference = PyWeakrefReference::new_with(module, &told)?;
             tree.references.push(reference.unbind());

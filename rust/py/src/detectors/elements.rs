@@ -35,8 +35,10 @@ const MOST_AWAITED: usize = 1024;
 /// `snapshot()` has `tensors` (how many were looked at), `affected` (how many had any), `nan` and
 /// `inf` (how many numbers were which).
 ///
-/// Tensors of floating point are looked at, complex ones as pairs, others passed over. On a GPU it
-/// starts kernels and waits for nothing until it is read.
+/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
+/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
+/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
+/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct NonFiniteDetector;
 
@@ -54,8 +56,10 @@ impl NonFiniteDetector {
 /// `variance` (as `torch.var` has it), `rms`, `min` and `max` (None where there are too few), and
 /// `not_finite`, how many were left out as they are infinite or no number.
 ///
-/// Tensors of floating point are looked at, complex ones as pairs, others passed over. On a GPU it
-/// starts kernels and waits for nothing until it is read.
+/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
+/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
+/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
+/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct NormDetector;
 

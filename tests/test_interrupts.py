@@ -1,0 +1,196 @@
+"""Ctrl-C wherever it may land leaves a model as it was, and a store's folder to the next store.
+
+Python runs the handlers of signals where it enters a function of its own and where a native one has
+returned to it: in turn, an interrupt is raised at each such place.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ferrohook as fh
+from ferrohook import interventions as fi
+from ferrohook._core import active_scopes
+from ferrohook.stores import LocalStore, MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C raises it."""
+
+
+def interrupted(act: Callable[[], object], place: int) -> tuple[bool, Interrupt | None]:
+    """Whether there is a place of this number, where an interrupt lands, and what came of it."""
+    places = itertools.count()
+
+    def land(_frame: object, event: str, _arg: object) -> None:
+        if event in ("call", "c_return") and next(places) == place:
+            raise Interrupt
+
+    try:
+        sys.setprofile(land)
+        act()
+    except Interrupt as interrupt:
+        return True, interrupt
+    finally:
+        sys.setprofile(None)
+    return next(places) > place, None
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+X = torch.ones(2, 3)
+
+
+def observe(*_: object) -> None:
+    pass
+
+
+def instrument(model: nn.Module) -> None:
+    with fh.instrument(model):
+        model(X)
+
+
+def instrument_again(model: nn.Module) -> None:
+    with fh.instrument(model), fh.instrument(model, "0"):
+        model(X)
+
+
+def register(model: nn.Module) -> None:
+    with fh.register(model, "*", observe):
+        model(X)
+
+
+def register_among_others(model: nn.Module) -> None:
+    with fh.instrument(model), fh.register(model, "*", observe):
+        model(X)
+
+
+def register_in_scope(model: nn.Module) -> None:
+    with fh.scope() as scope:
+        fh.register(model, "0", observe, scope=scope)
+        fh.register(model, "*", observe, scope=scope).remove()
+        model(X)
+
+
+def refused(model: nn.Module) -> None:
+    with suppress(fh.HookTypeError):
+        fh.register(model, "*", observe, priority="high")  # type: ignore[arg-type]
+
+
+def run(model: nn.Module) -> None:
+    fh.run(model, X, hooks={"0": observe, "2": observe}, capture="*")
+
+
+def capture(model: nn.Module) -> None:
+    with fh.capture(model, "*"):
+        model(X)
+
+
+def capture_and_stop(model: nn.Module) -> None:
+    with fh.capture(model, "0", stop=True):
+        model(X)
+
+
+def collect(model: nn.Module) -> None:
+    watched = [fi.LayerActivationDetector("0"), fi.LayerActivationDetector("2"), "1"]
+    fh.collect(model, [X, X], watched, MemoryStore(), progress=False)
+
+
+ACTS = [
+    instrument,
+    instrument_again,
+    register,
+    register_among_others,
+    register_in_scope,
+    refused,
+    run,
+    capture,
+    capture_and_stop,
+    collect,
+]
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [(type(module), [*vars(module)]) for module in model.modules()]
+
+
+# Where one lands in a finaliser Python prints it and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None]) -> None:
+    act(small())  # what is made once for all
+    plain = state(small())
+    left = []
+    for place in itertools.count():
+        model = small()
+        landed, interrupt = interrupted(functools.partial(act, model), place)
+        if state(model) != plain or active_scopes.get():
+            # The exception is not to hold on to what would put it right in the end.
+            frames = traceback.extract_tb(interrupt and interrupt.__traceback__)
+            left.append([f"{frame.name}, line {frame.lineno}" for frame in frames])
+            active_scopes.set(())
+        if not landed:
+            break
+    assert left == []
+    assert place > 20
+
+
+def store_two(folder: Path) -> None:
+    with LocalStore(folder, max_pending=1) as store:
+        for batch in range(2):
+            store.put("run", batch, "0", {"x": X})
+            store.complete("run", batch)
+        store.flush()
+
+
+def opened(folder: Path) -> LocalStore:
+    """As soon as one that was never handed out, as it was interrupted, lets go of the folder."""
+    for _ in range(100):
+        with suppress(fh.StoreError):
+            return LocalStore(folder)
+        time.sleep(0.01)
+    return LocalStore(folder)
+
+
+@pytest.fixture
+def _few_objects() -> Iterator[None]:
+    """Lets the garbage collector see no more than what a test makes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_few_objects")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_a_folder_to_the_next_store(tmp_path: Path) -> None:
+    store_two(tmp_path / "once")
+    for place in itertools.count():
+        folder = tmp_path / str(place)
+        landed, _ = interrupted(functools.partial(store_two, folder), place)
+        del _
+        gc.collect()  # what was not closed is closed by its finaliser
+        with opened(folder) as store:
+            done = store.completed("run")
+            assert done == [*range(len(done))]
+        if not landed:
+            break
+    assert done == [0, 1]
+    assert place > 100
