@@ -599,9 +599,13 @@ class _Folder:
                 f"{self.path} cannot be written: {error}. Give a folder that this process may write"
             )
             raise StoreError(msg) from error
-        # What one left that was killed while it wrote.
-        for part in self.path.glob("*/*.part"):
-            part.unlink(missing_ok=True)
+        try:
+            # What one left that was killed while it wrote.
+            for part in self.path.glob("*/*.part"):
+                part.unlink(missing_ok=True)
+        except BaseException:  # by Ctrl-C: what the generators' frames hold may live on for a while
+            claim.__exit__()
+            raise
         return claim
 
     def runs(self) -> list[str]:
