@@ -152,6 +152,7 @@ class Plan(NamedTuple):
     """What a model records at one moment, and what told so."""
 
     targets: dict[str, list[Target]]
+    modules: list[nn.Module]
     tree: ModuleTree
 
 
@@ -182,7 +183,7 @@ def plan_of(model: nn.Module) -> Plan:
 
     walk(model, "", None)
     _check_alike(targets)
-    return Plan(targets, ModuleTree(tree))
+    return Plan(targets, [module for module, *_ in tree], ModuleTree(tree))
 
 
 def _check_alike(targets: dict[str, list[Target]]) -> None:

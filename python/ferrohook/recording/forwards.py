@@ -370,7 +370,7 @@ def _prepared(
     model: nn.Module, flags: dict[str, Any], asked: list[str]
 ) -> tuple[str, tuple[int, ...] | None]:
     """Installs."""
-    installation = install(model)
+    installation = install(model, traced=True)
     selected = _selected(model, flags, asked, installation)
     installation.watch()
     return installation.number, None if selected is None else tuple(selected)

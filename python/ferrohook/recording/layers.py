@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -14,8 +15,8 @@ from torch import nn
 
 from ferrohook._core import Collector, Hold, InstallationBase, RecordedLayerBase
 from ferrohook.activations import _converter, _HostCopies, tensors_in
-from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import find_registry, hold_all, registry_of
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.instrumentation import find_registry, hold, hold_all, registry_of
 from ferrohook.module import _describe
 from ferrohook.recording.calls import IN_PROGRESS, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
@@ -40,7 +41,13 @@ class Installation(InstallationBase):
     """
 
     def __init__(
-        self, _keys: list[Collector], copies: _HostCopies, model: nn.Module, plan: Plan, number: str
+        self,
+        _keys: list[Collector],
+        copies: _HostCopies,
+        model: nn.Module,
+        plan: Plan,
+        number: str,
+        others: list[nn.Module],
     ) -> None:
         # No later model is taken for this one when it gets its id.
         self.model = weakref.ref(model, functools.partial(_forget, _INSTALLED, id(model)))
@@ -59,6 +66,12 @@ class Installation(InstallationBase):
         held = hold_all({name: found[0].module for name, found in layers.items()}, into=self._hold)
         self._held = [weakref.ref(module) for module in held]
         recorded = {id(module) for module in held}
+        # Where they can be: PyTorch's way to call a module costs more, and its code would drive
+        # that of the layers out of the processor's caches.
+        for module in others:
+            if id(module) not in recorded:
+                with contextlib.suppress(HookError):
+                    hold(module, into=self._hold)
         for found in layers.values():
             module = found[0].module
             around = any(id(each) in recorded for each in module.modules() if each is not module)
@@ -139,8 +152,11 @@ def installation_of(model: nn.Module) -> Installation | None:
     return _INSTALLED.get(id(model))
 
 
-def install(model: nn.Module) -> Installation:
-    """The same, made anew where there is none or the model has changed."""
+def install(model: nn.Module, *, traced: bool = False) -> Installation:
+    """The same, made anew where there is none or the model has changed.
+
+    Where Dynamo traces the model, no classes change but those of the layers.
+    """
     former = _INSTALLED.get(id(model))
     if former is not None and former.tree.holds(model):
         return former
@@ -152,7 +168,8 @@ def install(model: nn.Module) -> Installation:
         copies = _HostCopies()
         keys = [_collector(key, _of_all(found), copies) for key, found in plan.targets.items()]
         number = str(next(_NUMBERS)) if former is None else former.number
-        installation = Installation(keys, copies, model, plan, number)
+        others = [] if traced else plan.modules
+        installation = Installation(keys, copies, model, plan, number, others)
         _INSTALLED[id(model)] = installation
     if former is not None:
         former.retire()
