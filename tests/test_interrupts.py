@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
+from ferrohook import recording
 from ferrohook._core import active_scopes
 from ferrohook.stores import LocalStore, MemoryStore
 
@@ -149,6 +150,35 @@ def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None])
         if not landed:
             break
     assert left == []
+    assert place > 20
+
+
+class Recorded(nn.Module):
+    """Two layers that are recorded, and one that is not."""
+
+    _can_record_outputs: ClassVar = {"hidden_states": nn.Linear}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small()
+
+    @recording.capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"last_hidden_state": self.layers(x)}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_a_model_that_records_to_uninstall() -> None:
+    plain = state(Recorded())
+    for place in itertools.count():
+        model = Recorded()
+        landed, _ = interrupted(functools.partial(model, X, output_hidden_states=True), place)
+        if not landed:
+            break
+        recording.uninstall(model)
+        assert state(model) == plain
+        assert active_scopes.get() == ()
+        assert len(model(X, output_hidden_states=True)["hidden_states"]) == 3
     assert place > 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from time import thread_time
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from ferrohook.recording import capture_outputs, merge_with_config_defaults
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# About as many as the samples of the other rows have.
+IN_A_ROW = 10
 ALL = {"output_hidden_states": True, "output_attentions": True}
 
 
@@ -52,9 +55,10 @@ def expect_equal(one: Any, other: Any) -> None:
 def extra(
     with_it: list[Callable[[Any], object]], without: list[Callable[[Any], object]], x: torch.Tensor
 ) -> Sampler:
-    """The nanoseconds that the calls of one list take longer than those of the other, by turns.
+    """The nanoseconds that the calls of one list take longer than those of the other.
 
-    Two of each: where in memory a model happens to lie moves its time by as much as is measured.
+    Each a few times in a row, as in the other rows, then the next. Two of each: where in memory a
+    model happens to lie moves its time by as much as is measured.
     """
 
     def once(call: Callable[[Any], object]) -> float:
@@ -62,16 +66,19 @@ def extra(
         call(x)
         return thread_time() - start
 
+    def median(times: list[list[float]]) -> float:
+        return statistics.median(itertools.chain.from_iterable(times))
+
     def sample(seconds: float) -> float:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with torch.no_grad(), no_garbage_collection():
             turns = [
-                [once(call) for call in (*with_it, *without)]
-                for _ in range(round(seconds * 5e2) + 3)
+                [[once(call) for _ in range(IN_A_ROW)] for call in (*with_it, *without)]
+                for _ in range(round(seconds * 3e2) + 3)
             ]
         torch.set_num_threads(threads)
-        medians = [statistics.median(times) for times in zip(*turns, strict=True)]
+        medians = [median(list(times)) for times in zip(*turns, strict=True)]
         one, other = medians[: len(with_it)], medians[len(with_it) :]
         return max((statistics.fmean(one) - statistics.fmean(other)) * 1e9, 1.0)
 

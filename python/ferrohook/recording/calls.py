@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ferrohook._core import CallBase, active_scopes
 from ferrohook.activations import _share, tensors_in
@@ -15,43 +15,30 @@ if TYPE_CHECKING:
 
     from ferrohook.recording.layers import Installation
 
-IN_PROGRESS: set[Call] = set()
-"""All calls, those that record nothing too: a layer on a helper thread is one of theirs."""
-
-
 class Call(CallBase):
     """One call of a model in progress: what it records is in its native half."""
 
-    def __init__(
+    # All of them, those that record nothing too: a layer on a helper thread is one of theirs.
+    IN_PROGRESS: ClassVar[set[Call]] = set()
+
+    def __init__(  # noqa: PLR0913, PLR0917 (as the native half takes them)
         self,
         _installation: Installation | None,
         flags: dict[str, Any],
         _selected: list[int] | None,
+        _around: Call | None,
+        _given: tuple[Any, ...],
         model: nn.Module,
-        around: Call | None,
-        given: tuple[Any, ...],
     ) -> None:
         self.model = model
-        # The one that does not record while this one is in progress.
-        self.around = around
-        self.thread = threading.current_thread()
+        self.thread = threading.get_ident()
         # Those that were there before have other things to do than help.
         self.threads = threading.enumerate() if flags else []
         self.unattributed: set[str] = set()
-        self._given = given
-        IN_PROGRESS.add(self)
-
-    def finish(self) -> None:
-        """Records nothing from now on."""
-        self.end()
-        self._given = ()
-        IN_PROGRESS.discard(self)
-        if self.installation is not None and self.installation.retired:
-            self.installation.release_when_idle()
 
     def knows(self, tensors: list[Tensor]) -> bool:
         """Whether it was called with one of these, or a layer of it returned it."""
-        known = [*tensors_in(self._given), *self.seen()]
+        known = [*tensors_in(self.given), *self.seen()]
         return any(_share(each, tensor) for tensor in tensors if tensor.numel() for each in known)
 
     def tell_unattributed(self) -> None:
@@ -66,7 +53,7 @@ class Call(CallBase):
 
 def running(model: nn.Module | None) -> list[Call]:
     """The calls of a model in progress, but for those that wait for one of a sub-model."""
-    calls = list(IN_PROGRESS)
+    calls = list(Call.IN_PROGRESS)
     around = {id(call.around) for call in calls}
     return [call for call in calls if call.model is model and id(call) not in around]
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import active_scopes
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
 from ferrohook.module import _describe
@@ -105,8 +104,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             if traced:
                 outputs, recorded = _traced_call(self, forward, args, kwargs, flags, asked)
             else:
-                call = _enter(self, around, (args, kwargs), flags, asked)
-                outputs, recorded = _call(call, forward, args, kwargs)
+                outputs, recorded = _call(self, around, forward, args, kwargs, flags, asked)
             if recorded:
                 tie = getattr(config, "tie_last_hidden_states", None)
                 tie = tie_last_hidden_states if tie is None else tie
@@ -293,21 +291,17 @@ def _as_tuple(outputs: Any) -> Any:
 
 
 @_not_traced
-def _enter(
+def _made(
     model: nn.Module,
     around: Call | None,
     given: tuple[Any, ...],
     flags: dict[str, Any],
     asked: list[str],
 ) -> Call:
-    """Begins a call."""
-    while True:
-        installation = install(model) if flags else installation_of(model)
-        selected = _selected(model, flags, asked, installation) if installation and flags else None
-        call = Call(installation, flags, selected, model, around, given)
-        if installation is None or not installation.retired:
-            return call
-        call.finish()  # another thread uninstalled meanwhile
+    """A call that is to begin."""
+    installation = install(model) if flags else installation_of(model)
+    selected = _selected(model, flags, asked, installation) if installation and flags else None
+    return Call(installation, flags, selected, around, given, model)
 
 
 def _selected(
@@ -334,25 +328,31 @@ def _selected(
     return [index % count for index in indices if -count <= index < count]
 
 
-def _call(
-    call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
+    model: nn.Module,
+    around: Call | None,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flags: dict[str, Any],
+    asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward and gives what it returned and what was recorded."""
-    around = call.around
-    scopes = active_scopes.get()
-    if around is not None:
-        scopes = tuple(scope for scope in scopes if scope is not around)
-    token = active_scopes.set((*scopes, call))
     traced, TRACED.call = TRACED.call, None
     try:
-        outputs = forward(call.model, *args, **kwargs)
-        recorded = call.recorded()
-        if recorded and call.installation is not None:
-            call.installation.copies.finish()
+        while True:
+            call = _made(model, around, (args, kwargs), flags, asked)
+            installation = call.installation
+            with call:
+                if installation is not None and installation.retired:
+                    continue  # another thread uninstalled meanwhile
+                outputs = forward(model, *args, **kwargs)
+                recorded = call.recorded()
+                if recorded and installation is not None:
+                    installation.copies.finish()
+            break
     finally:
         TRACED.call = traced
-        active_scopes.reset(token)
-        call.finish()
     if call.unattributed:
         call.tell_unattributed()
     return outputs, recorded
@@ -384,12 +384,12 @@ def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """The same as `_enter` and `_call`, for Dynamo."""
+    """The same as `_call`, for Dynamo."""
     outer = TRACED.call
     if not flags and outer is None:
         return forward(model, *args, **kwargs), {}
     if not torch.compiler.is_compiling() and outer is None:  # the graph broke: this is Python
-        return _call(_enter(model, None, (args, kwargs), flags, asked), forward, args, kwargs)
+        return _call(model, None, forward, args, kwargs, flags, asked)
     if HIDDEN in flags:
         flags = {**flags, HIDDEN: _constant(flags[HIDDEN])}
     number, selected = _prepared(model, flags, asked) if flags else ("", None)

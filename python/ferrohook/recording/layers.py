@@ -18,7 +18,7 @@ from ferrohook.activations import _converter, _HostCopies, tensors_in
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.instrumentation import find_registry, hold, hold_all, registry_of
 from ferrohook.module import _describe
-from ferrohook.recording.calls import IN_PROGRESS, running
+from ferrohook.recording.calls import Call, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
 from ferrohook.traced import never_trace
@@ -26,7 +26,6 @@ from ferrohook.traced import never_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook.recording.calls import Call
     from ferrohook.recording.declarations import Plan, Target
 
 # Never held while code of the user's runs. A finaliser may come in between.
@@ -41,13 +40,7 @@ class Installation(InstallationBase):
     """
 
     def __init__(
-        self,
-        _keys: list[Collector],
-        copies: _HostCopies,
-        model: nn.Module,
-        plan: Plan,
-        number: str,
-        others: list[nn.Module],
+        self, _keys: list[Collector], copies: _HostCopies, model: nn.Module, plan: Plan, number: str
     ) -> None:
         # No later model is taken for this one when it gets its id.
         self.model = weakref.ref(model, functools.partial(_forget, _INSTALLED, id(model)))
@@ -61,22 +54,30 @@ class Installation(InstallationBase):
         # Keys whose recorders match no module.
         self.unmatched = {key for key, found in plan.targets.items() if not found}
         self.retired = False
-        layers = _by_layer(plan)
         self._hold = Hold()
+        self._held: list[weakref.ref[nn.Module]] = []
+
+    def put_in(self, plan: Plan, others: list[nn.Module]) -> None:
+        """Records the layers of the plan, and has the other modules called natively too.
+
+        Raises:
+            HookError: a layer cannot be instrumented.
+        """
+        layers = _by_layer(plan)
         held = hold_all({name: found[0].module for name, found in layers.items()}, into=self._hold)
         self._held = [weakref.ref(module) for module in held]
         recorded = {id(module) for module in held}
+        for found in layers.values():
+            module = found[0].module
+            around = any(id(each) in recorded for each in module.modules() if each is not module)
+            tasks = [self._task(target) for target in found]
+            registry_of(module).record(RecordedLayer(self, tasks, around, found))
         # Where they can be: PyTorch's way to call a module costs more, and its code would drive
         # that of the layers out of the processor's caches.
         for module in others:
             if id(module) not in recorded:
                 with contextlib.suppress(HookError):
                     hold(module, into=self._hold)
-        for found in layers.values():
-            module = found[0].module
-            around = any(id(each) in recorded for each in module.modules() if each is not module)
-            tasks = [self._task(target) for target in found]
-            registry_of(module).record(RecordedLayer(self, tasks, around, found))
 
     def _task(self, target: Target) -> tuple[int, int, bool | None]:
         begins = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
@@ -88,12 +89,15 @@ class Installation(InstallationBase):
         self.release_when_idle()
 
     def release_when_idle(self) -> None:
-        """Gives the layers back, once, if it is retired and no call is in progress."""
+        """Gives the modules back, once, if it is retired and no call is in progress."""
         with _LOCK:
-            if any(call.installation is self for call in list(IN_PROGRESS)):
+            if any(call.installation is self for call in list(Call.IN_PROGRESS)):
                 return
-            held, self._held = self._held, []
-        for reference in held:
+        self.take_out()
+
+    def take_out(self) -> None:
+        """Gives the modules back, whoever records."""
+        for reference in self._held:
             module = reference()
             if module is not None:
                 registry = find_registry(module)
@@ -168,9 +172,13 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
         copies = _HostCopies()
         keys = [_collector(key, _of_all(found), copies) for key, found in plan.targets.items()]
         number = str(next(_NUMBERS)) if former is None else former.number
-        others = [] if traced else plan.modules
-        installation = Installation(keys, copies, model, plan, number, others)
-        _INSTALLED[id(model)] = installation
+        key, installation = id(model), Installation(keys, copies, model, plan, number)
+        try:
+            installation.put_in(plan, others=[] if traced else plan.modules)
+            _INSTALLED[key] = installation
+        except BaseException:
+            installation.take_out()
+            raise
     if former is not None:
         former.retire()
     return installation
@@ -300,7 +308,9 @@ def _whose(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     tensors = [*tensors_in(taken)]
     owners = [call for call in calls if call.knows(tensors)]
     here = threading.current_thread()
-    if not owners and len(calls) == 1 and (here is calls[0].thread or here not in calls[0].threads):
+    if not owners and len(calls) == 1 and (
+        here.ident == calls[0].thread or here not in calls[0].threads
+    ):
         owners = calls
     if len(owners) == 1:
         return owners[0]

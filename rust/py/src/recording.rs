@@ -7,10 +7,10 @@ use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::recorder::Collector;
-use crate::scope::{ScopeBase, Scopes};
+use crate::scope::{self, ScopeBase, Scopes};
 use crate::{error, torch};
 
 /// What recording put into one model, as far as its layers have to know it.
@@ -209,6 +209,12 @@ pub struct CallBase {
     asked: Vec<bool>,
     /// Which of the hidden states are kept, where not all are.
     selected: Option<Vec<usize>>,
+    /// The call that does not record while this one is in progress.
+    around: Option<Py<Self>>,
+    /// By this the context's scopes become again what they were.
+    token: Mutex<Option<Py<PyAny>>>,
+    /// What the model was called with, until the call ends.
+    given: Mutex<Option<Py<PyTuple>>>,
     recorded: Mutex<Recorded>,
     ended: AtomicBool,
 }
@@ -228,30 +234,83 @@ struct Recorded {
 #[pymethods]
 impl CallBase {
     #[new]
-    #[pyo3(signature = (installation, flags, selected, *_others))]
+    #[pyo3(signature = (installation, flags, selected, around, given, *_others))]
     fn new(
         installation: Option<Bound<'_, InstallationBase>>,
         flags: &Bound<'_, PyDict>,
         selected: Option<Vec<usize>>,
+        around: Option<Py<Self>>,
+        given: Py<PyTuple>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, ScopeBase)> {
         let mut asked = Vec::new();
         if let Some(installation) = installation.as_ref().filter(|_| !flags.is_empty()) {
-            let installation = installation.get();
-            let keys = installation.keys.iter();
+            let keys = installation.get().keys.iter();
             asked = keys
                 .map(|key| flags.contains(key.get().name()))
                 .collect::<PyResult<_>>()?;
-            installation.watch();
         }
         let call = Self {
             installation: installation.map(Bound::unbind),
             asked,
             selected,
+            around,
+            token: Mutex::default(),
+            given: Mutex::new(Some(given)),
             recorded: Mutex::default(),
             ended: AtomicBool::new(false),
         };
         Ok((call, ScopeBase::new()))
+    }
+
+    /// Begins: it stands among the context's scopes, in place of the one around it.
+    // Natively, as Ctrl-C lands in Python's functions alone.
+    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        let (py, this) = (slf.py(), slf.get());
+        in_progress(slf)?.add(slf)?;
+        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
+            installation.get().watch();
+        }
+        let others = scope::active(py)?.into_iter().filter(|scope| {
+            let around = this.around.as_ref();
+            around.is_none_or(|around| !scope.is(around))
+        });
+        let scopes: Vec<_> = others.chain([slf.clone().into_any()]).collect();
+        let scopes = PyTuple::new(py, scopes)?;
+        let token = scope::variable(py)?.call_method1(intern!(py, "set"), (scopes,))?;
+        *this.token.lock() = Some(token.unbind());
+        Ok(slf.clone())
+    }
+
+    /// Ends, and records nothing from now on.
+    #[pyo3(signature = (*_error))]
+    fn __exit__(slf: &Bound<'_, Self>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
+        let token = this.token.lock().take();
+        let reset = match token {
+            Some(token) => scope::variable(py)?.call_method1(intern!(py, "reset"), (token,)),
+            None => Ok(py.None().into_bound(py)),
+        };
+        this.end();
+        in_progress(slf)?.discard(slf)?;
+        if let Some(installation) = this.installation(py)
+            && installation.getattr(intern!(py, "retired"))?.is_truthy()?
+        {
+            installation.call_method0(intern!(py, "release_when_idle"))?;
+        }
+        reset.map(drop)
+    }
+
+    /// The call that does not record while this one is in progress.
+    #[getter]
+    fn around<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, Self>> {
+        Some(self.around.as_ref()?.bind(py))
+    }
+
+    /// What the model was called with; None when the call has ended.
+    #[getter]
+    fn given(&self, py: Python<'_>) -> Option<Py<PyTuple>> {
+        Some(self.given.lock().as_ref()?.clone_ref(py))
     }
 
     /// What the layers are watched by.
@@ -348,7 +407,24 @@ impl CallBase {
         kept.chain(others).collect()
     }
 
-    /// Records nothing from now on.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.installation)?;
+        visit.call(&self.around)?;
+        visit.call(&*self.token.lock())?;
+        visit.call(&*self.given.lock())?;
+        let recorded = self.recorded.lock();
+        let mut values = recorded.taken.iter().chain(&recorded.values);
+        values.try_for_each(|(_, value)| visit.call(value))
+    }
+
+    fn __clear__(&self) {
+        // Dropped after the locks were released: tensors run code when they go.
+        let _given = self.given.lock().take();
+        let _recorded = std::mem::take(&mut *self.recorded.lock());
+    }
+}
+
+impl CallBase {
     fn end(&self) {
         if self.ended.swap(true, Ordering::AcqRel) {
             return;
@@ -359,20 +435,6 @@ impl CallBase {
         self.__clear__();
     }
 
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.installation)?;
-        let recorded = self.recorded.lock();
-        let mut values = recorded.taken.iter().chain(&recorded.values);
-        values.try_for_each(|(_, value)| visit.call(value))
-    }
-
-    fn __clear__(&self) {
-        // Dropped after the lock was released: tensors run code when they go.
-        let _recorded = std::mem::take(&mut *self.recorded.lock());
-    }
-}
-
-impl CallBase {
     /// Notes what a layer returned.
     fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
         let main = main_of(output);
@@ -403,6 +465,12 @@ impl CallBase {
         let selected = self.selected.as_ref();
         selected.is_none_or(|selected| selected.contains(&place))
     }
+}
+
+/// All calls in progress, as Python knows them.
+fn in_progress<'py>(call: &Bound<'py, CallBase>) -> PyResult<Bound<'py, PySet>> {
+    let all = call.getattr(intern!(call.py(), "IN_PROGRESS"))?;
+    Ok(all.cast_into()?)
 }
 
 /// A value as it is kept; None in place of what is not.

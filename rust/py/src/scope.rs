@@ -411,7 +411,7 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
 }
 
 /// The scopes of this context.
-fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     let active = variable(py)?.call_method0(intern!(py, "get"))?;
     Ok(active.cast_into()?)
 }
