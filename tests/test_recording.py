@@ -560,6 +560,36 @@ def test_a_layer_that_outlives_its_model_is_given_back() -> None:
         assert "_ferrohook_dispatcher" not in vars(layer)
 
 
+def instrumented(model: nn.Module) -> list[bool]:
+    return ["_ferrohook_dispatcher" in vars(module) for module in model.modules()]
+
+
+def test_a_model_that_records_is_instrumented_throughout_until_uninstall() -> None:
+    model = Model()
+    plain = {module: type(module) for module in model.modules()}
+    model(X)
+    assert not any(instrumented(model))
+    model(X, output_hidden_states=True)
+    assert all(instrumented(model))
+    model.layers.append(Layer())
+    model(X, output_hidden_states=True)
+    assert all(instrumented(model))
+    uninstall(model)
+    assert not any(instrumented(model))
+    assert all(type(module) is cls for module, cls in plain.items())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_what_cannot_be_instrumented_is_left_as_it_is() -> None:
+    model = Model()
+    model.register_module("scripted", torch.jit.script(nn.ReLU()))
+    states = expected(model)[0]
+    assert same(model(X, output_hidden_states=True)["hidden_states"], states)
+    *others, scripted = instrumented(model)
+    assert all(others)
+    assert not scripted
+
+
 def test_two_models_share_a_layer() -> None:
     one, other = Model(2), Model(2)
     other.layers[1] = one.layers[0]

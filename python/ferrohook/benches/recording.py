@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
+from contextlib import contextmanager
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,18 @@ import torch
 
 from ferrohook.benches.harness import Contest, Row, Sampler, expect, no_garbage_collection
 from ferrohook.benches.models import llama, model_calls
-from ferrohook.recording import capture_outputs, merge_with_config_defaults
+from ferrohook.recording import capture_outputs, merge_with_config_defaults, uninstall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-# About as many as the samples of the other rows have.
+# About as many as in the samples of the other rows.
 IN_A_ROW = 10
 ALL = {"output_hidden_states": True, "output_attentions": True}
 
 
-def theirs() -> tuple[Any, torch.Tensor]:
+def eager_llama() -> tuple[Any, torch.Tensor]:
     """A small Llama whose attention returns its weights."""
     model, ids = llama()
     eager: Any = model
@@ -29,20 +30,25 @@ def theirs() -> tuple[Any, torch.Tensor]:
     return eager, ids
 
 
-def ours() -> tuple[Any, torch.Tensor]:
-    """The same with our decorators in place of theirs."""
-    model, ids = theirs()
+@contextmanager
+def ours(model: Any) -> Iterator[None]:
+    """Puts our decorators in place of transformers', and takes out what they install."""
     forward = type(model).forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    recorded = merge_with_config_defaults(capture_outputs(forward))
-    model.forward = recorded.__get__(model)
-    return model, ids
+    model.forward = merge_with_config_defaults(capture_outputs(forward)).__get__(model)
+    yield
+    uninstall(model)
+    del model.forward
 
 
-def recorded(model: Any) -> Callable[[Any], object]:
-    """Calls that record all that Llama declares."""
-    return lambda ids: model(ids, **ALL)
+@contextmanager
+def theirs(model: Any) -> Iterator[None]:
+    """Takes out what transformers' own decorators install, which they leave there."""
+    yield
+    for module in model.modules():
+        module._forward_hooks.clear()
+    vars(model).pop("_output_capturing_hooks_installed", None)
 
 
 def expect_equal(one: Any, other: Any) -> None:
@@ -52,56 +58,61 @@ def expect_equal(one: Any, other: Any) -> None:
         expect(same and len(one[key]) == len(other[key]), f"transformers' {key}")
 
 
-def extra(
-    with_it: list[Callable[[Any], object]], without: list[Callable[[Any], object]], x: torch.Tensor
-) -> Sampler:
-    """The nanoseconds that the calls of one list take longer than those of the other.
+def in_a_row(call: Callable[[], object]) -> float:
+    """The median seconds that a call takes, after as many that are not counted."""
+    times = []
+    for _ in range(2 * IN_A_ROW):
+        start = thread_time()
+        call()
+        times.append(thread_time() - start)
+    return statistics.median(times[IN_A_ROW:])
 
-    Each a few times in a row, as in the other rows, then the next. Two of each: where in memory a
-    model happens to lie moves its time by as much as is measured.
+
+def extra(
+    recording: Callable[[Any], AbstractContextManager[None]], model: Any, ids: torch.Tensor
+) -> Sampler:
+    """The nanoseconds that a call takes longer with all recorded than as transformers made it.
+
+    Of one model, which records and does not by turns: where in memory another one happened to lie
+    would move its time by as much as is measured.
     """
 
-    def once(call: Callable[[Any], object]) -> float:
-        start = thread_time()
-        call(x)
-        return thread_time() - start
-
-    def median(times: list[list[float]]) -> float:
-        return statistics.median(itertools.chain.from_iterable(times))
+    def once() -> float:
+        without = in_a_row(lambda: model(ids))
+        with recording(model):
+            return in_a_row(lambda: model(ids, **ALL)) - without
 
     def sample(seconds: float) -> float:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with torch.no_grad(), no_garbage_collection():
-            turns = [
-                [[once(call) for _ in range(IN_A_ROW)] for call in (*with_it, *without)]
-                for _ in range(round(seconds * 3e2) + 3)
-            ]
+            taken = [once() for _ in range(round(seconds * 1e3) + 3)]
         torch.set_num_threads(threads)
-        medians = [median(list(times)) for times in zip(*turns, strict=True)]
-        one, other = medians[: len(with_it)], medians[len(with_it) :]
-        return max((statistics.fmean(one) - statistics.fmean(other)) * 1e9, 1.0)
+        return max(statistics.median(taken) * 1e9, 1.0)
 
     return sample
 
 
 def extra_time() -> Contest:
-    """Recording all states and attentions: what that costs more than models that never did."""
-    _, ids = theirs()
-    mine, others, plain = ([make()[0] for _ in range(2)] for make in (ours, theirs, theirs))
+    """Recording all states and attentions: what that costs more than recording nothing."""
+    model, ids = eager_llama()
     with torch.no_grad():
-        expect_equal(recorded(mine[0])(ids), recorded(others[0])(ids))
-    return Contest(
-        extra([recorded(model) for model in mine], plain, ids),
-        extra([recorded(model) for model in others], plain, ids),
-    )
+        with ours(model):
+            recorded = model(ids, **ALL)
+        with theirs(model):
+            expect_equal(recorded, model(ids, **ALL))
+    return Contest(extra(ours, model, ids), extra(theirs, model, ids))
 
 
 def not_asked_for() -> Contest:
     """A model that recorded before, and one that never did."""
-    (model, ids), (never, _), (other, _) = ours(), ours(), theirs()
+    (model, ids), (never, _) = eager_llama(), eager_llama()
+    with torch.no_grad(), theirs(model):
+        expected = model(ids, **ALL)
+    for each in (model, never):
+        ours(each).__enter__()  # to stay
     with torch.no_grad():
-        expect_equal(recorded(model)(ids), recorded(other)(ids))
+        expect_equal(model(ids, **ALL), expected)
         expect(torch.equal(model(ids)[0], never(ids)[0]), "the model's output")
     return Contest(model_calls(model, ids), model_calls(never, ids))
 
@@ -111,6 +122,7 @@ ROWS = [
         name="small Llama, all states and attentions: extra time / transformers'",
         bar=0.50,
         setup=extra_time,
+        repeats=11,
         needs="transformers",
     ),
     Row(

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     from ferrohook.recording.layers import Installation
 
+
 class Call(CallBase):
     """One call of a model in progress: what it records is in its native half."""
 
     # All of them, those that record nothing too: a layer on a helper thread is one of theirs.
     IN_PROGRESS: ClassVar[set[Call]] = set()
 
-    def __init__(  # noqa: PLR0913, PLR0917 (as the native half takes them)
+    def __init__(
         self,
         _installation: Installation | None,
         flags: dict[str, Any],

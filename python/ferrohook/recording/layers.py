@@ -308,8 +308,10 @@ def _whose(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     tensors = [*tensors_in(taken)]
     owners = [call for call in calls if call.knows(tensors)]
     here = threading.current_thread()
-    if not owners and len(calls) == 1 and (
-        here.ident == calls[0].thread or here not in calls[0].threads
+    if (
+        not owners
+        and len(calls) == 1
+        and (here.ident == calls[0].thread or here not in calls[0].threads)
     ):
         owners = calls
     if len(owners) == 1:
