@@ -30,13 +30,18 @@ def eager_llama() -> tuple[Any, torch.Tensor]:
     return eager, ids
 
 
-@contextmanager
-def ours(model: Any) -> Iterator[None]:
-    """Puts our decorators in place of transformers', and takes out what they install."""
+def decorate(model: Any) -> None:
+    """Puts our decorators in place of transformers'."""
     forward = type(model).forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     model.forward = merge_with_config_defaults(capture_outputs(forward)).__get__(model)
+
+
+@contextmanager
+def ours(model: Any) -> Iterator[None]:
+    """Has the model decorated by us, and takes out what that installs."""
+    decorate(model)
     yield
     uninstall(model)
     del model.forward
@@ -110,7 +115,7 @@ def not_asked_for() -> Contest:
     with torch.no_grad(), theirs(model):
         expected = model(ids, **ALL)
     for each in (model, never):
-        ours(each).__enter__()  # to stay
+        decorate(each)
     with torch.no_grad():
         expect_equal(model(ids, **ALL), expected)
         expect(torch.equal(model(ids)[0], never(ids)[0]), "the model's output")

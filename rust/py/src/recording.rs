@@ -286,11 +286,9 @@ impl CallBase {
     #[pyo3(signature = (*_error))]
     fn __exit__(slf: &Bound<'_, Self>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
+        let variable = scope::variable(py)?;
         let token = this.token.lock().take();
-        let reset = match token {
-            Some(token) => scope::variable(py)?.call_method1(intern!(py, "reset"), (token,)),
-            None => Ok(py.None().into_bound(py)),
-        };
+        let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
         this.end();
         in_progress(slf)?.discard(slf)?;
         if let Some(installation) = this.installation(py)
@@ -298,7 +296,7 @@ impl CallBase {
         {
             installation.call_method0(intern!(py, "release_when_idle"))?;
         }
-        reset.map(drop)
+        reset.transpose().map(drop)
     }
 
     /// The call that does not record while this one is in progress.
