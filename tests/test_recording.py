@@ -579,7 +579,7 @@ def test_a_model_that_records_is_instrumented_throughout_until_uninstall() -> No
     assert all(type(module) is cls for module, cls in plain.items())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_what_cannot_be_instrumented_is_left_as_it_is() -> None:
     model = Model()
     model.register_module("scripted", torch.jit.script(nn.ReLU()))
