@@ -18,7 +18,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.benches import running
-from ferrohook.benches.harness import Contest, Row, expect
+from ferrohook.benches.harness import QUICK, Contest, Row, expect, measure
 from ferrohook.cli import COMMANDS, main
 
 if TYPE_CHECKING:
@@ -373,6 +373,13 @@ def test_every_row_has_a_name_of_its_own_and_tells_its_rival() -> None:
     assert all(row.needs for row in rows if row.name.endswith(("/ nnsight", "/ TransformerLens")))
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are measured in this process: another does not know those of the test."""
+    monkeypatch.setattr(running, "alone", measure)
+
+
+@pytest.mark.usefixtures("here")
 def test_bench_writes_table_json_and_plot(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +397,7 @@ def test_bench_writes_table_json_and_plot(
     assert Path("b.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("here")
 def test_a_row_that_fails_is_told_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +410,16 @@ def test_a_row_that_fails_is_told_and_the_others_are_measured(
     assert "| fast / PyTorch | 1 ns | 2 ns | 0.500 | 0.500 to 0.500 | ≤ 1 | yes |" in told.out
 
 
-def test_a_real_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_whose_process_fails_is_told() -> None:
+    unknown = Row(name="in no file", bar=1, setup=contest)
+    results = running.run([unknown], QUICK, begin=lambda row: None)  # noqa: ARG005 (its name)
+    assert "not enough values" in results.failed["in no file"]
+
+
+def test_a_real_row_is_measured_in_a_process_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "measure", outdated)  # here alone
     assert main(["bench", "--quick", "--markdown", "--only", "register + remove"]) == 0
     row = r"\| register \+ remove / PyTorch \| \d+ ns \| [\d,]+ ns \| 0\.\d"
     assert re.search(row, capsys.readouterr().out)
