@@ -412,7 +412,7 @@ def test_a_row_that_fails_is_told_and_the_others_are_measured(
 
 def test_a_row_whose_process_fails_is_told() -> None:
     unknown = Row(name="in no file", bar=1, setup=contest)
-    results = running.run([unknown], QUICK, begin=lambda row: None)  # noqa: ARG005 (its name)
+    results = running.run([unknown], QUICK, begin=lambda row: None)
     assert "not enough values" in results.failed["in no file"]
 
 

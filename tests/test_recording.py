@@ -530,6 +530,48 @@ def test_layers_that_come_later_are_recorded() -> None:
     assert same(output["attentions"], attentions)
 
 
+def _in_a_new_dict_of_the_same(layers: nn.ModuleList) -> None:
+    layers._modules = dict(layers._modules)
+    layers._modules["1"] = Layer()
+
+
+def _in_a_new_state(layers: nn.ModuleList) -> None:
+    layers.__dict__ = {**vars(layers), "_modules": {**layers._modules, "1": Layer()}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: layers.append(Layer()),
+        lambda layers: layers.__setitem__(0, Layer()),
+        lambda layers: layers.__delitem__(0),
+        lambda layers: setattr(layers, "0", Layer()),
+        lambda layers: layers._modules.__setitem__("0", Layer()),
+        lambda layers: layers._modules.update({"0": Layer(), "1": Layer()}),
+        lambda layers: layers._modules.popitem(),
+        lambda layers: setattr(layers, "_modules", {"0": Layer(), "1": Layer()}),
+        lambda layers: vars(layers).__setitem__("_modules", {"0": Layer()}),
+        lambda layers: vars(layers).update(_modules={"0": Layer()}),
+        _in_a_new_dict_of_the_same,
+        _in_a_new_state,
+    ],
+)
+def test_a_change_of_the_layers_is_seen_however_it_is_made(
+    change: Callable[[nn.ModuleList], object],
+) -> None:
+    model = Model(4)
+    for _ in range(3):
+        model(X, output_hidden_states=True)
+        before = [*model.layers]
+        change(model.layers)
+        assert [*model.layers] != before
+        states, attentions = expected(model)
+        for _ in range(3):  # what was found the same is remembered
+            output = model(X, output_hidden_states=True, output_attentions=True)
+            assert same(output["hidden_states"], states)
+            assert same(output["attentions"], attentions)
+
+
 def test_a_layer_in_the_place_and_at_the_address_of_one_that_is_gone() -> None:
     model = Model(1)
     for _ in range(20):

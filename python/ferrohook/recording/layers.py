@@ -162,11 +162,11 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
     Where Dynamo traces the model, no classes change but those of the layers.
     """
     former = _INSTALLED.get(id(model))
-    if former is not None and former.tree.holds(model):
+    if former is not None and former.tree.holds():
         return former
     with _LOCK:
         former = _INSTALLED.get(id(model))
-        if former is not None and former.tree.holds(model):
+        if former is not None and former.tree.holds():
             return former
         plan = plan_of(model)
         copies = _HostCopies()

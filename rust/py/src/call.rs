@@ -127,7 +127,8 @@ impl<'py> Call<'_, 'py> {
         } else {
             None
         };
-        let since = self.registry.get().timed().then(Instant::now);
+        let timed = self.occupied(Phase::Forward)? && self.registry.get().timed();
+        let since = timed.then(Instant::now);
         let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
         self.took = since.map(|since| since.elapsed());
         Ok((output, tap))

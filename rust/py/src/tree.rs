@@ -1,10 +1,9 @@
 //! The modules of a model as they were at one moment.
 
-use std::iter::Peekable;
-use std::slice;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
+use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
@@ -17,19 +16,11 @@ use crate::torch;
 /// little: memory is slow, and a model's modules are many.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct ModuleTree {
-    /// From the root on, each module's number of children and, for each child, its address; that
-    /// of one which is looked into is marked, and followed by the like of its own. Addresses are to
-    /// be compared alone: while all the modules live, no other object has theirs.
-    shape: Vec<usize>,
+    nodes: Vec<Node>,
     /// Whether one of the modules is gone.
     gone: Arc<AtomicBool>,
-    /// By these it is told.
-    references: Vec<Py<PyWeakrefReference>>,
     /// What some of them declared.
     declared: Vec<(Py<PyWeakrefReference>, Py<PyDict>)>,
-    /// Where the objects stood that are looked at. Hints alone: to ask for all memory at once takes
-    /// a fraction of the time.
-    places: Vec<usize>,
 }
 
 /// A module with its children and, where it declares, what; None in place of the children of one
@@ -42,47 +33,47 @@ type Given<'py> = (
 
 #[pymethods]
 impl ModuleTree {
-    /// Each module once, in the order of a walk from the root.
+    /// Each module once.
     #[new]
     fn new(py: Python<'_>, modules: Vec<Given<'_>>) -> PyResult<Self> {
         let gone = Arc::new(AtomicBool::new(false));
         let told = Bound::new(py, Gone(Arc::clone(&gone)))?;
         let mut tree = Self {
-            shape: Vec::new(),
+            nodes: Vec::with_capacity(modules.len()),
             gone,
-            references: Vec::with_capacity(modules.len()),
             declared: Vec::new(),
-            places: Vec::with_capacity(3 * modules.len()),
         };
-        for (module, _, declared) in &modules {
-            let state = torch::instance_dict(module)?;
-            let children = torch::children(&state)?;
-            tree.places
-                .extend([module, &state].map(|each| address(each)));
-            tree.places.extend(children.as_deref().map(address));
-            let reference = PyWeakrefReference::new_with(module, &told)?;
-            tree.references.push(reference.unbind());
+        for (module, children, declared) in modules {
+            let reference = PyWeakrefReference::new_with(&module, &told)?.unbind();
             if let Some(declared) = declared {
-                let reference = PyWeakrefReference::new(module)?.unbind();
-                tree.declared.push((reference, declared.clone().unbind()));
+                let known = (reference.clone_ref(py), declared.unbind());
+                tree.declared.push(known);
             }
+            tree.nodes.push(Node {
+                reference,
+                module: module.as_ptr().expose_provenance(),
+                children: children.map(|children| children.iter().map(address).collect()),
+                state: Known::default(),
+                dict: Known::default(),
+            });
         }
-        tree.add(&mut modules.iter().peekable());
         Ok(tree)
     }
 
     /// Whether all modules still have the same children, and declare the same.
-    ///
-    /// Args:
-    ///     root: of the modules.
-    fn holds(&self, root: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.places.iter().copied().for_each(prefetch);
+    fn holds(&self, py: Python<'_>) -> PyResult<bool> {
+        self.nodes.iter().for_each(Node::prefetch);
         // Acquire pairs with the release of who tells.
-        if self.gone.load(Ordering::Acquire) || !same(root, &mut self.shape.iter())? {
+        if self.gone.load(Ordering::Acquire) {
             return Ok(false);
         }
+        for node in &self.nodes {
+            if !node.holds(py)? {
+                return Ok(false);
+            }
+        }
         for (reference, declared) in &self.declared {
-            if !declares(root.py(), reference, declared)? {
+            if !declares(py, reference, declared)? {
                 return Ok(false);
             }
         }
@@ -90,56 +81,115 @@ impl ModuleTree {
     }
 }
 
-impl ModuleTree {
-    /// The shape from the next module on, as deep as the walk went there.
-    fn add(&mut self, modules: &mut Peekable<slice::Iter<'_, Given<'_>>>) {
-        let Some((_, children, _)) = modules.next() else {
-            return;
+/// One of the modules, with the children that it had.
+struct Node {
+    /// By this it is told that the module is gone.
+    #[cfg_attr(not(Py_GIL_DISABLED), expect(dead_code, reason = "kept alive"))]
+    reference: Py<PyWeakrefReference>,
+    /// The addresses of the module and of its children, None where it is not looked into. To be
+    /// compared alone: while all the modules live, no other object has theirs.
+    module: usize,
+    children: Option<Box<[usize]>>,
+    /// Its `__dict__`, and the dict of its children therein, when they were last found to be so.
+    state: Known,
+    dict: Known,
+}
+
+impl Node {
+    /// To ask for all memory at once takes a fraction of the time.
+    fn prefetch(&self) {
+        prefetch(self.module);
+        prefetch(self.state.place().addr());
+        prefetch(self.dict.place().addr());
+    }
+
+    /// Whether the module, which is not gone, has the same children.
+    fn holds(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(expected) = &self.children else {
+            return Ok(true);
         };
-        let Some(children) = children else {
-            self.shape.push(NOT_LOOKED_INTO);
-            return;
+        let Some(module) = self.module(py) else {
+            return Ok(false);
         };
-        self.shape.push(children.len());
-        for child in children {
-            let follows = modules.peek().is_some_and(|(next, ..)| next.is(child));
-            self.shape.push(address(child) | usize::from(follows));
-            if follows {
-                self.add(modules);
-            }
+        let state = torch::instance_dict(&module)?;
+        // SAFETY: a state that did not change holds the dict.
+        if self.state.place() == state.as_ptr().cast()
+            && unsafe { self.state.unchanged() && self.dict.unchanged() }
+        {
+            return Ok(true);
+        }
+        let Some(children) = torch::children(&state)? else {
+            return Ok(false);
+        };
+        let each = children.iter().map(|(_, child)| address(&child));
+        let same = children.len() == expected.len() && each.eq(expected.iter().copied());
+        if same {
+            self.state.set(&state);
+            self.dict.set(&children);
+        }
+        Ok(same)
+    }
+
+    fn module<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        #[cfg(Py_GIL_DISABLED)]
+        return self.reference.bind(py).upgrade();
+        #[cfg(not(Py_GIL_DISABLED))]
+        {
+            let module = std::ptr::with_exposed_provenance_mut(self.module);
+            // SAFETY: it is not gone, and as the GIL is held it stays.
+            Some(unsafe { Borrowed::from_ptr(py, module) }.to_owned())
         }
     }
 }
 
-const NOT_LOOKED_INTO: usize = usize::MAX;
-/// Of the address of a child whose own children follow. Objects stand at even addresses.
-const FOLLOWS: usize = 1;
+/// A dict, and CPython's number of it, which changes whenever the dict does (PEP 509).
+#[derive(Default)]
+struct Known {
+    place: AtomicPtr<ffi::PyDictObject>,
+    version: AtomicU64,
+}
 
-/// Whether a module has the shape that comes next.
-fn same(module: &Bound<'_, PyAny>, shape: &mut slice::Iter<'_, usize>) -> PyResult<bool> {
-    let Some(&count) = shape.next() else {
-        return Ok(false);
-    };
-    if count == NOT_LOOKED_INTO {
-        return Ok(true);
+// Relaxed: under the GIL, or of no use but as a hint.
+impl Known {
+    fn place(&self) -> *mut ffi::PyDictObject {
+        self.place.load(Ordering::Relaxed)
     }
-    let children = torch::children(&torch::instance_dict(module)?)?;
-    let Some(children) = children.filter(|children| children.len() == count) else {
-        return Ok(false);
-    };
-    if count == 0 {
-        return Ok(true); // as most have none
+
+    fn set(&self, dict: &Bound<'_, PyDict>) {
+        let place = dict.as_ptr().cast();
+        self.place.store(place, Ordering::Relaxed);
+        // SAFETY: a live dict.
+        let version = unsafe { version(place) };
+        self.version.store(version, Ordering::Relaxed);
     }
-    for (_, child) in &children {
-        let Some(&expected) = shape.next() else {
-            return Ok(false);
-        };
-        let follows = expected & FOLLOWS != 0;
-        if address(&child) != expected & !FOLLOWS || follows && !same(&child, shape)? {
-            return Ok(false);
-        }
+
+    /// Whether the dict is as it was.
+    ///
+    /// # Safety
+    ///
+    /// It was set, and lives.
+    unsafe fn unchanged(&self) -> bool {
+        // SAFETY: the caller's promise.
+        let version = unsafe { version(self.place()) };
+        version != 0 && version == self.version.load(Ordering::Relaxed)
     }
-    Ok(true)
+}
+
+/// 0 from CPython 3.13 on, where a variable of an object changes without it.
+///
+/// # Safety
+///
+/// A live dict.
+#[cfg_attr(Py_3_12, expect(deprecated, reason = "kept up in 3.12"))]
+unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
+    #[cfg(not(Py_3_13))]
+    // SAFETY: the caller's promise.
+    return unsafe { (*dict).ma_version_tag };
+    #[cfg(Py_3_13)]
+    {
+        let _ = dict;
+        0
+    }
 }
 
 /// Whether a module declares that, if only that it is nothing.
