@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ from ferrohook.recording import (
     merge_with_config_defaults,
     uninstall,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMIT = 60.0
 """Seconds that any wait of these tests may take."""

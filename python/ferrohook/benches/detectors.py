@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import ferrohook as fh
-from ferrohook.benches.harness import Contest, Row, expect, timed
+from ferrohook.benches.harness import Contest, Row, expect, one_thread, timed
 from ferrohook.benches.hooks import Trivial
 
 if TYPE_CHECKING:
@@ -30,11 +30,9 @@ def on_one_thread(call: Callable[[], object]) -> Callable[[int], None]:
     """Calls so many times; torch is not to compute where nobody measures."""
 
     def loop(count: int) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        for _ in repeat(None, count):
-            call()
-        torch.set_num_threads(threads)
+        with one_thread():
+            for _ in repeat(None, count):
+                call()
 
     return loop
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -160,6 +162,17 @@ def expect(condition: bool, what: str) -> None:  # noqa: FBT001  (reads as a sen
     """
     if not condition:
         raise WrongResultError(what)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Has torch compute on this thread alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

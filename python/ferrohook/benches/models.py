@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.benches.harness import Contest, Row, Sampler, expect, timed
+from ferrohook.benches.harness import Contest, Row, Sampler, expect, one_thread, timed
 from ferrohook.benches.hooks import Trivial, X, as_it_is, calls, forward_hooks, no_hooks
 
 if TYPE_CHECKING:
@@ -67,12 +67,9 @@ def model_calls(model: Callable[[Any], object], x: object) -> Sampler:
     """Calls of a model without gradients, on one thread."""
 
     def loop(count: int) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        with torch.no_grad():
+        with one_thread(), torch.no_grad():
             for _ in repeat(None, count):
                 model(x)
-        torch.set_num_threads(threads)
 
     return timed(loop)
 
@@ -144,12 +141,9 @@ def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
     """Calls of a model that is captured."""
 
     def loop(count: int) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        with torch.no_grad(), fh.capture(model, "*"):
+        with one_thread(), torch.no_grad(), fh.capture(model, "*"):
             for _ in repeat(None, count):
                 model(x)
-        torch.set_num_threads(threads)
 
     return timed(loop)
 

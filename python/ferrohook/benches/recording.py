@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrohook.benches.harness import Contest, Row, Sampler, expect, no_garbage_collection
+from ferrohook.benches.harness import (
+    Contest,
+    Row,
+    Sampler,
+    expect,
+    no_garbage_collection,
+    one_thread,
+)
 from ferrohook.benches.models import llama, model_calls
 from ferrohook.recording import capture_outputs, merge_with_config_defaults, uninstall
 
@@ -88,11 +95,8 @@ def extra(
             return in_a_row(lambda: model(ids, **ALL)) - without
 
     def sample(seconds: float) -> float:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        with torch.no_grad(), no_garbage_collection():
-            taken = [once() for _ in range(round(seconds * 1e3) + 3)]
-        torch.set_num_threads(threads)
+        with one_thread(), torch.no_grad(), no_garbage_collection():
+            taken = [once() for _ in range(round(seconds * 500) + 3)]
         return max(statistics.median(taken) * 1e9, 1.0)
 
     return sample
@@ -127,7 +131,6 @@ ROWS = [
         name="small Llama, all states and attentions: extra time / transformers'",
         bar=0.50,
         setup=extra_time,
-        repeats=11,
         needs="transformers",
     ),
     Row(

@@ -271,14 +271,8 @@ impl CallBase {
         if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
             installation.get().watch();
         }
-        let others = scope::active(py)?.into_iter().filter(|scope| {
-            let around = this.around.as_ref();
-            around.is_none_or(|around| !scope.is(around))
-        });
-        let scopes: Vec<_> = others.chain([slf.clone().into_any()]).collect();
-        let scopes = PyTuple::new(py, scopes)?;
-        let token = scope::variable(py)?.call_method1(intern!(py, "set"), (scopes,))?;
-        *this.token.lock() = Some(token.unbind());
+        let around = this.around(py).map(Bound::as_any);
+        *this.token.lock() = Some(scope::enter(slf.as_any(), around)?.token);
         Ok(slf.clone())
     }
 

@@ -127,9 +127,9 @@ pub struct ScopeBase {
 }
 
 /// A context as it is in a scope, and what tells it from its copies.
-struct Entered {
+pub struct Entered {
     scopes: Py<PyTuple>,
-    token: Py<PyAny>,
+    pub token: Py<PyAny>,
 }
 
 impl ScopeBase {
@@ -313,14 +313,7 @@ impl ScopeBase {
         }
         let enter = || {
             let given = slf.call_method0(intern!(py, "_begin"))?;
-            let active = active(py)?;
-            let scopes = active.iter_borrowed().chain([slf.as_any().as_borrowed()]);
-            let scopes = PyTuple::new(py, scopes.collect::<Vec<_>>())?;
-            let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;
-            *this.entered.lock() = Some(Entered {
-                scopes: scopes.unbind(),
-                token: token.unbind(),
-            });
+            *this.entered.lock() = Some(enter(slf.as_any(), None)?);
             Ok(given)
         };
         enter().inspect_err(|_| drop(this.close(py)))
@@ -410,8 +403,22 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
         .map(|variable| variable.bind(py))
 }
 
+/// Puts a scope behind those of this context, or in place of one of them.
+pub fn enter(scope: &Bound<'_, PyAny>, instead: Option<&Bound<'_, PyAny>>) -> PyResult<Entered> {
+    let py = scope.py();
+    let others = active(py)?.into_iter();
+    let others = others.filter(|each| instead.is_none_or(|instead| !each.is(instead)));
+    let scopes: Vec<_> = others.chain([scope.clone()]).collect();
+    let scopes = PyTuple::new(py, scopes)?;
+    let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;
+    Ok(Entered {
+        scopes: scopes.unbind(),
+        token: token.unbind(),
+    })
+}
+
 /// The scopes of this context.
-pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
+fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     let active = variable(py)?.call_method0(intern!(py, "get"))?;
     Ok(active.cast_into()?)
 }

@@ -112,8 +112,8 @@ impl Node {
             return Ok(false);
         };
         let state = torch::instance_dict(&module)?;
-        // SAFETY: a state that did not change holds the dict.
         if self.state.place() == state.as_ptr().cast()
+            // SAFETY: a state that did not change holds the dict.
             && unsafe { self.state.unchanged() && self.dict.unchanged() }
         {
             return Ok(true);
@@ -130,6 +130,10 @@ impl Node {
         Ok(same)
     }
 
+    #[cfg_attr(
+        not(Py_GIL_DISABLED),
+        expect(clippy::unnecessary_wraps, reason = "it may go without the GIL")
+    )]
     fn module<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         #[cfg(Py_GIL_DISABLED)]
         return self.reference.bind(py).upgrade();
