@@ -212,12 +212,12 @@ def trace_as(native: Any, twin: Any) -> None:
     _tell(tell)
 
 
-def never_trace(cls: type, name: str) -> None:
-    """Have Dynamo leave a method alone that native code calls, and all that it calls."""
+def never_trace(owner: type | ModuleType, name: str, reason: str) -> None:
+    """Have Dynamo leave a function of a class or a module alone, and all that it calls."""
 
     def tell() -> None:
-        disabled = torch.compiler.disable(vars(cls)[name])
-        setattr(cls, name, disabled)
+        disabled = torch.compiler.disable(vars(owner)[name], reason=reason)
+        setattr(owner, name, disabled)
 
     _tell(tell)
 

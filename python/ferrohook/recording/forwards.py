@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import sys
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -23,6 +24,7 @@ from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
 from ferrohook.selection import _closest
+from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,16 +133,6 @@ def _while_traced(function: F) -> F:
     """Has Dynamo run a function while it traces, and see the result alone."""
     # What `torch.compiler.assume_constant_result` does, which would import Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def _not_traced(function: F) -> F:
-    """Has Dynamo call a function as it is, or say that it may not."""
-    # What `torch.compiler.disable` does, which would import Dynamo.
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "a forward that records runs eagerly, and this one is inside of it"
-    )
     return function
 
 
@@ -290,7 +282,6 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-@_not_traced
 def _made(
     model: nn.Module,
     around: Call | None,
@@ -302,6 +293,13 @@ def _made(
     installation = install(model) if flags else installation_of(model)
     selected = _selected(model, flags, asked, installation) if installation and flags else None
     return Call(installation, flags, selected, around, given, model)
+
+
+never_trace(
+    sys.modules[__name__],
+    "_made",
+    "a forward that records runs eagerly, and this one is inside of it",
+)
 
 
 def _selected(

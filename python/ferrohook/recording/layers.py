@@ -275,8 +275,8 @@ class RecordedLayer(RecordedLayerBase):
 
 
 # What the native call of a compiled piece calls, Dynamo would compile too.
-never_trace(RecordedLayer, "begin")
-never_trace(RecordedLayer, "end")
+never_trace(RecordedLayer, "begin", "native code calls it")
+never_trace(RecordedLayer, "end", "native code calls it")
 
 
 def _leave(module: nn.Module) -> Call | None:
