@@ -184,7 +184,10 @@ impl Known {
 /// # Safety
 ///
 /// A live dict.
-#[cfg_attr(Py_3_12, expect(deprecated, reason = "kept up in 3.12"))]
+#[cfg_attr(
+    all(Py_3_12, not(Py_3_13)),
+    expect(deprecated, reason = "kept up in 3.12")
+)]
 unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
     #[cfg(not(Py_3_13))]
     // SAFETY: the caller's promise.
