@@ -86,9 +86,10 @@ struct Node {
     /// By this it is told that the module is gone.
     #[cfg_attr(not(Py_GIL_DISABLED), expect(dead_code, reason = "kept alive"))]
     reference: Py<PyWeakrefReference>,
-    /// The addresses of the module and of its children, None where it is not looked into. To be
-    /// compared alone: while all the modules live, no other object has theirs.
+    /// Where it stands, for as long as it is not gone.
     module: usize,
+    /// Where its children stood; None where it is not looked into. To be compared alone: while all
+    /// the modules live, no other object has their addresses.
     children: Option<Box<[usize]>>,
     /// Its `__dict__`, and the dict of its children therein, when they were last found to be so.
     state: Known,
