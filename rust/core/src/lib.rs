@@ -12,6 +12,6 @@ mod sync;
 pub use error::WaitError;
 pub use handle::Handle;
 pub use phase::Phase;
-pub use registry::{Active, Placement, Registry};
+pub use registry::{Active, Placement, Registry, Watch};
 pub use snapshot::{Entry, Snapshot};
 pub use state::{HookId, Inside, Invocation};

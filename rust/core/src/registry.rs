@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::error::WaitError;
@@ -7,7 +7,7 @@ use crate::handle::{Handle, deadline};
 use crate::phase::Phase;
 use crate::snapshot::{Entries, Entry, Snapshot};
 use crate::state::HookState;
-use crate::sync::{AtomicU8, Lease, Mutex, Ordering, Slot, lease};
+use crate::sync::{AtomicUsize, Lease, Mutex, Ordering, Slot, lease};
 
 /// Up to this many hooks a list is purged at every removal, so that the callback is freed at once;
 /// above it when half of it is removed, so that removal stays amortised constant-time.
@@ -46,7 +46,7 @@ impl<H> Registry<H> {
                     }),
                     published: Slot::empty(),
                 }),
-                occupied: AtomicU8::new(0),
+                busy: AtomicUsize::new(0),
             }),
         }
     }
@@ -67,13 +67,22 @@ impl<H> Registry<H> {
     /// Whether `phase` may have hooks: one atomic read. False means that it has none.
     #[must_use]
     pub fn occupied(&self, phase: Phase) -> bool {
-        self.shared.occupied() & phase.bit() != 0
+        self.shared.busy() & phase.bit() != 0
     }
 
-    /// Whether any phase may have hooks: one atomic read.
+    /// Whether no phase has hooks and nobody watches: one atomic read. A call has nothing to do then.
     #[must_use]
-    pub fn any_occupied(&self) -> bool {
-        self.shared.occupied() != 0
+    #[inline]
+    pub fn idle(&self) -> bool {
+        self.shared.busy() == 0
+    }
+
+    /// Keeps the registry from being idle until what is returned is dropped: for what calls have to
+    /// look for besides the hooks.
+    #[must_use]
+    pub fn watch(&self) -> Watch<H> {
+        self.shared.busy.fetch_add(WATCH, Ordering::Release);
+        Watch(Arc::downgrade(&self.shared))
     }
 
     /// The hooks of `phase` as they are now, in firing order.
@@ -171,6 +180,17 @@ impl<H> Registry<H> {
     }
 }
 
+/// Keeps a registry from being idle, and not alive.
+pub struct Watch<H>(Weak<Shared<H>>);
+
+impl<H> Drop for Watch<H> {
+    fn drop(&mut self) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.busy.fetch_sub(WATCH, Ordering::Release);
+        }
+    }
+}
+
 /// Hooks that a thread was inside of.
 #[derive(Debug)]
 pub struct Active(Vec<Arc<HookState>>);
@@ -223,9 +243,13 @@ impl<H> fmt::Debug for Registry<H> {
 /// What a registry is made of; handles know it weakly.
 pub(crate) struct Shared<H> {
     phases: [PhaseHooks<H>; Phase::ALL.len()],
-    /// A bit for each phase that has entries, changed only under that phase's lock.
-    occupied: AtomicU8,
+    /// A bit for each phase that has entries, changed only under that phase's lock; above them how
+    /// many watch.
+    busy: AtomicUsize,
 }
+
+/// One that watches, in [`Shared::busy`].
+const WATCH: usize = 1 << Phase::ALL.len();
 
 struct PhaseHooks<H> {
     list: Mutex<List<H>>,
@@ -258,17 +282,17 @@ impl<H> Shared<H> {
         &self.phases[phase as usize]
     }
 
-    fn occupied(&self) -> u8 {
-        // Acquire pairs with the release in `set_occupied`.
-        self.occupied.load(Ordering::Acquire)
+    fn busy(&self) -> usize {
+        // Acquire pairs with the releases of those who change it.
+        self.busy.load(Ordering::Acquire)
     }
 
     /// To be called under the phase's lock.
     fn set_occupied(&self, phase: Phase, occupied: bool) {
         if occupied {
-            self.occupied.fetch_or(phase.bit(), Ordering::Release);
+            self.busy.fetch_or(phase.bit(), Ordering::Release);
         } else {
-            self.occupied.fetch_and(!phase.bit(), Ordering::Release);
+            self.busy.fetch_and(!phase.bit(), Ordering::Release);
         }
     }
 

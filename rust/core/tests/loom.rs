@@ -425,7 +425,7 @@ fn occupied_is_right_in_the_end() {
         assert!(registry.occupied(PHASE));
         assert!(!registry.occupied(Phase::Backward));
         registry.clear(None);
-        assert!(!registry.any_occupied());
+        assert!(registry.idle());
     });
 }
 

@@ -360,7 +360,7 @@ impl World {
                 occupied,
                 site.order.each_ref().map(|order| !order.is_empty())
             );
-            assert_eq!(site.registry.any_occupied(), occupied.contains(&true));
+            assert_eq!(site.registry.idle(), !occupied.contains(&true));
         }
     }
 

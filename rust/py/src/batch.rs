@@ -4,6 +4,7 @@ use ferrohook_core::Phase;
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::dict::instance_dict;
 use crate::dispatcher::Dispatcher;
 use crate::error::{hook_error, type_name};
 use crate::handle::HookHandle;
@@ -12,7 +13,6 @@ use crate::module::HookedBase;
 use crate::point::PointHook;
 use crate::recorder::{Collector, Recorder};
 use crate::scope::ScopeArg;
-use crate::torch;
 
 /// Has what instrumented modules take (`inputs`) or return, or the `part` of it, recorded under the
 /// collector's names, in order.
@@ -74,7 +74,7 @@ fn register(
     let registry = if let Ok(wrapper) = module.cast::<HookedBase>() {
         wrapper.get().registry(py)?
     } else {
-        state = torch::instance_dict(module)?;
+        state = instance_dict(module)?;
         let Some(found) = state.get_item(intern!(py, Dispatcher::KEY))? else {
             return Err(hook_error(
                 py,

@@ -75,8 +75,18 @@ fn steps<'s, 'py>(
 // of what such a hook costs beside its own run; what the other kinds take is kept out of it.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-        let recordings = self.registry.get().recordings();
-        let result = self.run_module(target, recordings.as_deref());
+        let idle = target.torch_hooks().is_none() && self.registry.get().idle();
+        let mut recordings = None;
+        let result = if idle {
+            let output = target.call(self.module, &self.args, self.kwargs.as_ref());
+            if self.registry.get().idle() {
+                return output;
+            }
+            output.map(|output| (output, None))
+        } else {
+            recordings = self.registry.get().recordings();
+            self.run_module(target, recordings.as_deref())
+        };
         let snapshot = self.begin(Phase::Forward)?;
         let torch_hooks = match target.torch_hooks() {
             Some(hooks) => hooks.forward()?,

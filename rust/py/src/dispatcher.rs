@@ -11,8 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
+use crate::dict::{get_last, instance_dict};
 use crate::registry::Registry;
-use crate::torch::{self, Callee, Target};
+use crate::torch::{self, Callee, Seen, Target};
 
 /// What instrumenting puts into a module's `__dict__`: its hooks, and what calling it comes down to.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
@@ -20,6 +21,7 @@ pub struct Dispatcher {
     registry: Py<Registry>,
     /// Shared by the modules of a class.
     callee: Py<Callee>,
+    seen: Seen,
     /// How many reasons there are for the module to be instrumented.
     holds: AtomicUsize,
     /// How many of them are calls of `instrument`, and not only a hook or a capture.
@@ -99,6 +101,7 @@ impl Dispatcher {
         Self {
             registry,
             callee,
+            seen: Seen::default(),
             holds: AtomicUsize::new(0),
             asked_for: AtomicUsize::new(0),
             of_copy: AtomicBool::new(false),
@@ -152,15 +155,16 @@ fn dispatch<'py>(
     let py = module.py();
     #[cfg(all(Py_3_12, not(Py_3_14)))]
     let _depth = crate::depth::Depth::enter(py)?;
-    let state = torch::instance_dict(module)?;
-    let Some(dispatcher) = state.get_item(intern!(py, Dispatcher::KEY))? else {
+    let state = instance_dict(module)?;
+    // What was put there last, more often than not.
+    let Some(dispatcher) = get_last(&state, intern!(py, Dispatcher::KEY))? else {
         // Restored while the call was on its way here.
         return torch::call_plain(module, args, kwargs);
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
     let this = dispatcher.get();
     let callee = this.callee.get();
-    let target = Target::of(module, state, callee, through_call)?;
+    let target = Target::of(module, state, callee, &this.seen, through_call)?;
     if let Target::Outer(_) = target {
         return target.call(module, args, kwargs);
     }

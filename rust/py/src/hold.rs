@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
+use crate::dict::instance_dict;
 use crate::dispatcher::Dispatcher;
 use crate::error::hook_error;
 use crate::handle::HookHandle;
@@ -181,7 +182,7 @@ impl Hold {
 /// Undoes one hold of a module; the last one gives it back as it was and removes its hooks.
 fn release(module: &Bound<'_, PyAny>, asked_for: bool) -> PyResult<()> {
     let py = module.py();
-    let state = torch::instance_dict(module)?;
+    let state = instance_dict(module)?;
     let dispatcher = {
         let _others_wait = one_at_a_time(py);
         let Some(dispatcher) = dispatcher_in(&state)? else {
@@ -207,7 +208,7 @@ fn release(module: &Bound<'_, PyAny>, asked_for: bool) -> PyResult<()> {
 /// this call that did so.
 #[pyfunction]
 pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    match dispatcher_in(&torch::instance_dict(module)?)? {
+    match dispatcher_in(&instance_dict(module)?)? {
         Some(dispatcher) if dispatcher.get().take_copy() => {
             release(module, dispatcher.get().asked_for()).map(|()| true)
         }
@@ -224,7 +225,7 @@ pub fn assign_class(
     instrumented: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<bool> {
     let py = module.py();
-    let state = torch::instance_dict(module)?;
+    let state = instance_dict(module)?;
     let _others_wait = one_at_a_time(py);
     let class = if dispatcher_in(&state)?.is_some() {
         instrumented
@@ -249,7 +250,7 @@ fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
 
 fn hold(module: &Bound<'_, PyAny>, make: &Bound<'_, PyAny>, asked_for: bool) -> PyResult<()> {
     let py = module.py();
-    let state = torch::instance_dict(module)?;
+    let state = instance_dict(module)?;
     {
         let _others_wait = one_at_a_time(py);
         if let Some(dispatcher) = dispatcher_in(&state)?

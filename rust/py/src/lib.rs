@@ -8,6 +8,7 @@ mod call;
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 mod depth;
 mod detectors;
+mod dict;
 mod dispatcher;
 mod error;
 mod handle;

@@ -14,7 +14,7 @@ use crate::handle::HookHandle;
 use crate::hook::{OnError, Options, Priority};
 use crate::registry::Registry;
 use crate::scope::ScopeArg;
-use crate::torch::{Callee, Target};
+use crate::torch::{Callee, Seen, Target};
 
 /// The call of a `HookedModule`, its registry and the module inside.
 ///
@@ -24,6 +24,7 @@ use crate::torch::{Callee, Target};
 pub struct HookedBase {
     inner: OnceLock<Py<PyAny>>,
     callee: Callee,
+    seen: Seen,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
 }
@@ -82,6 +83,7 @@ impl HookedBase {
         Self {
             inner: OnceLock::new(),
             callee: Callee::default(),
+            seen: Seen::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
         }
@@ -133,7 +135,7 @@ impl HookedBase {
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;
-        let target = Target::Module(inner, &this.callee);
+        let target = Target::Module(inner, &this.callee, &this.seen);
         call::call(slf.as_any(), &target, registry, args, kwargs)
     }
 

@@ -9,9 +9,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use crate::dict::instance_dict;
 use crate::handle::HookHandle;
 use crate::hook::PhaseName;
-use crate::{invoke, torch};
+use crate::invoke;
 
 /// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
 /// it was added.
@@ -112,7 +113,7 @@ impl PointHook {
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         static KEYWORDS: PyOnceLock<Py<PyTuple>> = PyOnceLock::new();
         let py = point.py();
-        let conversion = torch::instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
+        let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
         if conversion.is_some_and(|conversion| !conversion.is_none()) {
             return Ok(None);
         }

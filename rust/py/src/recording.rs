@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use ferrohook_core::{Registry, Watch};
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
+use crate::hook::Hook;
 use crate::recorder::Collector;
 use crate::scope::{self, ScopeBase, Scopes};
 use crate::{error, torch};
@@ -159,7 +161,14 @@ fn given<'py>(py: Python<'py>, kwargs: Option<&Bound<'py, PyDict>>) -> Bound<'py
 #[derive(Default)]
 pub struct Recordings {
     any: AtomicBool,
-    layers: Mutex<Arc<[Py<RecordedLayerBase>]>>,
+    layers: Mutex<Layers>,
+}
+
+#[derive(Default)]
+struct Layers {
+    all: Arc<[Py<RecordedLayerBase>]>,
+    /// Where there are any.
+    _watch: Option<Watch<Hook>>,
 }
 
 impl Recordings {
@@ -168,33 +177,42 @@ impl Recordings {
     pub fn now(&self) -> Option<Arc<[Py<RecordedLayerBase>]>> {
         // Acquire pairs with the release of whoever changes them.
         let any = self.any.load(Ordering::Acquire);
-        any.then(|| Arc::clone(&self.layers.lock()))
+        any.then(|| Arc::clone(&self.layers.lock().all))
     }
 
-    pub fn add(&self, layer: &Bound<'_, RecordedLayerBase>) {
-        self.change(|layers| layers.push(layer.clone().unbind()), layer.py());
+    /// For the module with these hooks.
+    pub fn add(&self, layer: &Bound<'_, RecordedLayerBase>, hooks: &Registry<Hook>) {
+        let add = |layers: &mut Vec<_>| layers.push(layer.clone().unbind());
+        self.change(add, hooks, layer.py());
     }
 
     /// Takes out what is part of an installation.
-    pub fn remove(&self, installation: &Bound<'_, InstallationBase>) {
-        self.change(
-            |layers| layers.retain(|layer| !layer.get().installation.is(installation)),
-            installation.py(),
-        );
+    pub fn remove(&self, installation: &Bound<'_, InstallationBase>, hooks: &Registry<Hook>) {
+        let others = |layer: &Py<RecordedLayerBase>| !layer.get().installation.is(installation);
+        self.change(|layers| layers.retain(others), hooks, installation.py());
     }
 
-    fn change(&self, change: impl FnOnce(&mut Vec<Py<RecordedLayerBase>>), py: Python<'_>) {
+    fn change(
+        &self,
+        change: impl FnOnce(&mut Vec<Py<RecordedLayerBase>>),
+        hooks: &Registry<Hook>,
+        py: Python<'_>,
+    ) {
         let _former; // dropped after the lock was released
         let mut layers = self.layers.lock();
-        let mut changed = layers.iter().map(|layer| layer.clone_ref(py)).collect();
+        let mut changed = layers.all.iter().map(|layer| layer.clone_ref(py)).collect();
         change(&mut changed);
         self.any.store(!changed.is_empty(), Ordering::Release);
-        _former = std::mem::replace(&mut *layers, changed.into());
+        let now = Layers {
+            _watch: (!changed.is_empty()).then(|| hooks.watch()),
+            all: changed.into(),
+        };
+        _former = std::mem::replace(&mut *layers, now);
     }
 
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         let layers = self.layers.lock();
-        layers.iter().try_for_each(|layer| visit.call(layer))
+        layers.all.iter().try_for_each(|layer| visit.call(layer))
     }
 }
 

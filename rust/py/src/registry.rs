@@ -64,6 +64,13 @@ impl Registry {
         self.module
     }
 
+    /// Whether a call has nothing to do but to run the module: no hooks, no scope that has any, no
+    /// recording.
+    #[inline]
+    pub fn idle(&self) -> bool {
+        self.hooks.idle()
+    }
+
     /// The recordings that the module is a layer of.
     #[inline]
     pub fn recordings(&self) -> Option<Arc<[Py<RecordedLayerBase>]>> {
@@ -85,7 +92,7 @@ impl Registry {
             return Ok(HookHandle(self.hooks.register(phase, hook, placement)));
         };
         let scope = scope.get();
-        let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped)?;
+        let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
         let handle = hooks.register(phase, hook, placement);
         // It may have been closed in the meantime, without this hook.
         if let Err(closed) = scope.check_open(py) {
@@ -368,12 +375,12 @@ impl Registry {
 
     /// Has the module's outputs recorded, as a layer of a model.
     fn record(&self, layer: &Bound<'_, RecordedLayerBase>) {
-        self.recordings.add(layer);
+        self.recordings.add(layer, &self.hooks);
     }
 
     /// Undoes it for the layers of an installation.
     fn unrecord(&self, installation: &Bound<'_, InstallationBase>) {
-        self.recordings.remove(installation);
+        self.recordings.remove(installation, &self.hooks);
     }
 
     /// Whether the module's outputs are recorded.

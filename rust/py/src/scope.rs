@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use ferrohook_core::{Entry, Inside, Phase, Registry, Snapshot};
+use ferrohook_core::{Entry, Inside, Phase, Registry, Snapshot, Watch};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
@@ -53,10 +53,11 @@ struct ScopedHooks {
     hooks: Arc<Registry<Hook>>,
     /// Weak: gone with the module.
     module: Weak<Known>,
+    _watch: Watch<Hook>,
 }
 
 impl ScopedHooks {
-    fn new(Scoped(module): &Scoped) -> Self {
+    fn new(Scoped(module): &Scoped, others: &Registry<Hook>) -> Self {
         let hooks: Arc<Registry<Hook>> = Arc::default();
         let mut known = module.hooks.lock();
         known.retain(|each| Arc::strong_count(each) > 1 || !each.active().is_empty());
@@ -65,6 +66,7 @@ impl ScopedHooks {
         Self {
             hooks,
             module: Arc::downgrade(module),
+            _watch: others.watch(),
         }
     }
 }
@@ -214,13 +216,14 @@ impl ScopeBase {
         Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
     }
 
-    /// The hooks for the module with this number, to register with.
+    /// The hooks for the module with this number, to register with; `others` fire in every context.
     pub fn hooks_to_change(
         &self,
         py: Python<'_>,
         module: u64,
         phase: Phase,
         scoped: &Scoped,
+        others: &Registry<Hook>,
     ) -> PyResult<Arc<Registry<Hook>>> {
         scoped.0.phases[phase as usize].store(true, Ordering::Release);
         let mut scope = self.modules.lock();
@@ -232,7 +235,7 @@ impl ScopeBase {
         let hooks = modules
             .hooks
             .entry(module)
-            .or_insert_with(|| ScopedHooks::new(scoped));
+            .or_insert_with(|| ScopedHooks::new(scoped, others));
         let hooks = Arc::clone(&hooks.hooks);
         drop(scope);
         drop(gone); // runs Python code

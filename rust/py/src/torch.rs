@@ -4,8 +4,9 @@
 //! module's hook dicts, to torch's global ones, to `forward` on the instance or the class, or to
 //! `nn.Module.__call__` is seen by the next call.
 
+use std::ptr;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -14,6 +15,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyDict, PyFunction, PyModule, PyString, PyTuple};
 use pyo3::{ffi, types::PyType};
 
+use crate::dict::{Known, VERSIONS, Variable, instance_dict, none_or_empty};
 use crate::invoke;
 
 struct Torch {
@@ -116,9 +118,9 @@ pub struct PlainClass {
 /// What stands between the hooks before and the hooks after.
 pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole: with its own torch hooks and whatever else.
-    Module(&'a Bound<'py, PyAny>, &'a Callee),
-    /// The module's own `forward`; its class, where that is known; its instance dict.
-    Forward(Option<&'a PlainClass>, Bound<'py, PyDict>),
+    Module(&'a Bound<'py, PyAny>, &'a Callee, &'a Seen),
+    /// The module's own `forward`: that of its class, where that is known.
+    Forward(Option<&'a PlainClass>),
     /// The same, where torch's hooks have to run too or something stands in for `forward`.
     Special(Bound<'py, PyAny>, TorchHooks<'py>),
     /// What somebody put in place of `nn.Module.__call__`: it comes back by `_call_impl`, and no
@@ -132,6 +134,7 @@ impl<'a, 'py> Target<'a, 'py> {
         module: &Bound<'py, PyAny>,
         state: Bound<'py, PyDict>,
         callee: &'a Callee,
+        seen: &Seen,
         through_call: bool,
     ) -> PyResult<Self> {
         let py = module.py();
@@ -149,8 +152,10 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
             }
         }
-        if nothing_but_forward(torch, &state)? {
-            return Ok(Self::Forward(known, state));
+        match seen.says(torch, &state)? {
+            Says::Forward => return Ok(Self::Forward(known)),
+            Says::OwnForward => return Ok(Self::Forward(None)),
+            Says::More => {}
         }
         // What `nn.Module.compile` or somebody else put in place of torch's own call.
         for variable in [&torch.compiled_call, &torch.own_call_impl] {
@@ -173,8 +178,8 @@ impl<'a, 'py> Target<'a, 'py> {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         match self {
-            Self::Module(inner, callee) => callee.call(inner, args, kwargs),
-            Self::Forward(known, state) => call_forward(*known, module, state, args, kwargs),
+            Self::Module(inner, callee, seen) => callee.call(inner, seen, args, kwargs),
+            Self::Forward(known) => call_forward(*known, module, args, kwargs),
             Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
@@ -192,7 +197,7 @@ impl<'a, 'py> Target<'a, 'py> {
     /// The module whose `forward` is called in the end, when `called` is called.
     pub fn module<'b>(&'b self, called: &'b Bound<'py, PyAny>) -> &'b Bound<'py, PyAny> {
         match self {
-            Self::Module(inner, _) => inner,
+            Self::Module(inner, ..) => inner,
             _ => called,
         }
     }
@@ -362,6 +367,7 @@ impl Callee {
     pub fn call<'py>(
         &self,
         module: &Bound<'py, PyAny>,
+        seen: &Seen,
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
@@ -373,9 +379,10 @@ impl Callee {
             None => calls_forward(torch, &class)?,
         };
         if calls_forward {
-            let state = instance_dict(module)?;
-            if nothing_but_forward(torch, &state)? {
-                return call_forward(known, module, &state, args, kwargs);
+            match seen.says(torch, &instance_dict(module)?)? {
+                Says::Forward => return call_forward(known, module, args, kwargs),
+                Says::OwnForward => return call_forward(None, module, args, kwargs),
+                Says::More => {}
             }
         }
         invoke::call_with(module, args, kwargs)
@@ -432,20 +439,17 @@ impl Callee {
     }
 }
 
-/// Calls `module.forward`, for a module whose instance dict is `state`.
+/// Calls `module.forward`: that of the class, where it is known and nothing stands in for it.
 fn call_forward<'py>(
     known: Option<&PlainClass>,
     module: &Bound<'py, PyAny>,
-    state: &Bound<'py, PyDict>,
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     match known {
-        Some(plain) if Torch::get(py)?.own_forward.missing_or_empty(state)? => {
-            invoke::call_with_first(plain.forward.bind(py), module, args, kwargs)
-        }
-        _ => {
+        Some(plain) => invoke::call_with_first(plain.forward.bind(py), module, args, kwargs),
+        None => {
             let forward = module.getattr(intern!(py, "forward"))?;
             invoke::call_with(&forward, args, kwargs)
         }
@@ -544,99 +548,86 @@ fn version(class: &Bound<'_, PyType>) -> u32 {
     version.load(Ordering::Relaxed)
 }
 
-/// Whether `nn.Module.__call__` would do nothing but call `forward`, for a module whose instance
-/// dict is `state`.
-fn nothing_but_forward(torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<bool> {
-    let py = state.py();
-    for hooks in &torch.global_hooks {
-        if !hooks.bind(py).is_empty() {
-            return Ok(false);
-        }
-    }
-    for hooks in &torch.module_hooks {
-        if !hooks.missing_or_empty(state)? {
-            return Ok(false);
-        }
-    }
-    Ok(torch.compiled_call.missing_or_empty(state)?
-        && torch.own_call_impl.missing_or_empty(state)?
-        && torch
-            .trace_map
-            .missing_or_empty(torch.trace_globals.bind(py))?)
+/// What instance dict and torch's own dicts say of a call of the module.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Says {
+    /// `nn.Module.__call__` would do nothing but call the class's `forward`.
+    Forward,
+    /// The same with a `forward` that somebody put into the instance dict.
+    OwnForward,
+    /// There is more to do.
+    More,
 }
 
-/// A variable of a module or an object: its name, and where in the dict it is likely to stand.
-struct Variable {
-    name: Py<PyString>,
-    #[cfg_attr(Py_GIL_DISABLED, expect(dead_code, reason = "read with the GIL only"))]
-    position: ffi::Py_ssize_t,
+impl Says {
+    fn of(empty: bool, own_forward: bool) -> Self {
+        match (empty, own_forward) {
+            (false, _) => Self::More,
+            (true, false) => Self::Forward,
+            (true, true) => Self::OwnForward,
+        }
+    }
 }
 
-impl Variable {
-    /// The position is where it stands in `example`.
-    fn like_in(example: &Bound<'_, PyDict>, name: &str) -> Self {
-        let name = PyString::intern(example.py(), name);
-        let position = example.keys().index(&name);
-        Self {
-            name: name.unbind(),
-            position: position.map_or(ffi::Py_ssize_t::MAX, usize::cast_signed),
+/// What the instance dict of one module had that its call depends on, for as long as the dict stays
+/// as it is.
+#[derive(Default)]
+pub struct Seen {
+    state: Known,
+    /// The dicts of torch's hooks, and whatever else was neither missing nor None. The instance dict
+    /// keeps them alive.
+    present: [AtomicPtr<ffi::PyObject>; 4],
+    own_forward: AtomicBool,
+}
+
+// Relaxed: under the GIL; without it no dict is ever known to be as it was.
+impl Seen {
+    fn says(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Says> {
+        let py = state.py();
+        let mut global = torch.global_hooks.iter();
+        if !global.all(|hooks| hooks.bind(py).is_empty())
+            || !torch
+                .trace_map
+                .missing_or_empty(torch.trace_globals.bind(py))?
+        {
+            return Ok(Says::More);
         }
-    }
-
-    /// Whether `dict` has no such variable, or it is None or an empty dict.
-    fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
-        // Asked seven times a call. With the GIL held nothing takes a value out of the dict while it
-        // is looked at, so the reference is borrowed.
-        #[cfg(not(Py_GIL_DISABLED))]
-        let found = self.find(dict)?;
-        #[cfg(Py_GIL_DISABLED)]
-        let found = dict.get_item(&self.name)?;
-        Ok(found.is_none_or(|value| match value.cast::<PyDict>() {
-            #[cfg(not(Py_GIL_DISABLED))]
-            // SAFETY: a live dict; asking it by a call costs as much as finding it.
-            Ok(hooks) => unsafe { (*hooks.as_ptr().cast::<ffi::PyDictObject>()).ma_used == 0 },
-            #[cfg(Py_GIL_DISABLED)]
-            Ok(hooks) => hooks.is_empty(),
-            Err(_) => value.is_none(),
-        }))
-    }
-
-    /// What `dict` has as that variable.
-    fn get<'py>(&self, dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        #[cfg(not(Py_GIL_DISABLED))]
-        return Ok(self.find(dict)?.map(Borrowed::to_owned));
-        #[cfg(Py_GIL_DISABLED)]
-        dict.get_item(&self.name)
-    }
-
-    /// The same, for as long as nothing changes `dict`.
-    // A look at the likely place costs a third of a look-up, which finds out if it was the wrong one.
-    #[cfg(not(Py_GIL_DISABLED))]
-    fn find<'a, 'py>(
-        &self,
-        dict: &'a Bound<'py, PyDict>,
-    ) -> PyResult<Option<Borrowed<'a, 'py, PyAny>>> {
-        let name = self.name.as_ptr();
-        let (mut position, mut key) = (self.position, std::ptr::null_mut());
-        let mut value = std::ptr::null_mut();
-        // SAFETY: `dict` and `name` are live objects of the types asked for; a position past the
-        // end finds nothing. The dict keeps what is found alive.
-        unsafe {
-            if ffi::PyDict_Next(
-                dict.as_ptr(),
-                &raw mut position,
-                &raw mut key,
-                &raw mut value,
-            ) == 0
-                || key != name
-            {
-                value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name);
-            }
-            if value.is_null() && !ffi::PyErr_Occurred().is_null() {
-                return Err(PyErr::fetch(dict.py()));
-            }
-            Ok(Borrowed::from_ptr_or_opt(dict.py(), value))
+        if !self.state.is(state) {
+            return self.look(torch, state);
         }
+        let empty = self.present.iter().all(|value| {
+            let value = value.load(Ordering::Relaxed);
+            // SAFETY: the dict, which is as it was, keeps it alive.
+            let value = unsafe { Borrowed::from_ptr_or_opt(py, value) };
+            value.is_none_or(|value| none_or_empty(&value))
+        });
+        Ok(Says::of(empty, self.own_forward.load(Ordering::Relaxed)))
+    }
+
+    fn look(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Says> {
+        let replaced = [&torch.compiled_call, &torch.own_call_impl];
+        let mut present = [ptr::null_mut(); 4];
+        let mut places = present.iter_mut();
+        let (mut empty, mut fits) = (true, true);
+        for variable in torch.module_hooks.iter().chain(replaced) {
+            let Some(value) = variable.get(state)?.filter(|value| !value.is_none()) else {
+                continue;
+            };
+            empty &= none_or_empty(&value);
+            match places.next() {
+                Some(place) => *place = value.as_ptr(),
+                None => fits = false,
+            }
+        }
+        let own_forward = !torch.own_forward.missing_or_empty(state)?;
+        if VERSIONS && fits {
+            self.state.set(state);
+            for (place, value) in self.present.iter().zip(present) {
+                place.store(value, Ordering::Relaxed);
+            }
+            self.own_forward.store(own_forward, Ordering::Relaxed);
+        }
+        Ok(Says::of(empty, own_forward))
     }
 }
 
@@ -645,19 +636,6 @@ impl Variable {
 pub fn children<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyDict>>> {
     let children = Torch::get(state.py())?.children.get(state)?;
     Ok(children.and_then(|children| children.cast_into().ok()))
-}
-
-/// `object.__dict__`, past any `__getattribute__`.
-pub fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
-    // SAFETY: `object` is a live object and the null context is what the function takes from C; it
-    // returns a new reference, or null with an exception set.
-    let dict = unsafe {
-        Bound::from_owned_ptr_or_err(
-            object.py(),
-            ffi::PyObject_GenericGetDict(object.as_ptr(), std::ptr::null_mut()),
-        )
-    }?;
-    Ok(dict.cast_into()?)
 }
 
 /// Calls a module of an instrumented class as its plain class would.

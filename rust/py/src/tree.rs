@@ -1,13 +1,13 @@
 //! The modules of a model as they were at one moment.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 
+use crate::dict::{Known, instance_dict};
 use crate::torch;
 
 /// The modules of a model with the children that they had, and what they declared to record.
@@ -112,11 +112,9 @@ impl Node {
         let Some(module) = self.module(py) else {
             return Ok(false);
         };
-        let state = torch::instance_dict(&module)?;
-        if self.state.place() == state.as_ptr().cast()
-            // SAFETY: a state that did not change holds the dict.
-            && unsafe { self.state.unchanged() && self.dict.unchanged() }
-        {
+        let state = instance_dict(&module)?;
+        // SAFETY: a state that did not change holds the dict.
+        if self.state.is(&state) && unsafe { self.dict.unchanged() } {
             return Ok(true);
         }
         let Some(children) = torch::children(&state)? else {
@@ -144,59 +142,6 @@ impl Node {
             // SAFETY: it is not gone, and as the GIL is held it stays.
             Some(unsafe { Borrowed::from_ptr(py, module) }.to_owned())
         }
-    }
-}
-
-/// A dict, and CPython's number of it, which changes whenever the dict does (PEP 509).
-#[derive(Default)]
-struct Known {
-    place: AtomicPtr<ffi::PyDictObject>,
-    version: AtomicU64,
-}
-
-// Relaxed: under the GIL, or of no use but as a hint.
-impl Known {
-    fn place(&self) -> *mut ffi::PyDictObject {
-        self.place.load(Ordering::Relaxed)
-    }
-
-    fn set(&self, dict: &Bound<'_, PyDict>) {
-        let place = dict.as_ptr().cast();
-        self.place.store(place, Ordering::Relaxed);
-        // SAFETY: a live dict.
-        let version = unsafe { version(place) };
-        self.version.store(version, Ordering::Relaxed);
-    }
-
-    /// Whether the dict is as it was.
-    ///
-    /// # Safety
-    ///
-    /// It was set, and lives.
-    unsafe fn unchanged(&self) -> bool {
-        // SAFETY: the caller's promise.
-        let version = unsafe { version(self.place()) };
-        version != 0 && version == self.version.load(Ordering::Relaxed)
-    }
-}
-
-/// 0 from CPython 3.13 on, where a variable of an object changes without it.
-///
-/// # Safety
-///
-/// A live dict.
-#[cfg_attr(
-    all(Py_3_12, not(Py_3_13)),
-    expect(deprecated, reason = "kept up in 3.12")
-)]
-unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
-    #[cfg(not(Py_3_13))]
-    // SAFETY: the caller's promise.
-    return unsafe { (*dict).ma_version_tag };
-    #[cfg(Py_3_13)]
-    {
-        let _ = dict;
-        0
     }
 }
 

@@ -1,0 +1,186 @@
+//! CPython's dicts, looked into without a call where that can be: the way of every call leads
+//! through several.
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+/// `object.__dict__`, past any `__getattribute__`.
+pub fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    // SAFETY: `object` is a live object and the null context is what the function takes from C; it
+    // returns a new reference, or null with an exception set.
+    let dict = unsafe {
+        Bound::from_owned_ptr_or_err(
+            object.py(),
+            ffi::PyObject_GenericGetDict(object.as_ptr(), ptr::null_mut()),
+        )
+    }?;
+    Ok(dict.cast_into()?)
+}
+
+/// Whether a value is None or an empty dict.
+pub fn none_or_empty(value: &Bound<'_, PyAny>) -> bool {
+    match value.cast::<PyDict>() {
+        #[cfg(not(Py_GIL_DISABLED))]
+        // SAFETY: a live dict; asking it by a call costs as much as finding it.
+        Ok(dict) => unsafe { (*dict.as_ptr().cast::<ffi::PyDictObject>()).ma_used == 0 },
+        #[cfg(Py_GIL_DISABLED)]
+        Ok(dict) => dict.is_empty(),
+        Err(_) => value.is_none(),
+    }
+}
+
+/// What `dict` has under `name`; looked for at its end first.
+pub fn get_last<'py>(
+    dict: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyString>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    #[cfg(not(Py_GIL_DISABLED))]
+    {
+        let last = dict.len().cast_signed() - 1;
+        Ok(find(dict, name, last)?.map(Borrowed::to_owned))
+    }
+    #[cfg(Py_GIL_DISABLED)]
+    dict.get_item(name)
+}
+
+/// A variable of a module or an object: its name, and where in the dict it is likely to stand.
+pub struct Variable {
+    pub name: Py<PyString>,
+    #[cfg_attr(Py_GIL_DISABLED, expect(dead_code, reason = "read with the GIL only"))]
+    position: ffi::Py_ssize_t,
+}
+
+impl Variable {
+    /// The position is where it stands in `example`.
+    pub fn like_in(example: &Bound<'_, PyDict>, name: &str) -> Self {
+        let name = PyString::intern(example.py(), name);
+        let position = example.keys().index(&name);
+        Self {
+            name: name.unbind(),
+            position: position.map_or(ffi::Py_ssize_t::MAX, usize::cast_signed),
+        }
+    }
+
+    /// Whether `dict` has no such variable, or it is None or an empty dict.
+    pub fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
+        // With the GIL held nothing takes a value out of the dict while it is looked at, so the
+        // reference is borrowed.
+        #[cfg(not(Py_GIL_DISABLED))]
+        let found = find(dict, self.name.bind(dict.py()), self.position)?;
+        #[cfg(Py_GIL_DISABLED)]
+        let found = dict.get_item(&self.name)?;
+        Ok(found.is_none_or(|value| none_or_empty(&value)))
+    }
+
+    /// What `dict` has as that variable.
+    pub fn get<'py>(&self, dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        #[cfg(not(Py_GIL_DISABLED))]
+        {
+            let found = find(dict, self.name.bind(dict.py()), self.position)?;
+            Ok(found.map(Borrowed::to_owned))
+        }
+        #[cfg(Py_GIL_DISABLED)]
+        dict.get_item(&self.name)
+    }
+}
+
+/// What `dict` has under `name`, for as long as nothing changes `dict`.
+// A look at the likely place costs a third of a look-up, which finds out if it was the wrong one.
+#[cfg(not(Py_GIL_DISABLED))]
+fn find<'a, 'py>(
+    dict: &'a Bound<'py, PyDict>,
+    name: &Bound<'py, PyString>,
+    mut position: ffi::Py_ssize_t,
+) -> PyResult<Option<Borrowed<'a, 'py, PyAny>>> {
+    let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: `dict` and `name` are live objects of the types asked for; a position outside of the
+    // dict finds nothing. The dict keeps what is found alive.
+    unsafe {
+        if ffi::PyDict_Next(
+            dict.as_ptr(),
+            &raw mut position,
+            &raw mut key,
+            &raw mut value,
+        ) == 0
+            || key != name.as_ptr()
+        {
+            value = ffi::PyDict_GetItemWithError(dict.as_ptr(), name.as_ptr());
+        }
+        if value.is_null() && !ffi::PyErr_Occurred().is_null() {
+            return Err(PyErr::fetch(dict.py()));
+        }
+        Ok(Borrowed::from_ptr_or_opt(dict.py(), value))
+    }
+}
+
+/// A dict, and CPython's number of it, which changes whenever the dict does (PEP 509).
+///
+/// Up to CPython 3.12: from 3.13 on a variable of an object changes without it, and no dict is
+/// known ever to be unchanged.
+#[derive(Default)]
+pub struct Known {
+    place: AtomicPtr<ffi::PyDictObject>,
+    version: AtomicU64,
+}
+
+// Relaxed: under the GIL, or of no use but as a hint.
+impl Known {
+    /// Remembers the dict as it is.
+    pub fn set(&self, dict: &Bound<'_, PyDict>) {
+        let place = dict.as_ptr().cast();
+        self.place.store(place, Ordering::Relaxed);
+        // SAFETY: a live dict.
+        let version = unsafe { version(place) };
+        self.version.store(version, Ordering::Relaxed);
+    }
+
+    pub fn place(&self) -> *mut ffi::PyDictObject {
+        self.place.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is this dict, and that is as it was.
+    #[inline]
+    pub fn is(&self, dict: &Bound<'_, PyDict>) -> bool {
+        // SAFETY: a live dict.
+        self.place() == dict.as_ptr().cast() && unsafe { self.unchanged() }
+    }
+
+    /// Whether the dict is as it was.
+    ///
+    /// # Safety
+    ///
+    /// It was set, and lives.
+    #[inline]
+    pub unsafe fn unchanged(&self) -> bool {
+        // SAFETY: the caller's promise.
+        let version = unsafe { version(self.place()) };
+        version != 0 && version == self.version.load(Ordering::Relaxed)
+    }
+}
+
+/// Whether a dict is ever known to be as it was.
+pub const VERSIONS: bool = cfg!(not(Py_3_13));
+
+/// 0 where it tells nothing.
+///
+/// # Safety
+///
+/// A live dict.
+#[cfg_attr(
+    all(Py_3_12, not(Py_3_13)),
+    expect(deprecated, reason = "kept up in 3.12")
+)]
+unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
+    #[cfg(not(Py_3_13))]
+    // SAFETY: the caller's promise.
+    return unsafe { (*dict).ma_version_tag };
+    #[cfg(Py_3_13)]
+    {
+        let _ = dict;
+        0
+    }
+}
