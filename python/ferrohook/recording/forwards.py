@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
+from ferrohook._core import Call
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, innermost
+from ferrohook.recording.calls import innermost, tell_unattributed
 from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
@@ -282,17 +283,18 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-def _made(
+def _made(  # noqa: PLR0913, PLR0917 (the state of a call)
     model: nn.Module,
     around: Call | None,
-    given: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     flags: dict[str, Any],
     asked: list[str],
 ) -> Call:
     """A call that is to begin."""
     installation = install(model) if flags else installation_of(model)
     selected = _selected(model, flags, asked, installation) if installation and flags else None
-    return Call(installation, flags, selected, around, given, model)
+    return Call(model, installation, flags, selected, around, args, kwargs)
 
 
 never_trace(
@@ -336,24 +338,21 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward and gives what it returned and what was recorded."""
-    traced, TRACED.call = TRACED.call, None
-    try:
-        while True:
-            call = _made(model, around, (args, kwargs), flags, asked)
-            installation = call.installation
-            with call:
-                if installation is not None and installation.retired:
-                    continue  # another thread uninstalled meanwhile
-                outputs = forward(model, *args, **kwargs)
-                recorded = call.recorded()
-                if recorded and installation is not None:
-                    installation.copies.finish()
-            break
-    finally:
-        TRACED.call = traced
+    outer = TRACED.call
+    if outer is not None:
+        TRACED.call = None
+        try:
+            return _call(model, around, forward, args, kwargs, flags, asked)
+        finally:
+            TRACED.call = outer
+    ran = None
+    while ran is None:  # another thread may uninstall meanwhile
+        call = Call.at_once(model, flags, around, args, kwargs)
+        call = call or _made(model, around, args, kwargs, flags, asked)
+        ran = call.run(forward)
     if call.unattributed:
-        call.tell_unattributed()
-    return outputs, recorded
+        tell_unattributed(call)
+    return ran
 
 
 def _constant(flag: Any) -> Any:

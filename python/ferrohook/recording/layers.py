@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ferrohook._core import Collector, Hold, InstallationBase, RecordedLayerBase
+from ferrohook._core import (
+    Collector,
+    Hold,
+    InstallationBase,
+    RecordedLayerBase,
+    calls_in_progress,
+    installations,
+)
 from ferrohook.activations import _converter, _HostCopies, tensors_in
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.instrumentation import find_registry, hold, hold_all, registry_of
 from ferrohook.module import _describe
-from ferrohook.recording.calls import Call, running
+from ferrohook.recording.calls import knows, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
 from ferrohook.traced import never_trace
@@ -26,6 +33,8 @@ from ferrohook.traced import never_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ferrohook._core import Call
+    from ferrohook._core import ModuleTree
     from ferrohook.recording.declarations import Plan, Target
 
 # Never held while code of the user's runs. A finaliser may come in between.
@@ -40,20 +49,24 @@ class Installation(InstallationBase):
     """
 
     def __init__(
-        self, _keys: list[Collector], copies: _HostCopies, model: nn.Module, plan: Plan, number: str
+        self,
+        _keys: list[Collector],
+        _tree: ModuleTree,
+        _complete: bool,  # noqa: FBT001 (as the native half takes it)
+        _copies: _HostCopies | None,
+        model: nn.Module,
+        plan: Plan,
+        number: str,
     ) -> None:
         # No later model is taken for this one when it gets its id.
-        self.model = weakref.ref(model, functools.partial(_forget, _INSTALLED, id(model)))
+        self.model = weakref.ref(model, functools.partial(_forget, installations, id(model)))
         # By this graphs know it, and those that follow it.
         self.number = number
-        self.copies = copies
         self.places = {key: place for place, key in enumerate(plan.targets)}
         self.layers = {key: len(found) for key, found in plan.targets.items()}
         self.recorders = {key: _of_all(found) for key, found in plan.targets.items()}
-        self.tree = plan.tree
         # Keys whose recorders match no module.
         self.unmatched = {key for key, found in plan.targets.items() if not found}
-        self.retired = False
         self._hold = Hold()
         self._held: list[weakref.ref[nn.Module]] = []
 
@@ -91,7 +104,7 @@ class Installation(InstallationBase):
     def release_when_idle(self) -> None:
         """Gives the modules back, once, if it is retired and no call is in progress."""
         with _LOCK:
-            if any(call.installation is self for call in list(Call.IN_PROGRESS)):
+            if any(call.installation is self for call in calls_in_progress()):
                 return
         self.take_out()
 
@@ -136,9 +149,6 @@ def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Colle
     )
 
 
-_INSTALLED: dict[int, Installation] = {}
-
-
 # At the interpreter's end modules have no variables any more, neither this one nor others.
 def _forget(
     installed: dict[int, Installation],
@@ -153,7 +163,7 @@ def _forget(
 
 def installation_of(model: nn.Module) -> Installation | None:
     """What recording put into this model, if it did."""
-    return _INSTALLED.get(id(model))
+    return installations.get(id(model))
 
 
 def install(model: nn.Module, *, traced: bool = False) -> Installation:
@@ -161,27 +171,36 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
 
     Where Dynamo traces the model, no classes change but those of the layers.
     """
-    former = _INSTALLED.get(id(model))
-    if former is not None and former.tree.holds():
+    former = installation_of(model)
+    if former is not None and former.holds():
         return former
     with _LOCK:
-        former = _INSTALLED.get(id(model))
-        if former is not None and former.tree.holds():
+        former = installation_of(model)
+        if former is not None and former.holds():
             return former
         plan = plan_of(model)
-        copies = _HostCopies()
-        keys = [_collector(key, _of_all(found), copies) for key, found in plan.targets.items()]
-        number = str(next(_NUMBERS)) if former is None else former.number
-        key, installation = id(model), Installation(keys, copies, model, plan, number)
+        installation = _installation(model, plan, former)
         try:
             installation.put_in(plan, others=[] if traced else plan.modules)
-            _INSTALLED[key] = installation
+            installations[id(model)] = installation
         except BaseException:
             installation.take_out()
             raise
     if former is not None:
         former.retire()
     return installation
+
+
+def _installation(model: nn.Module, plan: Plan, former: Installation | None) -> Installation:
+    copies = _HostCopies()
+    recorders = {key: _of_all(found) for key, found in plan.targets.items()}
+    keys = [_collector(key, recorder, copies) for key, recorder in recorders.items()]
+    moved = any(recorder.device is not None for recorder in recorders.values())
+    number = str(next(_NUMBERS)) if former is None else former.number
+    complete = all(plan.targets.values())
+    return Installation(
+        keys, plan.tree, complete, copies if moved else None, model, plan, number
+    )
 
 
 def uninstall(model: nn.Module) -> None:
@@ -197,7 +216,7 @@ def uninstall(model: nn.Module) -> None:
         msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
         raise HookTypeError(msg)
     for module in model.modules():
-        installation = _INSTALLED.pop(id(module), None)
+        installation = installations.pop(id(module), None)
         if installation is not None:
             installation.retire()
 
@@ -306,7 +325,7 @@ def _whose(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     if torch._C._current_graph_task_id() != -1:
         return None  # checkpointing runs it again in a backward
     tensors = [*tensors_in(taken)]
-    owners = [call for call in calls if call.knows(tensors)]
+    owners = [call for call in calls if knows(call, tensors)]
     here = threading.current_thread()
     if (
         not owners
@@ -319,5 +338,5 @@ def _whose(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     # Of those that record nothing the layers are not watched all the time: it may well be theirs.
     if all(call.records for call in calls):
         for call in calls:
-            call.unattributed.add(type(layer).__name__)
+            call.leave_out(type(layer).__name__)
     return None

@@ -52,7 +52,7 @@ mod _core {
     #[pymodule_export]
     use crate::recorder::{Collector, Recorder};
     #[pymodule_export]
-    use crate::recording::{CallBase, InstallationBase, RecordedLayerBase};
+    use crate::recording::{Call, InstallationBase, RecordedLayerBase, calls_in_progress};
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
@@ -71,6 +71,10 @@ mod _core {
         module.add("Stop", module.py().get_type::<crate::recorder::Stop>())?;
         let scopes = crate::scope::variable(module.py())?;
         module.add("active_scopes", scopes)?;
+        module.add(
+            "installations",
+            crate::recording::installations(module.py()),
+        )?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

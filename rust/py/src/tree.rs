@@ -61,7 +61,7 @@ impl ModuleTree {
     }
 
     /// Whether all modules still have the same children, and declare the same.
-    fn holds(&self, py: Python<'_>) -> PyResult<bool> {
+    pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         self.nodes.iter().for_each(Node::prefetch);
         // Acquire pairs with the release of who tells.
         if self.gone.load(Ordering::Acquire) {
