@@ -47,6 +47,7 @@ class Row:
         at_least: the bar is a lower one.
         absolute: the bar is for our figure itself; the other is shown to compare.
         repeats: at most so many, where each takes long.
+        turns: so many times as many, where each is as much shorter.
         needs: the module that the other side is, where that is neither PyTorch nor ourselves.
     """
 
@@ -57,6 +58,7 @@ class Row:
     at_least: bool = False
     absolute: bool = False
     repeats: int | None = None
+    turns: int = 1
     needs: str | None = None
 
     @property
@@ -130,9 +132,10 @@ def measure(row: Row, effort: Effort) -> Measured:
     contest = row.setup()
     repeats = min(effort.repeats, row.repeats or effort.repeats)
     pairs = []
-    for _ in range(repeats):
-        ours = contest.ours(effort.seconds)
-        pairs.append((ours, contest.other(effort.seconds)))
+    seconds = effort.seconds / row.turns
+    for _ in range(repeats * row.turns):
+        ours = contest.ours(seconds)
+        pairs.append((ours, contest.other(seconds)))
     return Measured(row, pairs)
 
 
