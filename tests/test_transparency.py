@@ -347,6 +347,50 @@ def test_a_replaced_forward_is_honoured_at_the_next_call() -> None:
     assert torch.equal(hooked(x()), before)
 
 
+def plus_one(*given: Any) -> Any:
+    """A forward hook, a forward and a call of a module that is the identity, all in one."""
+    return given[-1] + 1
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "a hook": lambda module: module._forward_hooks.__setitem__(0, plus_one),
+    "another dict of hooks": lambda module: setattr(module, "_forward_hooks", {0: plus_one}),
+    "in vars": lambda module: vars(module).__setitem__("_forward_hooks", {0: plus_one}),
+    "by update": lambda module: vars(module).update(_forward_hooks={0: plus_one}),
+    "another __dict__": lambda module: setattr(
+        module, "__dict__", {**vars(module), "_forward_hooks": {0: plus_one}}
+    ),
+    "past nn.Module": lambda module: object.__setattr__(module, "_forward_hooks", {0: plus_one}),
+    "forward": lambda module: setattr(module, "forward", plus_one),
+    "forward in vars": lambda module: vars(module).setdefault("forward", plus_one),
+    "_call_impl": lambda module: setattr(module, "_call_impl", plus_one),
+    "compiled": lambda module: setattr(module, "_compiled_call_impl", plus_one),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("form", ["wrapped", "instrumented"])
+def test_a_change_of_a_module_s_variables_is_seen_however_it_is_made(
+    form: str, change: str
+) -> None:
+    module = nn.Identity()
+    called = module
+    if form == "wrapped":
+        called = fh.HookedModule(module)
+    else:
+        fh.instrument(module)
+    before = dict(vars(module))
+    for _ in range(3):  # what was seen is remembered
+        assert torch.equal(called(x()), x())
+        CHANGES[change](module)
+        assert torch.equal(called(x()), x() + 1)
+        module._forward_hooks.clear()
+        for name in vars(module).keys() - before.keys():
+            del vars(module)[name]
+        vars(module).update(before)
+        assert torch.equal(called(x()), x())
+
+
 def test_a_changed_class_is_honoured_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(nn.Linear):
         pass

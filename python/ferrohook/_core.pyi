@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
+from ferrohook.activations import _HostCopies
 from ferrohook.recording.layers import Installation
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
-    "CallBase",
+    "Call",
     "CallCounter",
     "Callee",
     "Collector",
@@ -35,6 +37,8 @@ __all__ = [
     "__version__",
     "active_scopes",
     "assign_class",
+    "calls_in_progress",
+    "installations",
     "record",
     "record_all",
     "register_all",
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 active_scopes: ContextVar[tuple[ScopeBase, ...]]
+installations: dict[int, Installation]
 
 __version__: str
 
@@ -234,8 +239,17 @@ class ScopeBase:
 
 @disjoint_base
 class InstallationBase:
-    def __new__(cls, keys: list[Collector], *_others: Any) -> Self: ...
+    def __new__(
+        cls,
+        keys: list[Collector],
+        tree: ModuleTree,
+        complete: bool,
+        copies: _HostCopies | None,
+        *_others: Any,
+    ) -> Self: ...
     def watch(self) -> None: ...
+    def holds(self) -> bool: ...
+    retired: bool
 
 @disjoint_base
 class RecordedLayerBase:
@@ -249,31 +263,43 @@ class RecordedLayerBase:
     @property
     def installation(self) -> Installation: ...
 
-@disjoint_base
-class CallBase(ScopeBase):
+@final
+class Call(ScopeBase):
     def __new__(
         cls,
+        model: Any,
         installation: InstallationBase | None,
         flags: dict[str, Any],
         selected: list[int] | None,
-        around: CallBase | None,
-        given: tuple[Any, ...],
-        *_others: Any,
+        around: Call | None,
+        args: _Args,
+        kwargs: _Kwargs,
     ) -> Self: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_error: object) -> None: ...
+    @staticmethod
+    def at_once(
+        model: Any, flags: dict[str, Any], around: Call | None, args: _Args, kwargs: _Kwargs
+    ) -> Call | None: ...
+    def run(self, forward: Callable[..., Any]) -> tuple[Any, dict[str, tuple[Any, ...]]] | None: ...
+    @property
+    def model(self) -> Any: ...
     @property
     def installation(self) -> Installation | None: ...
     @property
-    def around(self) -> CallBase | None: ...
+    def around(self) -> Call | None: ...
     @property
-    def given(self) -> tuple[Any, ...] | None: ...
+    def given(self) -> tuple[_Args, _Kwargs] | None: ...
+    @property
+    def thread(self) -> int: ...
+    @property
+    def threads(self) -> list[Thread]: ...
     @property
     def records(self) -> bool: ...
+    @property
+    def unattributed(self) -> list[str]: ...
+    def leave_out(self, class_: str, /) -> None: ...
     def record(
         self, layer: RecordedLayerBase, args: _Args, kwargs: _Kwargs | None, output: Any
     ) -> None: ...
-    def recorded(self) -> dict[str, tuple[Any, ...]]: ...
     def seen(self) -> list[Any]: ...
 
 @final
@@ -285,6 +311,7 @@ class ModuleTree:
 
 class Stop(BaseException): ...
 
+def calls_in_progress() -> set[Call]: ...
 def record_all(
     collector: Collector,
     modules: list[Any],

@@ -345,11 +345,13 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
             return _call(model, around, forward, args, kwargs, flags, asked)
         finally:
             TRACED.call = outer
-    ran = None
-    while ran is None:  # another thread may uninstall meanwhile
+    while True:
         call = Call.at_once(model, flags, around, args, kwargs)
-        call = call or _made(model, around, args, kwargs, flags, asked)
+        if call is None:
+            call = _made(model, around, args, kwargs, flags, asked)
         ran = call.run(forward)
+        if ran is not None:  # else another thread has uninstalled meanwhile
+            break
     if call.unattributed:
         tell_unattributed(call)
     return ran

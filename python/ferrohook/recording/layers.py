@@ -33,8 +33,7 @@ from ferrohook.traced import never_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook._core import Call
-    from ferrohook._core import ModuleTree
+    from ferrohook._core import Call, ModuleTree
     from ferrohook.recording.declarations import Plan, Target
 
 # Never held while code of the user's runs. A finaliser may come in between.
@@ -198,9 +197,7 @@ def _installation(model: nn.Module, plan: Plan, former: Installation | None) -> 
     moved = any(recorder.device is not None for recorder in recorders.values())
     number = str(next(_NUMBERS)) if former is None else former.number
     complete = all(plan.targets.values())
-    return Installation(
-        keys, plan.tree, complete, copies if moved else None, model, plan, number
-    )
+    return Installation(keys, plan.tree, complete, copies if moved else None, model, plan, number)
 
 
 def uninstall(model: nn.Module) -> None:

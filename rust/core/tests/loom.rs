@@ -417,7 +417,7 @@ fn occupied_is_right_in_the_end() {
                 assert!(registry.occupied(PHASE));
             }
         });
-        // Two phases share the byte, and the list they change is another for each.
+        // Two phases share the word, and the list they change is another for each.
         let remover = spawn(move || last.remove());
         doomed.remove();
         registrar.join().unwrap();
@@ -425,6 +425,25 @@ fn occupied_is_right_in_the_end() {
         assert!(registry.occupied(PHASE));
         assert!(!registry.occupied(Phase::Backward));
         registry.clear(None);
+        assert!(registry.idle());
+    });
+}
+
+#[test]
+fn who_watches_keeps_it_from_being_idle() {
+    explore(|| {
+        let registry = registry();
+        let watch = registry.watch();
+        let doomed = register(&registry);
+        let other = spawn({
+            let registry = registry.clone();
+            move || drop(registry.watch())
+        });
+        doomed.remove();
+        assert!(!registry.occupied(PHASE));
+        assert!(!registry.idle());
+        drop(watch);
+        other.join().unwrap();
         assert!(registry.idle());
     });
 }

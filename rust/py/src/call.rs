@@ -75,24 +75,32 @@ fn steps<'s, 'py>(
 // of what such a hook costs beside its own run; what the other kinds take is kept out of it.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-        let idle = target.torch_hooks().is_none() && self.registry.get().idle();
-        let mut recordings = None;
-        let result = if idle {
+        if target.torch_hooks().is_none() && self.registry.get().idle() {
             let output = target.call(self.module, &self.args, self.kwargs.as_ref());
+            // A hook that was registered meanwhile fires in the phase that begins now.
             if self.registry.get().idle() {
                 return output;
             }
-            output.map(|output| (output, None))
-        } else {
-            recordings = self.registry.get().recordings();
-            self.run_module(target, recordings.as_deref())
-        };
+            return self.run_after(target, None, output.map(|output| (output, None)));
+        }
+        let recordings = self.registry.get().recordings();
+        let ran = self.run_module(target, recordings.as_deref());
+        self.run_after(target, recordings.as_deref(), ran)
+    }
+
+    /// From the module's output to what the caller gets.
+    fn run_after(
+        &mut self,
+        target: &Target<'_, 'py>,
+        recordings: Option<&[Py<RecordedLayerBase>]>,
+        ran: PyResult<Ran<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let snapshot = self.begin(Phase::Forward)?;
         let torch_hooks = match target.torch_hooks() {
             Some(hooks) => hooks.forward()?,
             None => Vec::new(),
         };
-        let (output, tap) = match result {
+        let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
                 self.run_always_called(&mut steps(&torch_hooks, snapshot.as_ref()), None);
@@ -105,7 +113,7 @@ impl<'py> Call<'_, 'py> {
             _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
         };
         if let Some(layers) = recordings {
-            self.end_layers(&layers, &output)?;
+            self.end_layers(layers, &output)?;
         }
         match tap {
             None => Ok(output),
@@ -113,12 +121,12 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Up to the module's output, with what taps its gradients where a backward hook wants them.
+    /// Up to the module's output.
     fn run_module(
         &mut self,
         target: &Target<'_, 'py>,
         recordings: Option<&[Py<RecordedLayerBase>]>,
-    ) -> PyResult<(Bound<'py, PyAny>, Option<Box<Tap<'py>>>)> {
+    ) -> PyResult<Ran<'py>> {
         let torch_backward = match target.torch_hooks() {
             Some(hooks) => Some(self.torch_pre(hooks, target)?),
             None => None,
@@ -524,6 +532,9 @@ impl<'py> Call<'_, 'py> {
         Ok(output)
     }
 }
+
+/// A module's output, with what taps its gradients where a backward hook wants them.
+type Ran<'py> = (Bound<'py, PyAny>, Option<Box<Tap<'py>>>);
 
 /// What backward hooks of one call fire from.
 struct Tap<'py> {

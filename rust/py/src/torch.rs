@@ -447,13 +447,11 @@ fn call_forward<'py>(
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
-    match known {
-        Some(plain) => invoke::call_with_first(plain.forward.bind(py), module, args, kwargs),
-        None => {
-            let forward = module.getattr(intern!(py, "forward"))?;
-            invoke::call_with(&forward, args, kwargs)
-        }
+    if let Some(plain) = known {
+        return invoke::call_with_first(plain.forward.bind(py), module, args, kwargs);
     }
+    let forward = module.getattr(intern!(py, "forward"))?;
+    invoke::call_with(&forward, args, kwargs)
 }
 
 /// A method of a class, for one instance.

@@ -132,11 +132,11 @@ impl Call {
     // Natively, as Ctrl-C lands in Python's functions alone.
     fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
         let mut token = None;
-        let ran = slf.get().begin(slf).and_then(|entered| {
+        let ran = Self::begin(slf).and_then(|entered| {
             token = Some(entered);
             slf.get().run_inside(forward)
         });
-        let ended = slf.get().end(slf, token);
+        let ended = Self::end(slf, token);
         let ran = ran?;
         ended.map(|()| ran)
     }
@@ -288,13 +288,13 @@ type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
 impl Call {
     /// Stands among the context's scopes from now on, in place of the one around it. What is returned
     /// makes these again what they were.
-    fn begin(&self, slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
-        let py = slf.py();
-        if let Some(installation) = self.installation.as_ref().filter(|_| self.records()) {
+    fn begin(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
             installation.get().watch();
         }
         in_progress(py)?.add(slf)?;
-        let around = self.around(py).map(Bound::as_any);
+        let around = this.around(py).map(Bound::as_any);
         Ok(scope::enter(slf.as_any(), around)?.token)
     }
 
@@ -318,17 +318,17 @@ impl Call {
     }
 
     /// Ends, and records nothing from now on.
-    fn end(&self, slf: &Bound<'_, Self>, token: Option<Py<PyAny>>) -> PyResult<()> {
-        let py = slf.py();
+    fn end(slf: &Bound<'_, Self>, token: Option<Py<PyAny>>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
         let variable = scope::variable(py)?;
         let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
-        self.ended.store(true, Ordering::Release);
-        if let Some(installation) = self.installation.as_ref().filter(|_| self.records()) {
+        this.ended.store(true, Ordering::Release);
+        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
             installation.get().unwatch();
         }
-        self.__clear__();
+        this.__clear__();
         in_progress(py)?.discard(slf)?;
-        if let Some(installation) = self.installation(py)
+        if let Some(installation) = this.installation(py)
             && installation.get().retired()
         {
             installation.call_method0(intern!(py, "release_when_idle"))?;
