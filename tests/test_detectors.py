@@ -359,7 +359,7 @@ def test_shapes_beyond_the_limit_are_others() -> None:
 
 
 def test_latency_is_that_of_the_module_without_its_hooks() -> None:
-    naps = [0.001, 0.002, 0.02]
+    naps = [0.001, 0.01, 0.05]  # far apart: a busy machine sleeps longer
     module = fh.HookedModule(Returning(time.sleep))
     module.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     module.register_forward_hook(lambda *_: time.sleep(0.1), priority=1)
@@ -369,9 +369,9 @@ def test_latency_is_that_of_the_module_without_its_hooks() -> None:
         module(nap)
     found = detector.snapshot()
     assert found["calls"] == len(naps)
-    assert 0.001 <= found["min"] < 0.002 <= found["p50"] < 0.02 * 1.02
+    assert 0.001 <= found["min"] < 0.01 <= found["p50"] < 0.05 * 1.02
     assert found["p99"] == pytest.approx(found["max"], rel=0.02)
-    assert 0.02 <= found["max"] < 0.1
+    assert 0.05 <= found["max"] < 0.1
     assert found["total"] == pytest.approx(3 * found["mean"], rel=1e-6)
     assert sum(calls for *_, calls in found["histogram"]) == len(naps)
     assert all(low <= high for low, high, _ in found["histogram"])
