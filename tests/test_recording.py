@@ -1431,7 +1431,8 @@ def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
     # And not for a lock of ours, which no traced code is to see.
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="record") as raised:
+    told = "a forward that records runs eagerly, and this one is inside of it"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=told) as raised:
         model(X, output_hidden_states=True)
     assert "RLock" not in str(raised.value)
 

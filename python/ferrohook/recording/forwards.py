@@ -338,20 +338,22 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward and gives what it returned and what was recorded."""
-    outer = TRACED.call
-    if outer is not None:
+    traced = TRACED.call
+    if traced is not None:
         TRACED.call = None
-        try:
-            return _call(model, around, forward, args, kwargs, flags, asked)
-        finally:
-            TRACED.call = outer
-    while True:
-        call = Call.at_once(model, flags, around, args, kwargs)
-        if call is None:
-            call = _made(model, around, args, kwargs, flags, asked)
-        ran = call.run(forward)
-        if ran is not None:  # else another thread has uninstalled meanwhile
-            break
+    try:
+        while True:
+            call = None
+            if not torch.compiler.is_compiling():  # else `_made` says what is wrong
+                call = Call.at_once(model, flags, around, args, kwargs)
+            if call is None:
+                call = _made(model, around, args, kwargs, flags, asked)
+            ran = call.run(forward)
+            if ran is not None:  # else another thread has uninstalled meanwhile
+                break
+    finally:
+        if traced is not None:
+            TRACED.call = traced
     if call.unattributed:
         tell_unattributed(call)
     return ran

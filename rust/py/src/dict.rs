@@ -127,15 +127,28 @@ pub struct Known {
     version: AtomicU64,
 }
 
-// Relaxed: under the GIL, or of no use but as a hint.
-impl Known {
-    /// Remembers the dict as it is.
-    pub fn set(&self, dict: &Bound<'_, PyDict>) {
+/// A dict as it was when it was asked.
+pub struct Moment {
+    place: *mut ffi::PyDictObject,
+    version: u64,
+}
+
+impl Moment {
+    /// To be asked before the dict is looked into: looking may run code that changes it.
+    pub fn of(dict: &Bound<'_, PyDict>) -> Self {
         let place = dict.as_ptr().cast();
-        self.place.store(place, Ordering::Relaxed);
         // SAFETY: a live dict.
         let version = unsafe { version(place) };
-        self.version.store(version, Ordering::Relaxed);
+        Self { place, version }
+    }
+}
+
+// Relaxed: under the GIL, or of no use but as a hint.
+impl Known {
+    /// Remembers the dict as it was.
+    pub fn set(&self, moment: &Moment) {
+        self.place.store(moment.place, Ordering::Relaxed);
+        self.version.store(moment.version, Ordering::Relaxed);
     }
 
     pub fn place(&self) -> *mut ffi::PyDictObject {

@@ -113,7 +113,8 @@ const FEW: usize = 32;
 
 /// The hooks of a scope, until it is closed.
 ///
-/// They are kept here and not with the modules: what other contexts registered costs a call nothing.
+/// They are kept here and not with the modules: of what other contexts registered a call only asks
+/// whether there is any.
 ///
 /// Entering and leaving is done here: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]

@@ -15,7 +15,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyDict, PyFunction, PyModule, PyString, PyTuple};
 use pyo3::{ffi, types::PyType};
 
-use crate::dict::{Known, VERSIONS, Variable, instance_dict, none_or_empty};
+use crate::dict::{Known, Moment, VERSIONS, Variable, instance_dict, none_or_empty};
 use crate::invoke;
 
 struct Torch {
@@ -119,9 +119,10 @@ pub struct PlainClass {
 pub enum Target<'a, 'py> {
     /// The module inside a wrapper, called as a whole: with its own torch hooks and whatever else.
     Module(&'a Bound<'py, PyAny>, &'a Callee, &'a Seen),
-    /// The module's own `forward`: that of its class, where that is known.
-    Forward(Option<&'a PlainClass>),
-    /// The same, where torch's hooks have to run too or something stands in for `forward`.
+    /// The module's own `forward`, which is that of its class.
+    Forward(&'a PlainClass),
+    /// The same, where torch's hooks have to run too or something stands in for `forward`: as
+    /// torch does, what is there before the hooks run.
     Special(Bound<'py, PyAny>, TorchHooks<'py>),
     /// What somebody put in place of `nn.Module.__call__`: it comes back by `_call_impl`, and no
     /// hook runs around it.
@@ -152,10 +153,13 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
             }
         }
-        match seen.says(torch, &state)? {
-            Says::Forward => return Ok(Self::Forward(known)),
-            Says::OwnForward => return Ok(Self::Forward(None)),
-            Says::More => {}
+        let says = seen.says(torch, &state)?;
+        if let (Says::Forward, Some(known)) = (says, known) {
+            return Ok(Self::Forward(known));
+        }
+        if says != Says::More {
+            let forward = module.getattr(intern!(py, "forward"))?;
+            return Ok(Self::Special(forward, TorchHooks::none()));
         }
         // What `nn.Module.compile` or somebody else put in place of torch's own call.
         for variable in [&torch.compiled_call, &torch.own_call_impl] {
@@ -179,7 +183,7 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Self::Module(inner, callee, seen) => callee.call(inner, seen, args, kwargs),
-            Self::Forward(known) => call_forward(*known, module, args, kwargs),
+            Self::Forward(known) => known.call_forward(module, args, kwargs),
             Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
@@ -189,7 +193,7 @@ impl<'a, 'py> Target<'a, 'py> {
     /// Torch's hooks that run beside the module's own, if any do.
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
-            Self::Special(_, hooks) => Some(hooks),
+            Self::Special(_, hooks) => hooks.0.is_some().then_some(hooks),
             Self::Module(..) | Self::Forward(..) | Self::Outer(_) => None,
         }
     }
@@ -379,10 +383,13 @@ impl Callee {
             None => calls_forward(torch, &class)?,
         };
         if calls_forward {
-            match seen.says(torch, &instance_dict(module)?)? {
-                Says::Forward => return call_forward(known, module, args, kwargs),
-                Says::OwnForward => return call_forward(None, module, args, kwargs),
-                Says::More => {}
+            let says = seen.says(torch, &instance_dict(module)?)?;
+            if let (Says::Forward, Some(known)) = (says, known) {
+                return known.call_forward(module, args, kwargs);
+            }
+            if says != Says::More {
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
+                return invoke::call_with(&forward, args, kwargs);
             }
         }
         invoke::call_with(module, args, kwargs)
@@ -439,21 +446,6 @@ impl Callee {
     }
 }
 
-/// Calls `module.forward`: that of the class, where it is known and nothing stands in for it.
-fn call_forward<'py>(
-    known: Option<&PlainClass>,
-    module: &Bound<'py, PyAny>,
-    args: &Bound<'py, PyTuple>,
-    kwargs: Option<&Bound<'py, PyDict>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = module.py();
-    if let Some(plain) = known {
-        return invoke::call_with_first(plain.forward.bind(py), module, args, kwargs);
-    }
-    let forward = module.getattr(intern!(py, "forward"))?;
-    invoke::call_with(&forward, args, kwargs)
-}
-
 /// A method of a class, for one instance.
 fn bind<'py>(
     method: &Bound<'py, PyAny>,
@@ -466,6 +458,16 @@ fn bind<'py>(
 }
 
 impl PlainClass {
+    /// Calls `module.forward`, where nothing stands in for the class's.
+    fn call_forward<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        invoke::call_with_first(self.forward.bind(module.py()), module, args, kwargs)
+    }
+
     /// Whether nothing but `nn.Module`'s own methods stands between a call of the module, or of its
     /// `_call_impl`, and `forward`.
     fn by_torch(&self, through_call: bool) -> bool {
@@ -603,6 +605,7 @@ impl Seen {
     }
 
     fn look(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Says> {
+        let now = Moment::of(state);
         let replaced = [&torch.compiled_call, &torch.own_call_impl];
         let mut present = [ptr::null_mut(); 4];
         let mut places = present.iter_mut();
@@ -619,7 +622,7 @@ impl Seen {
         }
         let own_forward = !torch.own_forward.missing_or_empty(state)?;
         if VERSIONS && fits {
-            self.state.set(state);
+            self.state.set(&now);
             for (place, value) in self.present.iter().zip(present) {
                 place.store(value, Ordering::Relaxed);
             }

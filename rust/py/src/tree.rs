@@ -7,7 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 
-use crate::dict::{Known, instance_dict};
+use crate::dict::{Known, Moment, instance_dict};
 use crate::torch;
 
 /// The modules of a model with the children that they had, and what they declared to record.
@@ -59,7 +59,9 @@ impl ModuleTree {
         }
         Ok(tree)
     }
+}
 
+impl ModuleTree {
     /// Whether all modules still have the same children, and declare the same.
     pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         self.nodes.iter().for_each(Node::prefetch);
@@ -117,14 +119,16 @@ impl Node {
         if self.state.is(&state) && unsafe { self.dict.unchanged() } {
             return Ok(true);
         }
+        let moment = Moment::of(&state);
         let Some(children) = torch::children(&state)? else {
             return Ok(false);
         };
+        let moments = (moment, Moment::of(&children));
         let each = children.iter().map(|(_, child)| address(&child));
         let same = children.len() == expected.len() && each.eq(expected.iter().copied());
         if same {
-            self.state.set(&state);
-            self.dict.set(&children);
+            self.state.set(&moments.0);
+            self.dict.set(&moments.1);
         }
         Ok(same)
     }

@@ -131,12 +131,9 @@ impl Call {
     /// layers' calls. None, and nothing was run, where the installation was retired meanwhile.
     // Natively, as Ctrl-C lands in Python's functions alone.
     fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
-        let mut token = None;
-        let ran = Self::begin(slf).and_then(|entered| {
-            token = Some(entered);
-            slf.get().run_inside(forward)
-        });
-        let ended = Self::end(slf, token);
+        let progress = InProgress::begin(slf)?;
+        let ran = slf.get().run_inside(forward);
+        let ended = progress.end();
         let ran = ran?;
         ended.map(|()| ran)
     }
@@ -286,18 +283,6 @@ impl Call {
 type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
 
 impl Call {
-    /// Stands among the context's scopes from now on, in place of the one around it. What is returned
-    /// makes these again what they were.
-    fn begin(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
-        let (py, this) = (slf.py(), slf.get());
-        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
-            installation.get().watch();
-        }
-        in_progress(py)?.add(slf)?;
-        let around = this.around(py).map(Bound::as_any);
-        Ok(scope::enter(slf.as_any(), around)?.token)
-    }
-
     fn run_inside<'py>(&self, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
         let py = forward.py();
         let installation = self.installation(py).map(Bound::get);
@@ -315,25 +300,6 @@ impl Call {
             installation.finish_copies(py)?;
         }
         Ok(Some((output, recorded)))
-    }
-
-    /// Ends, and records nothing from now on.
-    fn end(slf: &Bound<'_, Self>, token: Option<Py<PyAny>>) -> PyResult<()> {
-        let (py, this) = (slf.py(), slf.get());
-        let variable = scope::variable(py)?;
-        let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
-        this.ended.store(true, Ordering::Release);
-        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
-            installation.get().unwatch();
-        }
-        this.__clear__();
-        in_progress(py)?.discard(slf)?;
-        if let Some(installation) = this.installation(py)
-            && installation.get().retired()
-        {
-            installation.call_method0(intern!(py, "release_when_idle"))?;
-        }
-        reset.transpose().map(drop)
     }
 
     /// Puts what was recorded under each key; the call has it no more.
@@ -381,6 +347,68 @@ impl Call {
     fn keeps(&self, place: usize) -> bool {
         let selected = self.selected.as_ref();
         selected.is_none_or(|selected| selected.contains(&place))
+    }
+}
+
+/// A call that has begun; it ends whatever becomes of the forward.
+struct InProgress<'a, 'py> {
+    call: &'a Bound<'py, Call>,
+    /// Makes the context's scopes again what they were.
+    token: Option<Py<PyAny>>,
+    ended: bool,
+}
+
+impl<'a, 'py> InProgress<'a, 'py> {
+    /// The call stands among the context's scopes from now on, in place of the one around it.
+    fn begin(call: &'a Bound<'py, Call>) -> PyResult<Self> {
+        let (py, this) = (call.py(), call.get());
+        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
+            installation.get().watch();
+        }
+        let mut progress = Self {
+            call,
+            token: None,
+            ended: false,
+        };
+        in_progress(py)?.add(call)?;
+        let around = this.around(py).map(Bound::as_any);
+        progress.token = Some(scope::enter(call.as_any(), around)?.token);
+        Ok(progress)
+    }
+
+    fn end(mut self) -> PyResult<()> {
+        self.end_once()
+    }
+
+    /// It records nothing from now on.
+    fn end_once(&mut self) -> PyResult<()> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Ok(());
+        }
+        let (py, this) = (self.call.py(), self.call.get());
+        let variable = scope::variable(py)?;
+        let token = self.token.take();
+        let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
+        this.ended.store(true, Ordering::Release);
+        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
+            installation.get().unwatch();
+        }
+        this.__clear__();
+        in_progress(py)?.discard(self.call)?;
+        if let Some(installation) = this.installation(py)
+            && installation.get().retired()
+        {
+            installation.call_method0(intern!(py, "release_when_idle"))?;
+        }
+        reset.transpose().map(drop)
+    }
+}
+
+impl Drop for InProgress<'_, '_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.end_once() {
+            error.write_unraisable(self.call.py(), Some(self.call));
+        }
     }
 }
 
