@@ -80,6 +80,16 @@ def in_a_row(call: Callable[[], object]) -> float:
     return statistics.median(times[IN_A_ROW:])
 
 
+def medians(once: Callable[[], float]) -> Sampler:
+    """The median nanoseconds of what takes its own seconds, alone on a thread."""
+
+    def sample(seconds: float) -> float:
+        with one_thread(), torch.no_grad(), no_garbage_collection():
+            return statistics.median(once() for _ in range(round(seconds * 600) + 3)) * 1e9
+
+    return sample
+
+
 def extra(
     recording: Callable[[Any], AbstractContextManager[None]], model: Any, ids: torch.Tensor
 ) -> Sampler:
@@ -94,12 +104,7 @@ def extra(
         with recording(model):
             return in_a_row(lambda: model(ids, **ALL)) - without
 
-    def sample(seconds: float) -> float:
-        with one_thread(), torch.no_grad(), no_garbage_collection():
-            taken = [once() for _ in range(round(seconds * 600) + 3)]
-        return statistics.median(taken) * 1e9
-
-    return sample
+    return medians(once)
 
 
 def extra_time() -> Contest:
@@ -127,11 +132,7 @@ def without_asking(model: Any, ids: torch.Tensor, *, recorded: bool) -> Sampler:
                 model(ids, **ALL)
             return in_a_row(lambda: model(ids))
 
-    def sample(seconds: float) -> float:
-        with one_thread(), torch.no_grad(), no_garbage_collection():
-            return statistics.median(once() for _ in range(round(seconds * 600) + 3)) * 1e9
-
-    return sample
+    return medians(once)
 
 
 def not_asked_for() -> Contest:

@@ -38,19 +38,12 @@ pub fn get_last<'py>(
     dict: &Bound<'py, PyDict>,
     name: &Bound<'py, PyString>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
-    #[cfg(not(Py_GIL_DISABLED))]
-    {
-        let last = dict.len().cast_signed() - 1;
-        Ok(find(dict, name, last)?.map(Borrowed::to_owned))
-    }
-    #[cfg(Py_GIL_DISABLED)]
-    dict.get_item(name)
+    get_at(dict, name, dict.len().cast_signed() - 1)
 }
 
 /// A variable of a module or an object: its name, and where in the dict it is likely to stand.
 pub struct Variable {
     pub name: Py<PyString>,
-    #[cfg_attr(Py_GIL_DISABLED, expect(dead_code, reason = "read with the GIL only"))]
     position: ffi::Py_ssize_t,
 }
 
@@ -67,38 +60,26 @@ impl Variable {
 
     /// Whether `dict` has no such variable, or it is None or an empty dict.
     pub fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
-        // With the GIL held nothing takes a value out of the dict while it is looked at, so the
-        // reference is borrowed.
-        #[cfg(not(Py_GIL_DISABLED))]
-        let found = find(dict, self.name.bind(dict.py()), self.position)?;
-        #[cfg(Py_GIL_DISABLED)]
-        let found = dict.get_item(&self.name)?;
-        Ok(found.is_none_or(|value| none_or_empty(&value)))
+        Ok(self.get(dict)?.is_none_or(|value| none_or_empty(&value)))
     }
 
     /// What `dict` has as that variable.
     pub fn get<'py>(&self, dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        #[cfg(not(Py_GIL_DISABLED))]
-        {
-            let found = find(dict, self.name.bind(dict.py()), self.position)?;
-            Ok(found.map(Borrowed::to_owned))
-        }
-        #[cfg(Py_GIL_DISABLED)]
-        dict.get_item(&self.name)
+        get_at(dict, self.name.bind(dict.py()), self.position)
     }
 }
 
-/// What `dict` has under `name`, for as long as nothing changes `dict`.
-// A look at the likely place costs a third of a look-up, which finds out if it was the wrong one.
+/// What `dict` has under `name`, which is likely to stand at `position`.
+// A look there costs a third of a look-up, which finds out if it was the wrong place.
 #[cfg(not(Py_GIL_DISABLED))]
-fn find<'a, 'py>(
-    dict: &'a Bound<'py, PyDict>,
+fn get_at<'py>(
+    dict: &Bound<'py, PyDict>,
     name: &Bound<'py, PyString>,
     mut position: ffi::Py_ssize_t,
-) -> PyResult<Option<Borrowed<'a, 'py, PyAny>>> {
+) -> PyResult<Option<Bound<'py, PyAny>>> {
     let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
     // SAFETY: `dict` and `name` are live objects of the types asked for; a position outside of the
-    // dict finds nothing. The dict keeps what is found alive.
+    // dict finds nothing. With the GIL held the dict keeps what is found alive until it is counted.
     unsafe {
         if ffi::PyDict_Next(
             dict.as_ptr(),
@@ -113,8 +94,18 @@ fn find<'a, 'py>(
         if value.is_null() && !ffi::PyErr_Occurred().is_null() {
             return Err(PyErr::fetch(dict.py()));
         }
-        Ok(Borrowed::from_ptr_or_opt(dict.py(), value))
+        Ok(Bound::from_borrowed_ptr_or_opt(dict.py(), value))
     }
+}
+
+/// The same, where others may change the dict meanwhile.
+#[cfg(Py_GIL_DISABLED)]
+fn get_at<'py>(
+    dict: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyString>,
+    _position: ffi::Py_ssize_t,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    dict.get_item(name)
 }
 
 /// A dict, and CPython's number of it, which changes whenever the dict does (PEP 509).

@@ -153,13 +153,8 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
             }
         }
-        let says = seen.says(torch, &state)?;
-        if let (Says::Forward, Some(known)) = (says, known) {
-            return Ok(Self::Forward(known));
-        }
-        if says != Says::More {
-            let forward = module.getattr(intern!(py, "forward"))?;
-            return Ok(Self::Special(forward, TorchHooks::none()));
+        if let Some(forward) = Self::forward(module, known, seen.says(torch, &state)?)? {
+            return Ok(forward);
         }
         // What `nn.Module.compile` or somebody else put in place of torch's own call.
         for variable in [&torch.compiled_call, &torch.own_call_impl] {
@@ -175,6 +170,22 @@ impl<'a, 'py> Target<'a, 'py> {
         Ok(Self::Special(forward, TorchHooks(Some(state))))
     }
 
+    /// `module.forward`, where calling the module comes down to that.
+    fn forward(
+        module: &Bound<'py, PyAny>,
+        known: Option<&'a PlainClass>,
+        says: Says,
+    ) -> PyResult<Option<Self>> {
+        Ok(match (says, known) {
+            (Says::More, _) => None,
+            (Says::Forward, Some(known)) => Some(Self::Forward(known)),
+            _ => {
+                let forward = module.getattr(intern!(module.py(), "forward"))?;
+                Some(Self::Special(forward, TorchHooks::none()))
+            }
+        })
+    }
+
     pub fn call(
         &self,
         module: &Bound<'py, PyAny>,
@@ -183,7 +194,9 @@ impl<'a, 'py> Target<'a, 'py> {
     ) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Self::Module(inner, callee, seen) => callee.call(inner, seen, args, kwargs),
-            Self::Forward(known) => known.call_forward(module, args, kwargs),
+            Self::Forward(known) => {
+                invoke::call_with_first(known.forward.bind(module.py()), module, args, kwargs)
+            }
             Self::Special(callable, _) | Self::Outer(callable) => {
                 invoke::call_with(callable, args, kwargs)
             }
@@ -384,12 +397,8 @@ impl Callee {
         };
         if calls_forward {
             let says = seen.says(torch, &instance_dict(module)?)?;
-            if let (Says::Forward, Some(known)) = (says, known) {
-                return known.call_forward(module, args, kwargs);
-            }
-            if says != Says::More {
-                let forward = module.getattr(intern!(module.py(), "forward"))?;
-                return invoke::call_with(&forward, args, kwargs);
+            if let Some(forward) = Target::forward(module, known, says)? {
+                return forward.call(module, args, kwargs);
             }
         }
         invoke::call_with(module, args, kwargs)
@@ -458,16 +467,6 @@ fn bind<'py>(
 }
 
 impl PlainClass {
-    /// Calls `module.forward`, where nothing stands in for the class's.
-    fn call_forward<'py>(
-        &self,
-        module: &Bound<'py, PyAny>,
-        args: &Bound<'py, PyTuple>,
-        kwargs: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        invoke::call_with_first(self.forward.bind(module.py()), module, args, kwargs)
-    }
-
     /// Whether nothing but `nn.Module`'s own methods stands between a call of the module, or of its
     /// `_call_impl`, and `forward`.
     fn by_torch(&self, through_call: bool) -> bool {
@@ -549,7 +548,6 @@ fn version(class: &Bound<'_, PyType>) -> u32 {
 }
 
 /// What instance dict and torch's own dicts say of a call of the module.
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum Says {
     /// `nn.Module.__call__` would do nothing but call the class's `forward`.
     Forward,
