@@ -1,15 +1,11 @@
 //! Registering with many modules at once, for what does so before each call of a model.
 
 use ferrohook_core::Phase;
-use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::dict::instance_dict;
-use crate::dispatcher::Dispatcher;
-use crate::error::{hook_error, type_name};
 use crate::handle::HookHandle;
 use crate::hook::{OnError, PhaseName, Priority};
-use crate::module::HookedBase;
+use crate::instrumenting::registry_of;
 use crate::point::PointHook;
 use crate::recorder::{Collector, Recorder};
 use crate::scope::ScopeArg;
@@ -68,25 +64,7 @@ fn register(
     priority: Priority,
     scope: &ScopeArg<'_>,
 ) -> PyResult<HookHandle> {
-    let py = module.py();
-    let state;
-    let dispatcher;
-    let registry = if let Ok(wrapper) = module.cast::<HookedBase>() {
-        wrapper.get().registry(py)?
-    } else {
-        state = instance_dict(module)?;
-        let Some(found) = state.get_item(intern!(py, Dispatcher::KEY))? else {
-            return Err(hook_error(
-                py,
-                format!(
-                    "this {} is no longer instrumented: its hooks were removed",
-                    type_name(module)
-                ),
-            ));
-        };
-        dispatcher = found.cast_into::<Dispatcher>()?;
-        dispatcher.get().registry(py)
-    };
+    let registry = registry_of(module)?;
     let (placement, options) = (priority.place(false), OnError::Raise.into());
     let registry = registry.get();
     registry.register(phase, hook, placement, options, Some(scope))

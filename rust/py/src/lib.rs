@@ -2,6 +2,7 @@
 //!
 //! This crate translates; what a hook is and when it fires is decided in `ferrohook-core`.
 
+mod attachment;
 mod backward;
 mod batch;
 mod call;
@@ -13,8 +14,8 @@ mod dispatcher;
 mod error;
 mod handle;
 mod heap_type;
-mod hold;
 mod hook;
+mod instrumenting;
 mod invoke;
 mod module;
 mod point;
@@ -33,6 +34,8 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
+    use crate::attachment::{Attachment, AttachmentContext};
+    #[pymodule_export]
     use crate::batch::{record_all, register_all};
     #[pymodule_export]
     use crate::detectors::{
@@ -44,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use crate::handle::HookHandle;
     #[pymodule_export]
-    use crate::hold::{Hold, assign_class, release_copy};
+    use crate::instrumenting::{assign_class, release_copy};
     #[pymodule_export]
     use crate::module::HookedBase;
     #[pymodule_export]

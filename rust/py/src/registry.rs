@@ -48,6 +48,19 @@ impl Registry {
         }
     }
 
+    /// A registry without hooks.
+    pub fn empty() -> Self {
+        Self::new(CoreRegistry::new(), Arc::default())
+    }
+
+    /// Removes the hooks of one phase or of all, those of scopes included.
+    pub fn clear_all(&self, phase: Option<Phase>) {
+        self.hooks.clear(phase);
+        for scoped in self.scoped.hooks() {
+            scoped.clear(phase);
+        }
+    }
+
     pub fn count_error(&self) {
         // Relaxed: a sum that orders nothing.
         self.errors.fetch_add(1, Ordering::Relaxed);
@@ -164,7 +177,7 @@ impl Registry {
 impl Registry {
     #[new]
     fn py_new() -> Self {
-        Self::new(CoreRegistry::new(), Arc::default())
+        Self::empty()
     }
 
     /// The module's number, by which captures know it.
@@ -259,11 +272,7 @@ impl Registry {
     /// Removes the hooks of one phase or of all, those of scopes included.
     #[pyo3(signature = (phase = None))]
     fn clear(&self, phase: Option<PhaseName>) {
-        let phase = phase.map(|phase| phase.0);
-        self.hooks.clear(phase);
-        for scoped in self.scoped.hooks() {
-            scoped.clear(phase);
-        }
+        self.clear_all(phase.map(|phase| phase.0));
     }
 
     /// Waits until no thread is inside any of the hooks, those of scopes and those removed before

@@ -16,8 +16,8 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 use rustc_hash::FxHashMap;
 
+use crate::attachment::Attachment;
 use crate::error::{hook_error, hook_type_error, type_name};
-use crate::hold::{Held, Hold};
 use crate::hook::{Callback, Hook, PhaseName};
 
 /// What a module knows of the scopes that have hooks for it.
@@ -125,8 +125,8 @@ pub struct ScopeBase {
     /// Whether it was entered, if only for a moment.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
-    /// What is given back when it is closed.
-    held: Mutex<Vec<Arc<Held>>>,
+    /// Released when it is closed.
+    attachment: Attachment,
 }
 
 /// A context as it is in a scope, and what tells it from its copies.
@@ -280,22 +280,15 @@ impl ScopeBase {
         Some(entered.as_ref()?.scopes.bind(py).clone())
     }
 
-    /// Has what is held given back when the scope is closed.
+    /// Releases an attachment when the scope is closed.
     ///
     /// Raises:
-    ///     HookError: it is closed.
-    #[pyo3(name = "_hold")]
-    fn hold(&self, py: Python<'_>, more: &Hold) -> PyResult<()> {
-        {
-            let mut held = self.held.lock();
-            // Those that were given back before are forgotten when the list is full.
-            if held.len() == held.capacity() {
-                held.retain(|each| !each.given_back());
-            }
-            held.push(Arc::clone(&more.0));
-        }
-        self.check_open(py)
-            .inspect_err(|_| drop(more.0.give_back(py)))
+    ///     HookError: it is closed; the attachment was released.
+    fn include(&self, py: Python<'_>, attachment: &Bound<'_, Attachment>) -> PyResult<()> {
+        let included = self.attachment.include(py, attachment.as_unbound());
+        self.check_open(py).and(included).inspect_err(|_| {
+            let _ = attachment.get().release(py);
+        })
     }
 
     /// For subclasses: what they do first when the scope is entered, and give to `with`.
@@ -335,16 +328,14 @@ impl ScopeBase {
         Ok(())
     }
 
-    /// Removes the scope's hooks, for good, and gives back what was held for them. Returns whether
-    /// it was this call that did so.
+    /// Removes the scope's hooks, for good, and releases its attachments. True for the call that did
+    /// so.
     #[pyo3(name = "_close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
         let _entered = self.entered.lock().take();
-        let held = std::mem::take(&mut *self.held.lock());
-        // All of it, whatever becomes of one.
-        let given_back = held.iter().map(|each| each.give_back(py).map(drop));
-        given_back.fold(Ok(()), Result::and).map(|()| closed)
+        self.attachment.release(py)?;
+        Ok(closed)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
