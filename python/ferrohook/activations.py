@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy as shallow_copy
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ferrohook import shards
 from ferrohook._core import Collector, Hold, HookHandle, ScopeBase, record_all
+from ferrohook.arguments import at_least_one, check_copy, expect
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import hold_all, registry_of
 from ferrohook.never_fired import explain
@@ -492,16 +492,14 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         >>> acts["layers.0.mlp"].shape
     """
     modules = select(model, what)
-    if copy not in ("checked", "clone", "ref"):
-        msg = f"copy is checked, clone or ref, got {copy!r}"
-        raise ValueError(msg)
+    check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():
-        _expect(flag, bool, f"{name} is a bool")
+        expect(flag, bool, f"{name} is a bool")
     if isinstance(output_index, bool):
-        _expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
     if dtype is not None:
-        _expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        expect(dtype, torch.dtype, "dtype is a torch.dtype")
     _check_index(slice)
     copies = _HostCopies()
     # Made on it: one that is not there is refused here, and "cuda" gets its number.
@@ -512,7 +510,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         "keep": _how_many(keep),
         "convert": _converter(copies, target, dtype, slice, copy),
         "grads": grads,
-        "max_bytes": None if max_bytes is None else _at_least_one("max_bytes", max_bytes),
+        "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
     }
 
     only_last = keep == "last"
@@ -536,18 +534,12 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 _Slice = slice
 
 
-def _expect(value: object, types: type | tuple[type, ...], expected: str) -> None:
-    if not isinstance(value, types):
-        msg = f"{expected}, got {type(value).__name__}"
-        raise HookTypeError(msg)
-
-
 def _check_index(index: Any, *, inside: bool = False) -> None:
     """Refuses what no tensor can be indexed by."""
     if isinstance(index, _Slice):
         for bound in (index.start, index.stop, index.step):
             if isinstance(bound, bool) or not (bound is None or hasattr(bound, "__index__")):
-                _expect(bound, (), "the bounds of a slice are whole numbers")
+                expect(bound, (), "the bounds of a slice are whole numbers")
         if index.step is not None and not isinstance(index.step, Tensor) and index.step < 1:
             msg = f"the step of a slice of a tensor is at least 1, got {index.step}"
             raise ValueError(msg)
@@ -558,7 +550,7 @@ def _check_index(index: Any, *, inside: bool = False) -> None:
         # In a mask, not by itself: that adds a dimension.
         isinstance(index, bool) and not inside
     ):
-        _expect(index, (), "slice is what a tensor can be indexed by")
+        expect(index, (), "slice is what a tensor can be indexed by")
 
 
 def _how_many(keep: Any) -> int | None:
@@ -567,17 +559,7 @@ def _how_many(keep: Any) -> int | None:
             return _NAMED[keep]
         msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
         raise ValueError(msg)
-    return _at_least_one("keep", keep, "'last', 'all' or a number of calls")
+    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
 
 
 _NAMED = {"last": 1, "all": None}
-
-
-def _at_least_one(name: str, value: Any, expected: str = "a whole number") -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        msg = f"{name} is {expected}, got {type(value).__name__}"
-        raise HookTypeError(msg)
-    if value < 1:
-        msg = f"{name} is at least 1, got {value}"
-        raise ValueError(msg)
-    return min(value, sys.maxsize)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.activations import capture
+from ferrohook.arguments import describe
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreError
 from ferrohook.interventions import Detector, Layers
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.stores import Store
@@ -336,7 +336,7 @@ def _check(model: object, batches: object, store: object, forward: object) -> No
     }
     for what, (given, types) in expected.items():
         if not isinstance(given, types):
-            msg = f"collect: {what}, got {_describe(given)}"
+            msg = f"collect: {what}, got {describe(given)}"
             raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is called with a batch, got {type(forward).__name__}"

@@ -7,19 +7,19 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from ferrohook._core import Hold, HookHandle, NativeDetector, ScopeBase, TypedHook
 from ferrohook.activations import capture as _capture
+from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import has_another_s, hold_all, registry_of
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
 
     from ferrohook.selection import Selector
 
@@ -235,9 +235,7 @@ def run(
     Examples:
         >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
     """
-    if not isinstance(model, nn.Module):
-        msg = f"run calls an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "run calls")
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, Type
 from torch import jit, nn
 
 from ferrohook._core import HookedBase, Registry
+from ferrohook.arguments import expect_module
 from ferrohook.classes import common_subclass, plain_class
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.errors import HookError
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 
 if TYPE_CHECKING:
@@ -81,9 +82,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
             super().__init_subclass__(**kwargs)
 
     def __init__(self, module: M) -> None:
-        if not isinstance(module, nn.Module):
-            msg = f"HookedModule wraps an instance of nn.Module, got {_describe(module)}"
-            raise HookTypeError(msg)
+        expect_module(module, "HookedModule wraps")
         self._adopt(module, Registry())
 
     def _adopt(self, module: nn.Module, registry: Registry) -> None:
@@ -288,10 +287,6 @@ _OWN_NAMES = {name for name in dir(HookedModule) if not name.startswith("__")} -
 def keeps_state_in_torch_hooks(hook: object) -> bool:
     """Whether torch looks for `hook` in its own dicts: prune, weight_norm and spectral_norm do."""
     return type(hook).__module__.startswith("torch.nn.utils.")
-
-
-def _describe(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _indent(text: str) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.errors import HookError
 from ferrohook.instrumentation import find_registry
-from ferrohook.module import HookInfo, _describe
+from ferrohook.module import HookInfo
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from rich.tree import Tree
+    from torch import nn
 
     from ferrohook.selection import Selector
 
@@ -37,9 +37,7 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
     except ModuleNotFoundError as error:
         msg = "summary needs the package rich: install ferrohook[rich]"
         raise HookError(msg) from error
-    if not isinstance(model, nn.Module):
-        msg = f"summary shows an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "summary shows")
     modules = select(model)
     hooks = {name: _hooks(module) for name, module in modules.items()}
     shown = {""}

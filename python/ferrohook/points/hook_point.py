@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
+from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
 from ferrohook.instrumentation import _KEY, hold, registry_of
-from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -200,7 +200,7 @@ class HookPoint(nn.Module):
         if conversion is not None and missing:
             msg = (
                 "a conversion has the methods convert(value) and revert(value), "
-                f"{_describe(conversion)} lacks {' and '.join(missing)}"
+                f"{describe(conversion)} lacks {' and '.join(missing)}"
             )
             raise HookTypeError(msg)
         self._hook_conversion = conversion

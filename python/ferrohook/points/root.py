@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Recorder, ScopeBase, active_scopes, register_all
+from ferrohook.arguments import check_copy, describe
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
 from ferrohook.points.hook_point import (
@@ -237,7 +237,7 @@ class HookedRootModule(nn.Module):
         if isinstance(which, str):
             return points_named(self, [which])
         if not callable(which):
-            msg = f"hooks go to a name or to a predicate of names, got {_describe(which)}"
+            msg = f"hooks go to a name or to a predicate of names, got {describe(which)}"
             raise HookTypeError(msg)
         return points_filtered(self, which)
 
@@ -505,7 +505,7 @@ class HookedRootModule(nn.Module):
         if cache is None:
             cache = PointCache()
         if not isinstance(cache, MutableMapping):
-            msg = f"cache is a dict, or None for a new one, got {_describe(cache)}"
+            msg = f"cache is a dict, or None for a new one, got {describe(cache)}"
             raise HookTypeError(msg)
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
@@ -646,9 +646,7 @@ def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
 def _keeping(
     device: torch.device | str | None, remove_batch_dim: bool, pos_slice: Any, copy: Copy
 ) -> Keeping:
-    if copy not in {"checked", "clone", "ref"}:
-        msg = f"copy is checked, clone or ref, got {copy!r}"
-        raise ValueError(msg)
+    check_copy(copy)
     # Made on it: one that is not there is refused here.
     target = None if device is None else torch.empty(0, device=device).device
     return Keeping(target, bool(remove_batch_dim), Slice.unwrap(pos_slice), copy)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
-from ferrohook.module import _describe
 from ferrohook.recording.forwards import _parameters
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def merge_with_config_defaults(func: F) -> F:
         ValueError: a `vision_feature_select_strategy` other than default and full.
     """
     if not callable(func):
-        msg = f"merge_with_config_defaults decorates a forward, got {_describe(func)}"
+        msg = f"merge_with_config_defaults decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
     names = _parameters(func)
     places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}

@@ -22,9 +22,9 @@ from ferrohook._core import (
     installations,
 )
 from ferrohook.activations import _converter, _HostCopies, tensors_in
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.errors import HookError
 from ferrohook.instrumentation import find_registry, hold, hold_all, registry_of
-from ferrohook.module import _describe
 from ferrohook.recording.calls import knows, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
@@ -209,9 +209,7 @@ def uninstall(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "uninstall takes")
     for module in model.modules():
         installation = installations.pop(id(module), None)
         if installation is not None:
