@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
-from ferrohook.activations import _HostCopies
+from ferrohook.host_copies import HostCopies
 from ferrohook.recording.layers import Installation
 from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
@@ -244,7 +244,7 @@ class InstallationBase:
         keys: list[Collector],
         tree: ModuleTree,
         complete: bool,
-        copies: _HostCopies | None,
+        copies: HostCopies | None,
         *_others: Any,
     ) -> Self: ...
     def watch(self) -> None: ...

@@ -20,6 +20,7 @@ from ferrohook.interventions import Detector, Layers
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.stores import Store
+from ferrohook.tensors import tensors_by_path
 
 if TYPE_CHECKING:
     from ferrohook.selection import Selector
@@ -142,28 +143,28 @@ class _Captured(_Collector):
 
     def __init__(self, model: nn.Module, what: Selector) -> None:
         # Of its own memory: the rest of the forward may compute in place.
-        self._recording = capture(model, what, keep="all", copy="clone", device="cpu").recording
+        self._session = capture(model, what, keep="all", copy="clone", device="cpu").session
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:
-        self._activations = self._recording.begin(scope)
+        self._activations, _ = self._session.begin(scope)
 
     def take(self) -> dict[str, dict[str, Tensor]]:
         taken = {
             layer: {
-                name: tensor
+                ".".join([f"output#{number}" if number else "output", *map(str, path)]): tensor
                 for number, output in enumerate(calls)
-                for name, tensor in _named(output, f"output#{number}" if number else "output")
+                for path, tensor in tensors_by_path(output)
             }
             for layer, calls in self._activations.items()
         }
-        self._recording.clear()
+        self._session.clear()
         self._ran |= {*taken}
         return taken
 
     def silent(self) -> list[str]:
         # The capture itself forgets with each batch what compiled modules have run.
-        return [name for name in self._recording.silent() if name not in self._ran]
+        return [name for name in self._session.silent() if name not in self._ran]
 
 
 class _Detected(_Collector):
@@ -213,21 +214,6 @@ class _Detected(_Collector):
 
     def silent(self) -> list[str]:
         return [] if self._ran or not self._detector.enabled else [self._layer]
-
-
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a structure of tuples, lists, dicts and dataclasses, by their paths."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _named(item, f"{name}.{key}")
-    elif isinstance(value, tuple | list):
-        for number, item in enumerate(value):
-            yield from _named(item, f"{name}.{number}")
-    elif hasattr(value, "__dataclass_fields__"):
-        for key in value.__dataclass_fields__:
-            yield from _named(getattr(value, key, None), f"{name}.{key}")
 
 
 def _collectors(model: nn.Module, detectors: Any, store: Store) -> list[_Collector]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrohook._core import Hold, HookHandle, NativeDetector, ScopeBase, TypedHook
+from ferrohook.activations import ActivationCache
 from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
@@ -239,13 +240,13 @@ def run(
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)
-    recording = None if capture is None else _capture(model, capture).recording
+    session = None if capture is None else _capture(model, capture).session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if recording is None else recording.begin(own)
+        acts = None if session is None else ActivationCache(*session.begin(own))
         output = model(*args, **kwargs)
         told = [group._told(silent) for group in groups if (silent := group._silent())]
-    if recording is not None and (silent := recording.silent()):
+    if session is not None and (silent := session.silent()):
         told.append(explain(model, silent))
     for text in told:
         warnings.warn(text, NeverFiredWarning, stacklevel=2)

@@ -23,6 +23,7 @@ from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.groups import register
 from ferrohook.instrumentation import find_registry, registry_of
 from ferrohook.module import HookInfo
+from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -57,7 +58,6 @@ __all__ = [
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5, 5))
 """The bounds of the latency histograms, in seconds: what modules take is between them."""
 
-_AHEAD_OF_ALL = 2**63 - 1
 _deadline: ContextVar[float] = ContextVar("ferrohook_deadline", default=float("inf"))
 
 
@@ -173,7 +173,7 @@ class ModelMetrics(Collector):
         with contextlib.ExitStack() as stack:
             for name in self._modules:
                 began = register(
-                    model, name, self._calls[name], phase="forward_pre", priority=_AHEAD_OF_ALL
+                    model, name, self._calls[name], phase="forward_pre", priority=AHEAD_OF_ALL
                 )
                 stack.callback(began.remove)
                 stack.callback(register(model, name, self._latencies[name]).remove)

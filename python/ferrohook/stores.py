@@ -651,7 +651,7 @@ class _Folder:
 
     def _read(self, folder: Path, file: _File, layer: str, names: list[str]) -> dict[str, Tensor]:
         path = folder / file.name
-        library = shards._safetensors()
+        library = shards.safetensors_library()
         try:
             size = path.stat().st_size
             if size != file.bytes:

@@ -8,6 +8,7 @@ from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
 from ferrohook.instrumentation import find_registry
 from ferrohook.module import HookInfo
+from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _line(hook: HookInfo, seconds: float | None) -> str:
     details = [f"{hook.calls} calls"]
     if seconds is not None:
         details.append(f"{seconds * 1e3:.3f} ms")
-    if hook.priority > -(2**63) and hook.priority:
+    if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
     if not hook.enabled:
         details.append("disabled")

@@ -8,8 +8,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ferrohook._core import Collector, record_all
-from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
+from ferrohook.activations import ActivationCache
 from ferrohook.errors import StaleActivationError
+from ferrohook.priorities import BEHIND_ALL
+from ferrohook.tensors import map_tensors, share_memory, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,7 +188,7 @@ class Keeping(NamedTuple):
             result = result.to(self.device)
         # A slice is not to keep all of the tensor alive.
         own = self.copy == "clone" or self.sliced
-        return result.clone() if own and _share(result, tensor) else result
+        return result.clone() if own and share_memory(result, tensor) else result
 
 
 class SavingHook:
@@ -254,7 +256,7 @@ class Recording:
             max_bytes=None,
             stop=None,
         )
-        record_all(collector, list(points.values()), _BEHIND_ALL, scope)
+        record_all(collector, list(points.values()), BEHIND_ALL, scope)
         return collector
 
     def _convert_alike(self) -> Callable[[Tensor], Tensor] | None:

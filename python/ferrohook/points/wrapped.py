@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
-from ferrohook.activations import map_tensors, tensors_in
 from ferrohook.errors import HookError
 from ferrohook.groups import HandleGroup
 from ferrohook.instrumentation import find_registry, hold_all, registry_of
@@ -14,6 +13,7 @@ from ferrohook.module import _delegate, _indent
 from ferrohook.points.hook_point import HookPoint
 from ferrohook.points.root import HookedRootModule
 from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
