@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 from torch import jit, nn
 
@@ -13,6 +13,7 @@ from ferrohook._core import HookedBase, Registry
 from ferrohook.arguments import expect_module
 from ferrohook.classes import common_subclass, plain_class
 from ferrohook.errors import HookError
+from ferrohook.hook_info import HookInfo, hooks_of
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 
 if TYPE_CHECKING:
@@ -30,23 +31,6 @@ else:
         # Without `Generic`, whose place among the bases of a module's class may be another.
         __slots__ = ()
         __class_getitem__ = classmethod(types.GenericAlias)
-
-
-class HookInfo(NamedTuple):
-    """One registered hook, as `HookedModule.hooks` lists it."""
-
-    id: int
-    """Unique in the process, increasing, never reused."""
-    phase: str
-    """`forward_pre`, `forward`, `backward_pre` or `backward`."""
-    hook: Any
-    """What was registered: a callable or a typed hook."""
-    priority: int
-    """Higher fires first."""
-    enabled: bool
-    """Whether it fires when its turn comes."""
-    calls: int
-    """How often it was called and has returned or raised."""
 
 
 class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
@@ -121,7 +105,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         Raises:
             ValueError: an unknown phase.
         """
-        return [HookInfo(*row[:-1]) for row in self._registry.list(phase)]
+        return hooks_of(self._registry, phase)
 
     def clear_hooks(self, phase: str | None = None) -> None:
         """Removes the hooks of one phase, or of all, those of scopes too; torch's own hooks stay.

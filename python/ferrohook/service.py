@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.groups import register
+from ferrohook.hook_info import hooks_of
 from ferrohook.instrumentation import find_registry, registry_of
-from ferrohook.module import HookInfo
 from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.activations import ActivationCache
+    from ferrohook.hook_info import HookInfo
     from ferrohook.selection import Selector
 
 __all__ = [
@@ -119,12 +120,7 @@ def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    listed = {}
-    for name, module in select(model).items():
-        registry = find_registry(module)
-        rows = [] if registry is None else registry.list()
-        listed[name] = [HookInfo(*row[:-1]) for row in rows]
-    return listed
+    return {name: hooks_of(find_registry(module)) for name, module in select(model).items()}
 
 
 class ModelMetrics(Collector):

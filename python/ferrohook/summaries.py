@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
+from ferrohook.hook_info import timed_hooks
 from ferrohook.instrumentation import find_registry
-from ferrohook.module import HookInfo
 from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
     from torch import nn
 
+    from ferrohook.hook_info import HookInfo
     from ferrohook.selection import Selector
 
 
@@ -40,7 +41,7 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
         raise HookError(msg) from error
     expect_module(model, "summary shows")
     modules = select(model)
-    hooks = {name: _hooks(module) for name, module in modules.items()}
+    hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
     shown = {""}
     asked_for = () if also == () else select(model, also)
     for name, rows in hooks.items():
@@ -58,12 +59,6 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
         for hook in hooks[name]:
             nodes[name].add(_line(*hook))
     return nodes[""]
-
-
-def _hooks(module: nn.Module) -> list[tuple[HookInfo, float | None]]:
-    registry = find_registry(module)
-    rows = [] if registry is None else registry.list()
-    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
 
 
 def _title(name: str, module: nn.Module) -> str:
