@@ -11,7 +11,8 @@ from ferrohook._core import Collector, record_all
 from ferrohook.activations import ActivationCache
 from ferrohook.errors import StaleActivationError
 from ferrohook.priorities import BEHIND_ALL
-from ferrohook.tensors import map_tensors, share_memory, tensors_in
+from ferrohook.tensors import map_tensors, share_memory
+from ferrohook.versions import check_unchanged, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,15 +37,11 @@ class _Kept:
 
     def __init__(self, value: Any, *, checked: bool = False) -> None:
         self._value = map_tensors(_counting, value) if checked else value
-        self._versions = _versions(self._value) if checked else None
+        self._versions = versions_of(self._value) if checked else None
 
     def read(self, name: str) -> Any:
-        if self._versions is not None and self._versions != _versions(self._value):
-            msg = (
-                f"{name!r} was changed in place after it was captured: capture with "
-                'copy="clone" to keep what it was'
-            )
-            raise StaleActivationError(msg)
+        if self._versions is not None:
+            check_unchanged(self._value, self._versions, name)
         return self._value
 
     def peek(self) -> Any:
@@ -56,11 +53,6 @@ class _Kept:
 
 def _counting(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _versions(value: Any) -> list[int]:
-    # Inference tensors count none.
-    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 class _Recorded:
