@@ -9,7 +9,7 @@ from torch import nn
 
 from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import _KEY, hold, registry_of
+from ferrohook.instrumentation import hold, registry_of
 from ferrohook.points.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -22,7 +22,7 @@ from ferrohook.points.lens_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook._core import Registry, ScopeBase
+    from ferrohook._core import ScopeBase
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ Direction: TypeAlias = Literal["fwd", "bwd"]
 Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
 # What `add_hook` registers for, and how.
-_PHASES = {"fwd": "forward", "bwd": "backward"}
+PHASES = {"fwd": "forward", "bwd": "backward"}
 # What anybody may have registered for.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
@@ -114,8 +114,8 @@ class HookPoint(nn.Module):
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
-        registry: Registry = vars(self)[_KEY].registry
-        handle._registered(registry.register(handle.phase, handle, prepend=prepend, scope=scope))
+        register = registry_of(self).register
+        handle._registered(register(handle.phase, handle, prepend=prepend, scope=scope))
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
@@ -133,7 +133,7 @@ class HookPoint(nn.Module):
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[LensHandle]:
-        rows = registry_of(self).list(_PHASES[direction])
+        rows = registry_of(self).list(PHASES[direction])
         return [hook for _, _, hook, *_ in rows if isinstance(hook, LensHandle)]
 
     def has_hooks(
@@ -152,7 +152,7 @@ class HookPoint(nn.Module):
         Raises:
             ValueError: another `dir`.
         """
-        for each in _directions(dir):
+        for each in directions(dir):
             for phase in _ALL_PHASES[each]:
                 for _, _, hook, *_ in registry_of(self).list(phase):
                     if not isinstance(hook, LensHandle):
@@ -178,7 +178,7 @@ class HookPoint(nn.Module):
         Raises:
             ValueError: another `dir`.
         """
-        for each in _directions(dir):
+        for each in directions(dir):
             for handle in self._handles(each):
                 if handle.matches(including_permanent=including_permanent, level=level):
                     handle.remove()
@@ -263,10 +263,15 @@ class HookPoint(nn.Module):
                 hook._registered(handle)  # a copied one knew of none
 
 
-def _directions(direction: object) -> tuple[str, ...]:
+def directions(direction: object) -> tuple[str, ...]:
+    """The directions that "fwd", "bwd" or "both" names.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     if direction == "both":
-        return tuple(_PHASES)
-    if direction not in _PHASES:
+        return tuple(PHASES)
+    if direction not in PHASES:
         msg = f"dir is 'fwd', 'bwd' or 'both', got {direction!r}"
         raise ValueError(msg)
     return (str(direction),)

@@ -17,13 +17,7 @@ from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
-from ferrohook.points.hook_point import (
-    _PHASES,
-    Direction,
-    Directions,
-    HookPoint,
-    _directions,
-)
+from ferrohook.points.hook_point import PHASES, Direction, Directions, HookPoint, directions
 from ferrohook.points.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -33,7 +27,9 @@ from ferrohook.points.lens_hooks import (
 )
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
+from ferrohook.points.wrapped import WrappedModel, points_on
 from ferrohook.scopes import Scope
+from ferrohook.wrapper import own_names
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
@@ -130,9 +126,7 @@ class HookedRootModule(nn.Module):
             >>> _, cache = model.run_with_cache(ids)
             >>> cache["layers.0.mlp.hook_out"].shape
         """
-        from ferrohook.points.wrapped import wrap  # noqa: PLC0415 (derives from this class)
-
-        return wrap(model, points)
+        return WrappedRootModule(model, points_on(model, points))
 
     def __getattr__(self, name: str) -> Any:
         if name in {"mod_dict", "hook_dict"}:
@@ -328,8 +322,8 @@ class HookedRootModule(nn.Module):
         level = self.context_level
         points = self.hook_dict
         handles: list[LensHandle] = []
-        directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
-        for dir, pairs in directions.items():
+        hooks: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
+        for dir, pairs in hooks.items():
             kind = HANDLES[dir]
             known = None  # the same hook, or hooks of one loop, stand one after the other
             rows: list[tuple[HookPoint, LensHandle]] = []
@@ -343,7 +337,7 @@ class HookedRootModule(nn.Module):
                     found = self._points(which).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
             if rows:
-                register_all(rows, _PHASES[dir], scope)
+                register_all(rows, PHASES[dir], scope)
                 handles += [handle for _, handle in rows]
         return handles
 
@@ -624,13 +618,22 @@ class HookedRootModule(nn.Module):
         for name, point in points_filtered(self, name_filter).items():
             handles = [
                 handle
-                for each in _directions(dir)
+                for each in directions(dir)
                 for handle in point._handles(each)
                 if handle.matches(including_permanent=including_permanent, level=None)
             ]
             if handles:
                 listed[name] = handles
         return listed
+
+
+class WrappedRootModule(WrappedModel, HookedRootModule):
+    """The model that `HookedRootModule.wrap` returns, with the methods of this class."""
+
+    __slots__ = ()
+
+
+WrappedRootModule._own_names = own_names(WrappedRootModule)
 
 
 def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
