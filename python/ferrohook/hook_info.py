@@ -41,7 +41,7 @@ def timed_hooks(
         ValueError: an unknown phase.
     """
     rows = [] if registry is None else registry.list(phase)
-    return [(HookInfo(*row), seconds) for *row, seconds in rows]
+    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
 
 
 def hooks_of(registry: Registry | None, phase: str | None = None) -> list[HookInfo]:

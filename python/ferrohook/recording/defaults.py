@@ -12,7 +12,7 @@ import torch
 
 from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
-from ferrohook.recording.forwards import _parameters
+from ferrohook.recording.forwards import parameter_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def merge_with_config_defaults(func: F) -> F:
     if not callable(func):
         msg = f"merge_with_config_defaults decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
-    names = _parameters(func)
+    names = parameter_names(func)
     places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}
 
     @functools.wraps(func)

@@ -86,7 +86,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
     """
 
     def decorate(forward: Any) -> Any:
-        names = _parameters(forward)
+        names = parameter_names(forward)
 
         @functools.wraps(forward)
         def recorded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
     return decorate if func is None else decorate(func)
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """The names that it takes as keywords; None if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
