@@ -113,7 +113,8 @@ class HookedRootModule(nn.Module):
                 or just what `select` takes, for both.
 
         Returns:
-            A `HookedRootModule` around the model, whose `into_inner` gives it back as it was.
+            A `HookedRootModule` around the model, whose `into_inner` gives it back as it was. It is
+            an instance of the model's class too, unless the model has names of `HookedRootModule`.
 
         Raises:
             SelectionError: a pattern matches no module.
