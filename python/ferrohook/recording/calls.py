@@ -6,8 +6,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ferrohook._core import Call, active_scopes, calls_in_progress
-from ferrohook.activations import _share, tensors_in
 from ferrohook.errors import UnattributedWarning
+from ferrohook.tensors import share_memory, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,7 @@ def running(model: nn.Module | None) -> list[Call]:
 def knows(call: Call, tensors: list[Tensor]) -> bool:
     """Whether it was called with one of these, or a layer of it returned it."""
     known = [*tensors_in(call.given), *call.seen()]
-    return any(_share(each, tensor) for tensor in tensors if tensor.numel() for each in known)
+    return any(share_memory(each, tensor) for tensor in tensors if tensor.numel() for each in known)
 
 
 def tell_unattributed(call: Call) -> None:

@@ -20,13 +20,14 @@ from ferrohook._core import (
     calls_in_progress,
     installations,
 )
-from ferrohook.activations import _converter, _HostCopies, tensors_in
-from ferrohook.errors import HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.conversion import converter
+from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, find_registry, make_class, registry_of
-from ferrohook.module import _describe
 from ferrohook.recording.calls import knows, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
+from ferrohook.tensors import tensors_in
 from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Installation(InstallationBase):
         _keys: list[Collector],
         _tree: ModuleTree,
         _complete: bool,  # noqa: FBT001 (as the native half takes it)
-        _copies: _HostCopies | None,
+        _copies: HostCopies | None,
         model: nn.Module,
         plan: Plan,
         number: str,
@@ -132,14 +133,14 @@ def _of_all(targets: list[Target]) -> OutputRecorder:
     return targets[0].recorder if targets else _NOTHING
 
 
-def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Collector:
+def _collector(key: str, recorder: OutputRecorder, copies: HostCopies) -> Collector:
     device = None if recorder.device is None else torch.device(recorder.device)
     return Collector(
         [key],
         detach=recorder.detach,
         copy="ref",
         keep=None,
-        convert=_converter(copies, device, recorder.dtype, None, "ref"),
+        convert=converter(copies, device, recorder.dtype, None, "ref"),
         grads=False,
         max_bytes=None,
         stop=None,
@@ -189,7 +190,7 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
 
 
 def _installation(model: nn.Module, plan: Plan, former: Installation | None) -> Installation:
-    copies = _HostCopies()
+    copies = HostCopies()
     recorders = {key: _of_all(found) for key, found in plan.targets.items()}
     keys = [_collector(key, recorder, copies) for key, recorder in recorders.items()]
     moved = any(recorder.device is not None for recorder in recorders.values())
@@ -207,9 +208,7 @@ def uninstall(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "uninstall takes")
     for module in model.modules():
         installation = installations.pop(id(module), None)
         if installation is not None:
