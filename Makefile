@@ -38,7 +38,7 @@ lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/servic
 
 bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
 	@mkdir -p bench-results
-	$(BIN)/ferrohook bench --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).png
+	$(BIN)/python -m benches --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).svg
 
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
 	$(BIN)/python -m benches.load

@@ -1,8 +1,8 @@
-"""What a row of the benchmarks is, and how it is measured.
+"""Groups of alternately measured sides, and the ratios of their medians.
 
-A ratio is only worth something if both of its sides saw the same machine. So each row measures
-ours, then the other, then ours again, many times in turn; every such pair gives one ratio, and
-the row is their median. The absolute times depend on what else runs; the ratios hardly do.
+A ratio only tells something if both of its sides saw the same machine. So one process measures
+the sides of a group in turn, many times over. A side has one figure, its median, wherever it is
+shown; absolute times depend on the machine's load, their ratios hardly do.
 """
 
 from __future__ import annotations
@@ -17,55 +17,67 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Sampler: TypeAlias = "Callable[[float], float]"
-"""Measures one side for about so many seconds and returns the figure, in the row's unit."""
+"""Measures one side for about so many seconds and returns the figure, in the group's unit."""
+
+Samples: TypeAlias = "dict[str, list[float]]"
+"""Figures by side; those of one index were measured one after the other."""
 
 
 class WrongResultError(Exception):
-    """What is to be timed does not do what PyTorch does."""
-
-
-@dataclass(frozen=True)
-class Contest:
-    """The two sides of a row, checked and ready to be measured."""
-
-    ours: Sampler
-    other: Sampler
+    """A side computes another result than the one that it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table.
+    """A ratio of two sides.
 
     Attributes:
-        name: what is measured: ours / other.
-        bar: what the ratio should keep to.
-        setup: checks the result, then returns what to measure.
-        unit: of the figures of both sides.
-        at_least: the bar is a lower one.
-        absolute: the bar is for our figure itself; the other is shown to compare.
-        repeats: at most so many, where each takes long.
-        turns: so many times as many, where each is as much shorter.
-        needs: the module that the other side is, where that is neither PyTorch nor ourselves.
+        name: the side that is judged.
+        over: the side that it is divided by.
+        bar: limit that the ratio should keep to.
+        at_least: the bar is a lower limit.
+        absolute: the bar limits the figure of `name`, not the ratio.
     """
 
     name: str
+    over: str
     bar: float
-    setup: Callable[[], Contest]
-    unit: str = "ns"
     at_least: bool = False
     absolute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} / {self.over}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Sides that one process measures alternately.
+
+    Attributes:
+        name: its title.
+        setup: checks the results of all sides, then returns a sampler for each.
+        rows: the ratios shown.
+        unit: of all figures.
+        repeats: upper limit where a sample takes long.
+        turns: multiplies the repeats and divides the time of each.
+        needs: module of another project that the group compares with.
+    """
+
+    name: str
+    setup: Callable[[], Mapping[str, Sampler]]
+    rows: Sequence[Row]
+    unit: str = "ns"
     repeats: int | None = None
     turns: int = 1
     needs: str | None = None
 
     @property
-    def bar_text(self) -> str:
-        """The bar with its direction and, where it has one, its unit."""
-        unit = f" {self.unit}" if self.absolute else ""
-        return f"{'≥' if self.at_least else '≤'} {self.bar:g}{unit}"
+    def sides(self) -> list[str]:
+        """All sides that a row names, each once."""
+        return list(dict.fromkeys(side for row in self.rows for side in (row.over, row.name)))
 
 
 @dataclass(frozen=True)
@@ -80,71 +92,57 @@ FULL = Effort(repeats=21, seconds=0.03)
 QUICK = Effort(repeats=5, seconds=0.005)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row with what came out: a pair (ours, other) for each repeat."""
+def measure(group: Group, effort: Effort, samplers: Mapping[str, Sampler]) -> Samples:
+    """Samples all sides alternately."""
+    repeats = min(effort.repeats, group.repeats or effort.repeats) * group.turns
+    seconds = effort.seconds / group.turns
+    samples: Samples = {side: [] for side in samplers}
+    for _ in range(repeats):
+        for side, sample in samplers.items():
+            samples[side].append(sample(seconds))
+    return samples
 
-    row: Row
-    pairs: list[tuple[float, float]]
+
+@dataclass(frozen=True)
+class Ratio:
+    """The figures of one side, `names`, over those of another."""
+
+    names: list[float]
+    overs: list[float]
 
     @property
-    def values(self) -> list[float]:
-        """What is held against the bar, for each repeat."""
-        if self.row.absolute:
-            return [ours for ours, _ in self.pairs]
-        return [ours / other for ours, other in self.pairs]
+    def figure(self) -> float:
+        """The median of `name`."""
+        return statistics.median(self.names)
+
+    @property
+    def base(self) -> float:
+        """The median of `over`."""
+        return statistics.median(self.overs)
 
     @property
     def value(self) -> float:
-        """The median of the values."""
-        return statistics.median(self.values)
+        """The ratio of both medians."""
+        return self.figure / self.base
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The 10th and the 90th percentile of the values."""
-        if len(self.pairs) == 1:
+        """The 10th and the 90th percentile of the ratios of single samples."""
+        pairs = zip(self.names, self.overs, strict=True)
+        ratios = [name / over for name, over in pairs if over]
+        if len(ratios) < 2:  # noqa: PLR2004 (as few as quantiles take)
             return self.value, self.value
-        deciles = statistics.quantiles(self.values, n=10, method="inclusive")
+        deciles = statistics.quantiles(ratios, n=10, method="inclusive")
         return deciles[0], deciles[-1]
 
-    @property
-    def ours(self) -> float:
-        """Our median figure."""
-        return statistics.median(ours for ours, _ in self.pairs)
 
-    @property
-    def other(self) -> float:
-        """The other side's median figure."""
-        return statistics.median(other for _, other in self.pairs)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the median keeps to the bar."""
-        return self.value >= self.row.bar if self.row.at_least else self.value <= self.row.bar
-
-
-def measure(row: Row, effort: Effort) -> Measured:
-    """Checks and measures one row.
-
-    Raises:
-        WrongResultError: ours does not do what PyTorch does.
-    """
-    contest = row.setup()
-    repeats = min(effort.repeats, row.repeats or effort.repeats)
-    pairs = []
-    seconds = effort.seconds / row.turns
-    for _ in range(repeats * row.turns):
-        ours = contest.ours(seconds)
-        pairs.append((ours, contest.other(seconds)))
-    return Measured(row, pairs)
-
-
-def timed(loop: Callable[[int], object], per: int = 1) -> Sampler:
-    """Samples the nanoseconds that one iteration of `loop` takes.
+def timed(loop: Callable[[int], object], per: int = 1, *, nanoseconds: float = 1.0) -> Sampler:
+    """Samples the time of one iteration of `loop`.
 
     Args:
-        loop: runs as many iterations as it is told.
-        per: how many parts one iteration has, if the time of a part is wanted.
+        loop: runs so many iterations.
+        per: parts of an iteration, if the time of a part is wanted.
+        nanoseconds: of one unit.
     """
     count = 0
 
@@ -152,16 +150,16 @@ def timed(loop: Callable[[int], object], per: int = 1) -> Sampler:
         nonlocal count
         with no_garbage_collection():
             count = count or _calibrate(loop, seconds)
-            return _seconds(loop, count) / count / per * 1e9
+            return _seconds(loop, count) / count / per * 1e9 / nanoseconds
 
     return sample
 
 
 def expect(condition: bool, what: str) -> None:  # noqa: FBT001  (reads as a sentence)
-    """Refuses to time something that is wrong.
+    """Refuses to measure a wrong result.
 
     Raises:
-        WrongResultError: `condition` is false; `what` says what should have held.
+        WrongResultError: `condition` is false; `what` names the right result.
     """
     if not condition:
         raise WrongResultError(what)
@@ -169,7 +167,7 @@ def expect(condition: bool, what: str) -> None:  # noqa: FBT001  (reads as a sen
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Has torch compute on this thread alone."""
+    """Limits torch to the calling thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -180,7 +178,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector, which runs when it pleases, out of what is timed."""
+    """Collects garbage before and not while the body is timed."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -192,17 +190,16 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def _calibrate(loop: Callable[[int], object], seconds: float) -> int:
-    """How many iterations take about so many seconds; warms the loop up too."""
+    """Iterations that take about so many seconds; warms the loop up too."""
     count = 1
-    # Until it is far enough from the clock's resolution to extrapolate.
+    # Far enough from the clock's resolution to extrapolate.
     while (taken := _seconds(loop, count)) < seconds / 10:
         count *= 2
     return max(1, round(count * seconds / taken))
 
 
 def _seconds(loop: Callable[[int], object], count: int) -> float:
-    # This thread's own time: what other processes do in the meantime does not count. The loops
-    # compute and never wait, so nothing of theirs is missed.
+    # CPU time of this thread: other processes do not count. The loops never wait.
     start = thread_time()
     loop(count)
     return thread_time() - start

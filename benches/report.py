@@ -1,31 +1,35 @@
-"""What is shown of the results: tables, JSON and a plot."""
+"""Tables, JSON and a chart of results."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich import box
 from rich.table import Table
 
 import ferrohook as fh
+from benches.harness import Ratio, Row, Samples
+from benches.running import Results, find_groups
 
 if TYPE_CHECKING:
-    from ferrohook.benches.harness import Measured
-    from ferrohook.benches.running import Results
+    from collections.abc import Sequence
 
-GOOD, BAD = "tab:blue", "tab:red"
+NANOSECONDS = {"s": 1e9, "ms": 1e6, "µs": 1e3, "ns": 1.0}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the figures come from."""
+    """Origin of the figures."""
 
     cpu: str
     cores: int
@@ -67,109 +71,199 @@ def _cpu() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def table(results: Results) -> Table:
-    """The results for a terminal."""
-    shown = Table(caption="median of the repeats, spread from the 10th to the 90th percentile")
-    shown.add_column("row", min_width=24)
-    for heading in HEADINGS[1:]:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for result in results.measured:
-        row, *cells, ok = cells_of(result)
-        shown.add_row(row, *cells, f"[green]{ok}" if result.ok else f"[red]{ok}")
-    for left_out in results.skipped:
-        shown.add_row(left_out.name, f"[dim]{left_out.needs} is not installed")
-    for name in results.failed:
-        shown.add_row(name, "[red]failed, see below")
-    return shown
+@dataclass(frozen=True)
+class Line:
+    """A measured row."""
+
+    row: Row
+    unit: str
+    ratio: Ratio
+
+    @property
+    def ok(self) -> bool:
+        """Tells if the row keeps to its bar."""
+        value = self.ratio.figure if self.row.absolute else self.ratio.value
+        return value >= self.row.bar if self.row.at_least else value <= self.row.bar
+
+    @property
+    def bar(self) -> str:
+        """The bar with its direction and, if it limits a figure, its unit."""
+        unit = f" {self.unit}" if self.row.absolute else ""
+        return f"{'≥' if self.row.at_least else '≤'} {self.row.bar:g}{unit}"
 
 
-def markdown(results: Results, machine: Machine) -> str:
-    """The results for a README."""
-    lines = [
-        "| " + " | ".join(HEADINGS) + " |",
-        "| --- |" + " ---: |" * (len(HEADINGS) - 1),
-        *("| " + " | ".join(cells_of(result)) + " |" for result in results.measured),
-        "",
-        f"{machine}. Medians; spread from the 10th to the 90th percentile.",
-    ]
-    return "\n".join(lines)
-
-
-HEADINGS = ["row", "ours", "other", "ratio", "spread", "bar", "ok"]
-
-
-def cells_of(result: Measured) -> list[str]:
-    """One line of the table."""
-    row = result.row
-    low, high = result.spread
-    digits = 0 if row.absolute else 3
+def lines_of(results: Results[Samples]) -> list[Line]:
+    """The rows of all measured groups."""
     return [
-        row.name,
-        f"{result.ours:,.0f} {row.unit}",
-        f"{result.other:,.0f} {row.unit}",
-        f"{result.ours / result.other:.3f}" if row.absolute else f"{result.value:.3f}",
-        f"{low:.{digits}f} to {high:.{digits}f}",
-        row.bar_text,
-        "yes" if result.ok else "NO",
+        Line(row, group.unit, Ratio(samples[row.name], samples[row.over]))
+        for group, samples in results.measured
+        for row in group.rows
     ]
 
 
-def write_json(path: Path, results: Results, machine: Machine) -> None:
-    """Writes all that was measured."""
+def figure(value: float, unit: str) -> str:
+    """A figure with its unit, to three digits or to whole numbers."""
+    if unit == "ns":
+        sizes = [name for name, size in NANOSECONDS.items() if abs(value) >= size]
+        unit = sizes[0] if sizes else unit
+        value /= NANOSECONDS[unit]
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
+    return f"{value:,.{digits}f} {unit}"
+
+
+def ratios(ratio: Ratio) -> list[str]:
+    """The cells of the ratio and its spread."""
+    low, high = ratio.spread
+    return [f"{ratio.value:.3f}", f"{low:.2f} to {high:.2f}"]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table as text; the first of its columns holds words, the others figures."""
+
+    headings: Sequence[str]
+    cells: list[list[str]]
+
+    def table(self) -> Table:
+        """The sheet for a terminal."""
+        table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column(self.headings[0], min_width=20)
+        for heading in self.headings[1:]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for cells in self.cells:
+            table.add_row(*cells)
+        return table
+
+    def markdown(self) -> str:
+        """The sheet for a page."""
+        rule = ["---"] + ["---:"] * (len(self.headings) - 1)
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.headings, rule, *self.cells))
+
+
+def of_sides(results: Results[Samples]) -> Sheet:
+    """Each row: both sides, their ratio, its spread and its bar."""
+    cells = [
+        [
+            str(line.row),
+            figure(line.ratio.figure, line.unit),
+            figure(line.ratio.base, line.unit),
+            *ratios(line.ratio),
+            line.bar,
+            "yes" if line.ok else "NO",
+        ]
+        for line in lines_of(results)
+    ]
+    left_out = [(group, f"{group.needs} is not installed") for group in results.skipped]
+    left_out += [(group, "failed") for group, _ in results.failed]
+    cells += [[f"{row}: {reason}"] for group, reason in left_out for row in group.rows]
+    return Sheet(["", "first", "second", "ratio", "spread", "bar", "ok"], cells)
+
+
+def of_builds(results: Results[dict[str, Ratio]]) -> Sheet:
+    """Each side: its figures with both builds, their ratio and its spread."""
+    cells = [
+        [
+            side,
+            figure(ratio.figure, group.unit),
+            figure(ratio.base, group.unit),
+            *ratios(ratio),
+        ]
+        for group, sides in results.measured
+        for side, ratio in sides.items()
+    ]
+    return Sheet(["", "here", "there", "ratio", "spread"], cells)
+
+
+def write_json(path: Path, results: Results[Samples], machine: Machine) -> None:
+    """Writes all samples, and the rows made of them."""
     rows = [
         {
-            "name": result.row.name,
-            "unit": result.row.unit,
-            "ours": result.ours,
-            "other": result.other,
-            "value": result.value,
-            "spread": result.spread,
-            "bar": result.row.bar,
-            "at_least": result.row.at_least,
-            "absolute": result.row.absolute,
-            "ok": result.ok,
-            "pairs": result.pairs,
+            "name": line.row.name,
+            "over": line.row.over,
+            "unit": line.unit,
+            "figure": line.ratio.figure,
+            "base": line.ratio.base,
+            "ratio": line.ratio.value,
+            "spread": line.ratio.spread,
+            "bar": line.bar,
+            "ok": line.ok,
         }
-        for result in results.measured
+        for line in lines_of(results)
     ]
+    samples = {
+        group.name: {side: [float(f"{one:.5g}") for one in every] for side, every in found.items()}
+        for group, found in results.measured
+    }
     content = {
         "machine": asdict(machine),
         "rows": rows,
-        "not_installed": {row.name: row.needs for row in results.skipped},
-        "failed": results.failed,
+        "not_installed": {group.name: group.needs for group in results.skipped},
+        "failed": {group.name: error for group, error in results.failed},
+        "samples": samples,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, results: Results, machine: Machine) -> None:
-    """Draws each row as a part of its bar, so that all fit one axis: up to 1 is good."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+def read_json(path: Path) -> tuple[Results[Samples], Machine]:
+    """Reads the samples that `write_json` wrote.
 
-    measured = results.measured
-    figure = Figure(figsize=(10, 1.6 + 0.35 * len(measured)), layout="constrained")
-    axes = figure.add_subplot()
-    longest = 1.0
-    for place, result in enumerate(measured):
-        row = result.row
-        values = (result.value, *result.spread)
-        value, *spread = [row.bar / v if row.at_least else v / row.bar for v in values]
-        errors = [[value - min(spread)], [max(spread) - value]]
-        axes.barh(place, value, color=GOOD if result.ok else BAD, height=0.6)
-        axes.errorbar(value, place, xerr=errors, color="black", capsize=3, linewidth=1)
-        figures = f"{result.value:.0f}" if row.absolute else f"{result.value:.3f}"
-        beside = axes.get_yaxis_transform()  # x as a part of the axes, y as the row
-        axes.text(1.01, place, f"{figures} ({row.bar_text})", transform=beside, va="center")
-        longest = max(longest, value)
-    axes.axvline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(measured)), [result.row.name for result in measured])
-    axes.invert_yaxis()  # the first row on top, as in the table
-    axes.set_xlim(0, 1.2 * longest)
-    axes.set_xlabel(
-        "part of the bar that is used (dashed: the bar; lines: 10th to 90th percentile)"
+    Raises:
+        KeyError: a group was renamed since.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    groups = {group.name: group for group in find_groups()}
+    results = Results[Samples](
+        [(groups[name], found) for name, found in content["samples"].items()]
     )
-    axes.set_title(
-        f"ferrohook {machine.ferrohook}, torch {machine.torch}, Python {machine.python}\n"
-        f"{machine.cpu}, {machine.cores} cores"
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    return results, Machine(**content["machine"])
+
+
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #24292f }
+  .over { font-size: 11px; fill: #57606a }
+  .bar { fill: #0969da } .spread, .one { stroke: #57606a } .one { stroke-dasharray: 4 3 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .over { fill: #9198a1 }
+    .bar { fill: #4493f8 } .spread, .one { stroke: #9198a1 }
+  }
+"""
+LABELS, SCALE, VALUES, HEIGHT, TOP = 370, 300, 90, 40, 34
+"""Pixels: the labels' width, the length of a bar of 100 %, room for numbers, a row, the title."""
+LONGEST = 1.3
+
+
+def chart(lines: Sequence[Line], machine: Machine) -> str:
+    """Draws the ratios as SVG: a bar is the share of the second side's time that the first takes.
+
+    Rows with a bar for a figure instead of the ratio are left out.
+    """
+    lines = [line for line in lines if not line.row.absolute]
+    bottom = TOP + HEIGHT * len(lines)
+    width, one = int(LABELS + SCALE * LONGEST + VALUES), LABELS + SCALE
+    drawn = []
+    for index, line in enumerate(lines):
+        y = TOP + HEIGHT * index
+        shares = [line.ratio.value, *line.ratio.spread]
+        if line.row.at_least:  # a speed
+            shares = [1 / share for share in shares]
+        share, low, high = (SCALE * min(max(share, 0), LONGEST) for share in shares)
+        drawn += [
+            f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(line.row.name)}</text>',
+            f'<text x="{LABELS - 10}" y="{y + 30}" text-anchor="end" class="over">'
+            f"{escape(line.row.over)} = 100 %</text>",
+            f'<rect x="{LABELS}" y="{y + 6}" width="{share:.0f}" height="22" class="bar"/>',
+            f'<path d="M{LABELS + low:.0f} {y + 31}H{LABELS + high:.0f}" class="spread"/>',
+            f'<text x="{max(LABELS + share, one) + 8:.0f}" y="{y + 22}">{shares[0]:.0%}</text>',
+        ]
+    body = "\n".join(drawn)
+    about = f"{machine.cpu}, torch {machine.torch}, {machine.when[:10]}"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}">
+<style>{STYLE}</style>
+<text x="{LABELS}" y="20">Time taken: shorter is faster</text>
+{body}
+<path d="M{one} {TOP}V{bottom}" class="one"/>
+<text x="{LABELS}" y="{bottom + 20}" class="over">{escape(about)}</text>
+</svg>
+"""

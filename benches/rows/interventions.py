@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from benches.harness import Group, Row, Sampler, expect
+from benches.rows.calls import Trivial, X, calls
 from ferrohook import interventions
-from ferrohook.benches.harness import Contest, Row, expect, timed
-from ferrohook.benches.hooks import Trivial, X, calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
 
 def counting(package: Any) -> Any:
@@ -28,7 +29,7 @@ def counting(package: Any) -> Any:
 
 
 def keeping(package: Any) -> Any:
-    """A detector of either package that keeps the output."""
+    """A detector of either package that keeps the output: ours a copy, mi-crow's a reference."""
     return package.LayerActivationDetector("")
 
 
@@ -38,65 +39,46 @@ def replacing(package: Any) -> Any:
     return package.FunctionController("", lambda _: replacement)
 
 
-def hooked(hook: interventions.Hook) -> nn.Module:
-    """A trivial module with one of our hooks."""
-    module = Trivial()
-    interventions.Layers(module).register_hook("", hook)
-    return module
+def against_mi_crow() -> dict[str, Sampler]:
+    """The same hooks of both packages."""
+    import mi_crow.hooks  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
-
-def against_mi_crow(make: Callable[[Any], Any]) -> Callable[[], Contest]:
-    """The same hook of both packages."""
-
-    def setup() -> Contest:
-        import mi_crow.hooks  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-
+    makes: dict[str, Callable[[Any], Any]] = {
+        "detector": counting,
+        "detector that keeps the output": keeping,
+        "controller": replacing,
+    }
+    samplers = {}
+    for name, make in makes.items():
         our, their = make(interventions), make(mi_crow.hooks)
-        ours, theirs = hooked(our), Trivial()
+        ours, theirs = Trivial(), Trivial()
+        interventions.Layers(ours).register_hook("", our)
         theirs.register_forward_hook(their.get_torch_hook())
-        # A copy: the other side writes to what it is given.
+        # A clone: the other side writes to its input.
         expect(torch.equal(ours(X), theirs(X.clone())), "mi-crow's output")
         if isinstance(our, interventions.LayerActivationDetector):
             kept = our.get_captured()
             expect(kept is not None and torch.equal(kept, X), "mi-crow's activations")
         else:
             expect(getattr(our, "count", 1) == 1, "the detector to be called")
-        return Contest(timed(calls(ours)), timed(calls(theirs)))
-
-    return setup
-
-
-def disabled() -> Contest:
-    """A module with a disabled detector against a plain one."""
-    detector = counting(interventions)
-    ours = hooked(detector)
-    detector.disable()
-    expect(ours(X) is X and detector.count == 0, "the detector not to be called")
-    return Contest(timed(calls(ours)), timed(calls(Trivial())))
+        samplers[name] = calls(ours)
+        samplers[f"mi-crow: {name}"] = calls(theirs)
+    return samplers
 
 
-ROWS = [
-    Row(
-        name="disabled detector / nn.Module without hooks",
-        bar=0.60,
-        setup=disabled,
-    ),
-    Row(
-        name="one detector / mi-crow",
-        bar=0.35,
-        setup=against_mi_crow(counting),
-        needs="mi_crow",
-    ),
-    Row(
-        name="one detector that keeps a copy / mi-crow's, which keeps a reference",
-        bar=1.5,
-        setup=against_mi_crow(keeping),
-        needs="mi_crow",
-    ),
-    Row(
-        name="one controller / mi-crow",
-        bar=0.35,
-        setup=against_mi_crow(replacing),
+GROUPS = [
+    Group(
+        name="detectors and controllers, beside mi-crow",
+        setup=against_mi_crow,
+        rows=[
+            Row(name="detector", over="mi-crow: detector", bar=0.35),
+            Row(
+                name="detector that keeps the output",
+                over="mi-crow: detector that keeps the output",
+                bar=1.5,
+            ),
+            Row(name="controller", over="mi-crow: controller", bar=0.35),
+        ],
         needs="mi_crow",
     ),
 ]

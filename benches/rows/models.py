@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -10,40 +9,14 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.benches.harness import Contest, Row, Sampler, expect, one_thread, timed
-from ferrohook.benches.hooks import Trivial, X, as_it_is, calls, forward_hooks, no_hooks
+from benches.harness import Group, Row, Sampler, expect, one_thread, timed
+from benches.rows.calls import instrumented, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook.benches.hooks import Attach
-
 LAYERS = 48
-SCOPES = 64
 MODULES = 1_000
-
-
-def instrumented(module: nn.Module) -> nn.Module:
-    """The module, instrumented for good."""
-    fh.instrument(module)
-    return module
-
-
-def observe(module: nn.Module, args: object, output: object) -> None:
-    """A forward hook that does nothing."""
-
-
-def trivial(ours: Attach, other: Attach) -> Callable[[], Contest]:
-    """A trivial module, instrumented and with hooks, against a plain one."""
-
-    def setup() -> Contest:
-        hooked, plain = instrumented(Trivial()), Trivial()
-        ours(hooked, as_it_is)
-        other(plain, as_it_is)
-        expect(hooked(X) is plain(X), "the input as the output")
-        return Contest(timed(calls(hooked)), timed(calls(plain)))
-
-    return setup
 
 
 def llama() -> tuple[nn.Module, torch.Tensor]:
@@ -74,22 +47,21 @@ def model_calls(model: Callable[[Any], object], x: object) -> Sampler:
     return timed(loop)
 
 
-def every_module_of_llama(*, torch_hooks: bool) -> Callable[[], Contest]:
-    """A small Llama with an empty forward hook on every module."""
-
-    def setup() -> Contest:
-        (hooked, ids), (plain, _) = llama(), llama()
-        group = fh.register(hooked, None, observe)
-        if torch_hooks:
-            for module in plain.modules():
-                module.register_forward_hook(observe)
-        with torch.no_grad():
-            ours, other = hooked(ids)[0], plain(ids)[0]
-        expect(torch.equal(ours, other), "the plain model's output")
-        expect(group.calls >= len(group) - 1, "a call of every module's hook")
-        return Contest(model_calls(hooked, ids), model_calls(plain, ids))
-
-    return setup
+def every_module_of_llama() -> dict[str, Sampler]:
+    """A small Llama without hooks, and with an empty forward hook on every module."""
+    (plain, ids), (torchs, _), (ours, _) = llama(), llama(), llama()
+    for module in torchs.modules():
+        module.register_forward_hook(observe)
+    group = fh.register(ours, None, observe)
+    with torch.no_grad():
+        for hooked in (torchs, ours):
+            expect(torch.equal(hooked(ids)[0], plain(ids)[0]), "the plain model's output")
+    expect(group.calls >= len(group) - 1, "a call of every module's hook")
+    return {
+        "small Llama": model_calls(plain, ids),
+        "small Llama, PyTorch's hooks on every module": model_calls(torchs, ids),
+        "small Llama, our hooks on every module": model_calls(ours, ids),
+    }
 
 
 def stack() -> nn.Sequential:
@@ -119,22 +91,28 @@ def expect_activations(acts: dict[str, torch.Tensor], x: torch.Tensor) -> None:
         expect(torch.equal(acts[str(number)], x), f"the output of layer {number}")
 
 
-def capture_all(other: Callable[[nn.Module], Callable[[Any], object]]) -> Callable[[], Contest]:
-    """All outputs of a stack of layers, in a model that stays instrumented."""
+def capture_all() -> dict[str, Sampler]:
+    """All outputs of a stack of layers, by a capture and by PyTorch's hooks."""
+    x = torch.randn(1, 64)
+    model, append = instrumented(stack()), collected(stack())
+    expect_captured(model, x, append)
+    return {
+        "48 layers": model_calls(stack(), x),
+        "48 layers, PyTorch's hooks and a list": model_calls(append, x),
+        "48 layers, all captured": captured_calls(model, x),
+    }
 
-    def setup() -> Contest:
-        x = torch.randn(1, 64)
-        model = instrumented(stack())
-        call = other(stack())
-        with torch.no_grad(), fh.capture(model, "*") as acts:
-            model(x)
-            expect_activations(dict(acts), x)
-            if isinstance(kept := call(x), list):
-                expect(all(map(torch.equal, kept, acts.values())), "the other's activations")
-        # One capture for all calls: what a call costs that is captured.
-        return Contest(captured_calls(model, x), model_calls(call, x))
 
-    return setup
+def expect_captured(
+    model: nn.Module, x: torch.Tensor, other: Callable[[Any], list[torch.Tensor]]
+) -> None:
+    """Checks that a capture of `model` and the `other` call have the right activations."""
+    with torch.no_grad(), fh.capture(model, "*") as acts:
+        model(x)
+        expect_activations(dict(acts), x)
+        kept = other(x)
+        expect(len(kept) == LAYERS, "as many activations of the other side")
+        expect(all(map(torch.equal, kept, acts.values())), "the other side's activations")
 
 
 def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
@@ -190,13 +168,14 @@ def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
     return call
 
 
-RIVALS = {"nnsight": nnsight, "transformer_lens": transformer_lens}
+RIVALS = {"nnsight": nnsight, "TransformerLens": transformer_lens}
+"""By the names that the tables have."""
 
 
-def run_and_capture(rival: str) -> Callable[[], Contest]:
-    """One call with a capture of its own, against another library's form of that."""
+def beside(rival: str) -> Callable[[], dict[str, Sampler]]:
+    """All outputs of a stack of layers, by ferrohook and by another library."""
 
-    def setup() -> Contest:
+    def setup() -> dict[str, Sampler]:
         x = torch.randn(1, 64)
         model, call = instrumented(stack()), RIVALS[rival](stack())
 
@@ -204,41 +183,30 @@ def run_and_capture(rival: str) -> Callable[[], Contest]:
             _, acts = fh.run(model, x, capture="*")
             return list(acts.values())
 
+        expect_captured(model, x, call)
         with torch.no_grad():
             expect(all(map(torch.equal, run(x), call(x))), f"the activations of {rival}")
-        return Contest(model_calls(run, x), model_calls(call, x))
+        captured, opened, other = beside_names(rival)
+        return {
+            captured: captured_calls(model, x),
+            opened: model_calls(run, x),
+            other: model_calls(call, x),
+        }
 
     return setup
 
 
-def scopes_elsewhere() -> Contest:
-    """A call in one thread while scopes with hooks for the module are open in others."""
-    here, alone = instrumented(Trivial()), instrumented(Trivial())
-    forward_hooks(1)(here, as_it_is)
-    forward_hooks(1)(alone, as_it_is)
-    # What other contexts entered: open, and not this one's.
-    contexts = [contextvars.copy_context() for _ in range(SCOPES)]
-    scopes = [context.run(fh.scope().__enter__) for context in contexts]
-    fired: list[object] = []
-    for scope in scopes:
-        here.register_forward_hook(lambda *_: fired.append(None), scope=scope)  # type: ignore[call-arg]
-    expect(here(X) is X and not fired, "no call of another context's hook")
-    contexts[0].run(here, X)
-    expect(len(fired) == 1, "a call in the context that entered the scope")
-    # Kept as long as the contest.
-    return Contest(_keeping(timed(calls(here)), (contexts, scopes)), timed(calls(alone)))
+def beside_names(rival: str) -> tuple[str, str, str]:
+    """The sides of `beside`: importing the rival changes the time of the first two."""
+    return (
+        f"48 layers, all captured (beside {rival})",
+        f"48 layers, a capture opened in each call (beside {rival})",
+        f"{rival}: 48 layers, all captured",
+    )
 
 
-def _keeping(sampler: Sampler, alive: object) -> Sampler:
-    def sample(seconds: float) -> float:
-        assert alive  # noqa: S101 (a reference)
-        return sampler(seconds)
-
-    return sample
-
-
-def instrument_and_restore() -> Contest:
-    """Microseconds for each module of a large model."""
+def instrument_and_restore() -> dict[str, Sampler]:
+    """Time for each module of a large model."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(MODULES - 1)))
     state = [(type(module), dict(vars(module))) for module in model.modules()]
 
@@ -258,72 +226,66 @@ def instrument_and_restore() -> Contest:
             for _module in model.modules():
                 pass
 
-    return Contest(microseconds(timed(loop, per=MODULES)), microseconds(timed(walk, per=MODULES)))
+    return {
+        "instrument + restore, each of 1,000 modules": timed(loop, per=MODULES, nanoseconds=1e3),
+        "a walk over them": timed(walk, per=MODULES, nanoseconds=1e3),
+    }
 
 
-def microseconds(sampler: Sampler) -> Sampler:
-    """The same in another unit."""
-    return lambda seconds: sampler(seconds) / 1e3
-
-
-ROWS = [
-    Row(
-        name="instrumented, no hook / nn.Module without hooks",
-        bar=0.35,
-        setup=trivial(no_hooks, no_hooks),
-    ),
-    Row(
-        name="instrumented, one forward hook / PyTorch",
-        bar=0.20,
-        setup=trivial(forward_hooks(1), forward_hooks(1)),
-    ),
-    Row(
-        name="small Llama, a hook on every module / without hooks",
-        bar=1.00,
-        setup=every_module_of_llama(torch_hooks=False),
+GROUPS = [
+    Group(
+        name="a hook on every module of a small Llama",
+        setup=every_module_of_llama,
+        rows=[
+            Row(
+                name="small Llama, our hooks on every module",
+                over="small Llama",
+                bar=1.00,
+            ),
+            Row(
+                name="small Llama, our hooks on every module",
+                over="small Llama, PyTorch's hooks on every module",
+                bar=0.90,
+            ),
+        ],
         needs="transformers",
     ),
-    Row(
-        name="small Llama, a hook on every module / PyTorch's hooks",
-        bar=0.90,
-        setup=every_module_of_llama(torch_hooks=True),
-        needs="transformers",
+    Group(
+        name="captures of 48 linear layers",
+        setup=capture_all,
+        rows=[
+            Row(name="48 layers, all captured", over="48 layers", bar=1.05),
+            Row(
+                name="48 layers, all captured",
+                over="48 layers, PyTorch's hooks and a list",
+                bar=0.80,
+            ),
+        ],
     ),
-    Row(
-        name="48 linear layers, all captured / nothing captured",
-        bar=1.05,
-        setup=capture_all(lambda model: model),
-    ),
-    Row(
-        name="48 linear layers, all captured / PyTorch's hooks and a list",
-        bar=0.80,
-        setup=capture_all(collected),
-    ),
-    Row(
-        name="a call while 64 scopes are open elsewhere / no scope",
-        bar=1.10,
-        setup=scopes_elsewhere,
-    ),
-    Row(
-        name="instrument + restore, for each of 1,000 modules (other: a walk)",
-        bar=20,
+    Group(
+        name="instrumenting",
         setup=instrument_and_restore,
+        rows=[
+            Row(
+                name="instrument + restore, each of 1,000 modules",
+                over="a walk over them",
+                bar=20,
+                absolute=True,
+            )
+        ],
         unit="µs",
-        absolute=True,
     ),
 ]
-for rival, captured_by in RIVALS.items():
-    ROWS += [
-        Row(
-            name=f"48 linear layers, all captured / {rival}",
-            bar=0.50,
-            setup=capture_all(captured_by),
-            needs=rival,
-        ),
-        Row(
-            name=f"the same with a capture opened for each call / {rival}",
-            bar=1.00,
-            setup=run_and_capture(rival),
-            needs=rival,
-        ),
-    ]
+for rival, module in {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}.items():
+    captured, opened, other = beside_names(rival)
+    GROUPS.append(
+        Group(
+            name=f"captures of 48 linear layers, beside {rival}",
+            setup=beside(rival),
+            rows=[
+                Row(name=captured, over=other, bar=0.50),
+                Row(name=opened, over=other, bar=1.00),
+            ],
+            needs=module,
+        )
+    )
