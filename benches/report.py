@@ -249,10 +249,11 @@ def chart(lines: Sequence[Line], machine: Machine) -> str:
         if line.row.at_least:  # a speed
             shares = [1 / share for share in shares]
         share, low, high = (SCALE * min(max(share, 0), LONGEST) for share in shares)
+        label = f'<text x="{LABELS - 10}" text-anchor="end" y="{y}"'
+        name, over = escape(line.row.name), escape(line.row.over)
         drawn += [
-            f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(line.row.name)}</text>',
-            f'<text x="{LABELS - 10}" y="{y + 30}" text-anchor="end" class="over">'
-            f"{escape(line.row.over)} = 100 %</text>",
+            f'{label} dy="15">{name}</text>',
+            f'{label} dy="30" class="over">{over} = 100 %</text>',
             f'<rect x="{LABELS}" y="{y + 6}" width="{share:.0f}" height="22" class="bar"/>',
             f'<path d="M{LABELS + low:.0f} {y + 31}H{LABELS + high:.0f}" class="spread"/>',
             f'<text x="{max(LABELS + share, one) + 8:.0f}" y="{y + 22}">{shares[0]:.0%}</text>',

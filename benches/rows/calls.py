@@ -118,8 +118,8 @@ def expect_as_pytorch(inner: type[nn.Module], attach: Attach, **kwargs: object) 
     expect(ours == torchs, f"the calls of PyTorch, {torchs}, not {ours}")
 
 
-def calls(module: nn.Module, **kwargs: object) -> Sampler:
-    """Samples calls of `module`."""
+def calls(module: nn.Module, *, keyword: bool = False, per: int = 1) -> Sampler:
+    """Samples the time of a call of `module`, or of its `per` parts."""
 
     def loop(count: int) -> None:
         # Local variables: the loop should cost as little as it can.
@@ -132,7 +132,7 @@ def calls(module: nn.Module, **kwargs: object) -> Sampler:
         for _ in repeat(None, count):
             call(x, flag=True)
 
-    return timed(loop_with_keyword if kwargs else loop)
+    return timed(loop_with_keyword if keyword else loop, per)
 
 
 def with_hooks(module: nn.Module, attach: Attach) -> nn.Module:
@@ -237,8 +237,8 @@ def with_keywords() -> dict[str, Sampler]:
     expect_as_pytorch(TrivialWithKeyword, keyword_hook, flag=True)
     ours, theirs = fh.HookedModule(TrivialWithKeyword()), TrivialWithKeyword()
     return {
-        "HookedModule, a with_kwargs hook": calls(with_hooks(ours, keyword_hook), flag=True),
-        "nn.Module, a with_kwargs hook": calls(with_hooks(theirs, keyword_hook), flag=True),
+        "HookedModule, a with_kwargs hook": calls(with_hooks(ours, keyword_hook), keyword=True),
+        "nn.Module, a with_kwargs hook": calls(with_hooks(theirs, keyword_hook), keyword=True),
     }
 
 
@@ -267,12 +267,7 @@ def many_per_hook() -> dict[str, Sampler]:
     for count in (1_000, 10):
         expect_as_pytorch(Trivial, forward_hooks(count))
         module = with_hooks(fh.HookedModule(Trivial()), forward_hooks(count))
-        loop = calls(module)
-
-        def per_hook(seconds: float, sample: Sampler = loop, count: int = count) -> float:
-            return sample(seconds) / count
-
-        samplers[f"each hook of {count:,} in a call"] = per_hook
+        samplers[f"each hook of {count:,} in a call"] = calls(module, per=count)
     return samplers
 
 
