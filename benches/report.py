@@ -229,9 +229,10 @@ STYLE = """
     .bar { fill: #4493f8 } .spread, .one { stroke: #9198a1 }
   }
 """
-LABELS, SCALE, VALUES, HEIGHT, TOP = 370, 300, 90, 40, 34
-"""Pixels: the labels' width, the length of a bar of 100 %, room for numbers, a row, the title."""
+LETTER, SCALE, VALUES, HEIGHT, TOP = 7, 300, 70, 40, 34
+"""Pixels: a letter, a bar of 100 %, room for numbers, a row, the title."""
 LONGEST = 1.3
+"""Bars are cut there."""
 
 
 def chart(lines: Sequence[Line], machine: Machine) -> str:
@@ -241,30 +242,32 @@ def chart(lines: Sequence[Line], machine: Machine) -> str:
     """
     lines = [line for line in lines if not line.row.absolute]
     bottom = TOP + HEIGHT * len(lines)
-    width, one = int(LABELS + SCALE * LONGEST + VALUES), LABELS + SCALE
+    left = 20 + max(LETTER * len(name) for line in lines for name in (line.row.name, line.row.over))
+    width, one = int(left + SCALE * LONGEST + VALUES), left + SCALE
     drawn = []
     for index, line in enumerate(lines):
         y = TOP + HEIGHT * index
         shares = [line.ratio.value, *line.ratio.spread]
         if line.row.at_least:  # a speed
             shares = [1 / share for share in shares]
+        percent = 100 * shares[0]
         share, low, high = (SCALE * min(max(share, 0), LONGEST) for share in shares)
-        label = f'<text x="{LABELS - 10}" text-anchor="end" y="{y}"'
+        label = f'<text x="{left - 10}" text-anchor="end" y="{y}"'
         name, over = escape(line.row.name), escape(line.row.over)
         drawn += [
             f'{label} dy="15">{name}</text>',
             f'{label} dy="30" class="over">{over} = 100 %</text>',
-            f'<rect x="{LABELS}" y="{y + 6}" width="{share:.0f}" height="22" class="bar"/>',
-            f'<path d="M{LABELS + low:.0f} {y + 31}H{LABELS + high:.0f}" class="spread"/>',
-            f'<text x="{max(LABELS + share, one) + 8:.0f}" y="{y + 22}">{shares[0]:.0%}</text>',
+            f'<rect x="{left}" y="{y + 6}" width="{share:.0f}" height="22" class="bar"/>',
+            f'<path d="M{left + low:.0f} {y + 31}H{left + high:.0f}" class="spread"/>',
+            f'<text x="{max(left + share, one) + 8:.0f}" y="{y + 22}">{percent:.0f} %</text>',
         ]
     body = "\n".join(drawn)
     about = f"{machine.cpu}, torch {machine.torch}, {machine.when[:10]}"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}">
 <style>{STYLE}</style>
-<text x="{LABELS}" y="20">Time taken: shorter is faster</text>
+<text x="{left}" y="20">Time taken: shorter is faster</text>
 {body}
 <path d="M{one} {TOP}V{bottom}" class="one"/>
-<text x="{LABELS}" y="{bottom + 20}" class="over">{escape(about)}</text>
+<text x="{left}" y="{bottom + 20}" class="over">{escape(about)}</text>
 </svg>
 """
