@@ -190,8 +190,10 @@ def run(
             results.skipped.append(group)
         except WrongResultError as error:
             results.failed.append((group, f"wrong result, expected {error}"))
-        except Exception as error:  # noqa: BLE001 (one group that fails stops no other)
+        except FailedError as error:
             results.failed.append((group, str(error)))
+        except Exception as error:  # noqa: BLE001 (one group that fails stops no other)
+            results.failed.append((group, f"{type(error).__name__}: {error}"))
     return results
 
 
