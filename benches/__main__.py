@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not resolved: the link in a virtual environment is what finds its packages.
         python = str(options.against.absolute())
         builds = _with_progress(groups, partial(running.side_by_side, effort=effort, python=python))
-        return _told(report.of_builds(builds), builds, machine, markdown=options.markdown)
+        return _show(report.of_builds(builds), builds, machine, markdown=options.markdown)
 
     results = _with_progress(groups, partial(running.alone, effort=effort))
     if options.json is not None:
@@ -76,10 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         chart = report.chart(report.lines_of(results), machine)
         options.plot.write_text(chart, encoding="utf-8")
-    return _told(report.of_sides(results), results, machine, markdown=options.markdown)
+    return _show(report.of_sides(results), results, machine, markdown=options.markdown)
 
 
-def _told(sheet: Sheet, results: Results[Found], machine: report.Machine, *, markdown: bool) -> int:
+def _show(sheet: Sheet, results: Results[Found], machine: report.Machine, *, markdown: bool) -> int:
     """Prints the results; returns the exit code."""
     if markdown:
         print(sheet.markdown(), str(machine), sep="\n\n")  # a terminal's width does not matter

@@ -125,9 +125,9 @@ ERRORS = {error.__name__: error for error in (NotInstalledError, WrongResultErro
 
 
 def serve(name: str) -> None:
-    """Is the worker: sets the group up, then samples the sides it reads from stdin."""
+    """Sets a group up, then samples the sides named on stdin."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries are no answers
 
     def answer(value: object, kind: str = "done") -> None:
         print(json.dumps([kind, value]), file=answers, flush=True)
