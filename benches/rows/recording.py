@@ -1,4 +1,8 @@
-"""Recording declared outputs, against transformers' own decorators on the same small Llama."""
+"""Recording declared outputs, against transformers' own decorators on the same small Llama.
+
+Of one model, which records and does not in alternation: the address of a second model would change
+its time by as much as recording does.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ferrohook.benches.harness import (
-    Contest,
-    Row,
-    Sampler,
-    expect,
-    no_garbage_collection,
-    one_thread,
-)
-from ferrohook.benches.models import llama
+from benches.harness import Group, Row, Sampler, expect, no_garbage_collection, one_thread
+from benches.rows.models import llama
 from ferrohook.recording import capture_outputs, merge_with_config_defaults, uninstall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-# The machine's own phases are longer than what so many take.
 IN_A_ROW = 5
+"""Calls that are shorter, together, than the phases of a shared machine."""
 ALL = {"output_hidden_states": True, "output_attentions": True}
 
 
@@ -47,7 +44,7 @@ def decorate(model: Any) -> None:
 
 @contextmanager
 def ours(model: Any) -> Iterator[None]:
-    """Has the model decorated by us, and takes out what that installs."""
+    """Decorates the model, and uninstalls at the end."""
     decorate(model)
     yield
     uninstall(model)
@@ -56,7 +53,7 @@ def ours(model: Any) -> Iterator[None]:
 
 @contextmanager
 def theirs(model: Any) -> Iterator[None]:
-    """Takes out what transformers' own decorators install, which they leave there."""
+    """Uninstalls the hooks that transformers' own decorators leave behind."""
     yield
     for module in model.modules():
         module._forward_hooks.clear()
@@ -71,7 +68,7 @@ def expect_equal(one: Any, other: Any) -> None:
 
 
 def in_a_row(call: Callable[[], object]) -> float:
-    """The median seconds that a call takes, after as many that are not counted."""
+    """The median seconds of a call, after as many calls that warm up."""
     times = []
     for _ in range(2 * IN_A_ROW):
         start = thread_time()
@@ -81,7 +78,7 @@ def in_a_row(call: Callable[[], object]) -> float:
 
 
 def medians(once: Callable[[], float]) -> Sampler:
-    """The median nanoseconds of what takes its own seconds, alone on a thread."""
+    """Samples the median of `once`, which times itself, in nanoseconds."""
 
     def sample(seconds: float) -> float:
         with one_thread(), torch.no_grad(), no_garbage_collection():
@@ -93,11 +90,7 @@ def medians(once: Callable[[], float]) -> Sampler:
 def extra(
     recording: Callable[[Any], AbstractContextManager[None]], model: Any, ids: torch.Tensor
 ) -> Sampler:
-    """The nanoseconds that a call takes longer with all recorded than as transformers made it.
-
-    Of one model, which records and does not by turns: where in memory another one happened to lie
-    would move its time by as much as is measured.
-    """
+    """The nanoseconds that recording everything adds to a call; below zero by noise alone."""
 
     def once() -> float:
         without = in_a_row(lambda: model(ids))
@@ -107,24 +100,22 @@ def extra(
     return medians(once)
 
 
-def extra_time() -> Contest:
-    """Recording all states and attentions: what that costs more than recording nothing."""
+def extra_time() -> dict[str, Sampler]:
+    """Time that recording all states and attentions adds to a call."""
     model, ids = eager_llama()
     with torch.no_grad():
         with ours(model):
             recorded = model(ids, **ALL)
         with theirs(model):
             expect_equal(recorded, model(ids, **ALL))
-    other = extra(theirs, model, ids)
-    # Ours may be less than nothing; by what it is divided may not.
-    return Contest(extra(ours, model, ids), lambda seconds: max(other(seconds), 1.0))
+    return {
+        "recording states and attentions: extra time": extra(ours, model, ids),
+        "transformers: extra time": extra(theirs, model, ids),
+    }
 
 
 def without_asking(model: Any, ids: torch.Tensor, *, recorded: bool) -> Sampler:
-    """The nanoseconds that a call takes which asks for nothing.
-
-    Of one model, for the same reason; it has `recorded` before, or has nothing of it.
-    """
+    """The nanoseconds of a call that records nothing, on a model that has `recorded` or not."""
 
     def once() -> float:
         with ours(model):
@@ -135,8 +126,8 @@ def without_asking(model: Any, ids: torch.Tensor, *, recorded: bool) -> Sampler:
     return medians(once)
 
 
-def not_asked_for() -> Contest:
-    """A model that recorded before, and as it was when it never had."""
+def not_asked_for() -> dict[str, Sampler]:
+    """A model with recording installed that a call does not ask for, and the same without."""
     model, ids = eager_llama()
     with torch.no_grad():
         with theirs(model):
@@ -144,21 +135,35 @@ def not_asked_for() -> Contest:
         with ours(model):
             expect_equal(model(ids, **ALL), expected)
             expect(torch.equal(model(ids)[0], plain[0]), "the model's output")
-    recorded = without_asking(model, ids, recorded=True)
-    return Contest(recorded, without_asking(model, ids, recorded=False))
+    return {
+        "small Llama that recorded before": without_asking(model, ids, recorded=True),
+        "small Llama that never did": without_asking(model, ids, recorded=False),
+    }
 
 
-ROWS = [
-    Row(
-        name="small Llama, all states and attentions: extra time / transformers'",
-        bar=0.50,
+GROUPS = [
+    Group(
+        name="recording, beside transformers",
         setup=extra_time,
+        rows=[
+            Row(
+                name="recording states and attentions: extra time",
+                over="transformers: extra time",
+                bar=0.50,
+            )
+        ],
         needs="transformers",
     ),
-    Row(
-        name="small Llama, recorded before and not asked for / never recorded",
-        bar=1.02,
+    Group(
+        name="recording that is not asked for",
         setup=not_asked_for,
+        rows=[
+            Row(
+                name="small Llama that recorded before",
+                over="small Llama that never did",
+                bar=1.02,
+            )
+        ],
         turns=4,
         needs="transformers",
     ),

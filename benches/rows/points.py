@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ferrohook.benches.harness import Contest, Row, expect
-from ferrohook.benches.models import LAYERS, model_calls, stack
+from benches.harness import Group, Row, Sampler, expect
+from benches.rows.models import LAYERS, model_calls, stack
 from ferrohook.points import HookedRootModule, HookPoint
 
 if TYPE_CHECKING:
@@ -46,15 +46,18 @@ def both(*, layers: bool) -> tuple[Any, Any]:
     return ours, other
 
 
-def idle() -> Contest:
+def idle() -> dict[str, Sampler]:
     """Hook points in a row, and no hook."""
     ours, other = both(layers=False)
     x = torch.randn(1, 64)
     expect(ours(x) is x and other(x) is x, "the input as the output")
-    return Contest(model_calls(ours.steps, x), model_calls(other.steps, x))
+    return {
+        "48 hook points in a row, idle": model_calls(ours.steps, x),
+        "TransformerLens: 48 hook points in a row, idle": model_calls(other.steps, x),
+    }
 
 
-def cached() -> Contest:
+def cached() -> dict[str, Sampler]:
     """One call with a cache of all hook points."""
     ours, other = both(layers=True)
     x = torch.randn(1, 64)
@@ -63,10 +66,13 @@ def cached() -> Contest:
     expect(torch.equal(our_out, out), "the output of TransformerLens")
     expect(list(our_cache) == list(cache), "the names of TransformerLens")
     expect(all(torch.equal(our_cache[name], cache[name]) for name in cache), "its activations")
-    return Contest(model_calls(ours.run_with_cache, x), model_calls(other.run_with_cache, x))
+    return {
+        "48 layers and hook points, run_with_cache": model_calls(ours.run_with_cache, x),
+        "TransformerLens: run_with_cache": model_calls(other.run_with_cache, x),
+    }
 
 
-def hooked() -> Contest:
+def hooked() -> dict[str, Sampler]:
     """One call with a hook on each hook point."""
     ours, other = both(layers=True)
     x = torch.randn(1, 64)
@@ -91,29 +97,47 @@ def hooked() -> Contest:
         expect(seen[:LAYERS] == seen[LAYERS:], "the calls of TransformerLens")
         expect(torch.equal(calls(ours, halve)(x), calls(other, halve)(x)), "its output")
         expect(torch.equal(ours(x), other(x)), "no hook left")
-    return Contest(
-        model_calls(calls(ours, observe), x),
-        model_calls(calls(other, observe), x),
-    )
+    return {
+        "48 layers and hook points, run_with_hooks": model_calls(calls(ours, observe), x),
+        "TransformerLens: run_with_hooks": model_calls(calls(other, observe), x),
+    }
 
 
-ROWS = [
-    Row(
-        name="48 hook points in a row, idle / TransformerLens",
-        bar=0.40,
+GROUPS = [
+    Group(
+        name="idle hook points, beside TransformerLens",
         setup=idle,
+        rows=[
+            Row(
+                name="48 hook points in a row, idle",
+                over="TransformerLens: 48 hook points in a row, idle",
+                bar=0.40,
+            )
+        ],
         needs="transformer_lens",
     ),
-    Row(
-        name="48 linear layers and hook points, run_with_cache / TransformerLens",
-        bar=0.40,
+    Group(
+        name="run_with_cache, beside TransformerLens",
         setup=cached,
+        rows=[
+            Row(
+                name="48 layers and hook points, run_with_cache",
+                over="TransformerLens: run_with_cache",
+                bar=0.40,
+            )
+        ],
         needs="transformer_lens",
     ),
-    Row(
-        name="48 linear layers and hook points, run_with_hooks / TransformerLens",
-        bar=0.50,
+    Group(
+        name="run_with_hooks, beside TransformerLens",
         setup=hooked,
+        rows=[
+            Row(
+                name="48 layers and hook points, run_with_hooks",
+                over="TransformerLens: run_with_hooks",
+                bar=0.50,
+            )
+        ],
         needs="transformer_lens",
     ),
 ]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import ferrohook as fh
-from ferrohook.benches.harness import Contest, Row, expect, one_thread, timed
-from ferrohook.benches.hooks import Trivial
+from benches.harness import Group, Row, Sampler, expect, one_thread, timed
+from benches.rows.calls import Trivial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ BATCHES, LAYERS = 8, 4
 
 
 def on_one_thread(call: Callable[[], object]) -> Callable[[int], None]:
-    """Calls so many times; torch is not to compute where nobody measures."""
+    """A loop of calls on one thread, the one that is timed."""
 
     def loop(count: int) -> None:
         with one_thread():
@@ -44,8 +44,8 @@ def watched(detector: NativeDetector) -> fh.HookedModule[Trivial]:
     return module
 
 
-def non_finite() -> Contest:
-    """A call of a module that is watched, against torch's look at the numbers alone."""
+def non_finite() -> dict[str, Sampler]:
+    """A call of a module with a detector, against torch's reduction alone."""
     torch.manual_seed(0)
     x = torch.randn(NUMBERS)
     holes = x.clone()
@@ -56,11 +56,13 @@ def non_finite() -> Contest:
     module(x)
     found = detector.snapshot()
     expect(found == {"tensors": 2, "affected": 1, "nan": 1, "inf": 1}, "both of two numbers")
-    ours = on_one_thread(lambda: module(x))
-    return Contest(timed(ours), timed(on_one_thread(lambda: torch.isfinite(x).all())))
+    return {
+        "NonFiniteDetector, 10⁶ floats": timed(on_one_thread(lambda: module(x))),
+        "torch.isfinite(x).all()": timed(on_one_thread(lambda: torch.isfinite(x).all())),
+    }
 
 
-def norms() -> Contest:
+def norms() -> dict[str, Sampler]:
     """The same for mean, variance, minimum and maximum."""
     torch.manual_seed(0)
     x = torch.randn(NUMBERS)
@@ -76,12 +78,16 @@ def norms() -> Contest:
     }.items():
         same = math.isclose(found[name], by_torch.item(), rel_tol=1e-5, abs_tol=1e-6)
         expect(same, f"torch's {name}, {by_torch}, not {found[name]}")
-    ours = on_one_thread(lambda: module(x))
-    return Contest(timed(ours), timed(on_one_thread(lambda: (x.mean(), x.var(), x.min(), x.max()))))
+    return {
+        "NormDetector, 10⁶ floats": timed(on_one_thread(lambda: module(x))),
+        "mean, var, min and max by torch": timed(
+            on_one_thread(lambda: (x.mean(), x.var(), x.min(), x.max()))
+        ),
+    }
 
 
-def storing() -> Contest:
-    """Megabytes a second, by the clock: another thread writes.
+def storing() -> dict[str, Sampler]:
+    """Megabytes a second of wall time: another thread writes.
 
     Neither side copies: as in `collect`, the tensors are the store's own.
     """
@@ -121,26 +127,43 @@ def storing() -> Contest:
         for layer, tensor in outputs.items():
             expect(torch.equal(found[f"{layer}/output"], tensor), f"{layer} of batch {batch}")
     shutil.rmtree(folder)
-    return Contest(speed(by_store), speed(by_file))
+    return {
+        "LocalStore, 128 MiB in 8 batches": speed(by_store),
+        "safetensors.torch.save_file": speed(by_file),
+    }
 
 
-ROWS = [
-    Row(
-        name="NonFiniteDetector, 1,000,000 floats / torch.isfinite(x).all()",
-        bar=0.60,
+GROUPS = [
+    Group(
+        name="a detector of NaN and infinity",
         setup=non_finite,
+        rows=[
+            Row(name="NonFiniteDetector, 10⁶ floats", over="torch.isfinite(x).all()", bar=0.60),
+        ],
     ),
-    Row(
-        name="NormDetector, 1,000,000 floats / mean, var, min, max by torch",
-        bar=0.50,
+    Group(
+        name="a detector of moments and extremes",
         setup=norms,
+        rows=[
+            Row(
+                name="NormDetector, 10⁶ floats",
+                over="mean, var, min and max by torch",
+                bar=0.50,
+            )
+        ],
     ),
-    Row(
-        name="LocalStore, 128 MiB in 8 batches / safetensors.torch.save_file",
-        bar=0.80,
+    Group(
+        name="writing activations",
         setup=storing,
+        rows=[
+            Row(
+                name="LocalStore, 128 MiB in 8 batches",
+                over="safetensors.torch.save_file",
+                bar=0.80,
+                at_least=True,
+            )
+        ],
         unit="MB/s",
-        at_least=True,
         repeats=15,
     ),
 ]
