@@ -12,6 +12,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytest.register_assert_rewrite("support")
+
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
