@@ -24,15 +24,13 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import active_scopes
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
-
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 
 
 # --- The models ---------------------------------------------------------------------------------

@@ -22,13 +22,11 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.stores import LocalStore, MemoryStore, Store
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import Dispatcher, active_scopes
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,37 +33,9 @@ if TYPE_CHECKING:
 THREADS = 4
 CALLS = 300
 """Of each thread."""
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 LAYERS = [f"layers.{index}" for index in range(4)]
 FAILS = 2
 """The layer at which calls fail that are to fail."""
-
-
-@pytest.fixture(autouse=True)
-def _watchdog() -> Iterator[None]:
-    # A deadlock in native code may hold the GIL, and then nothing written in Python ends it.
-    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def together(*targets: Callable[[], Any]) -> list[Any]:
-    """What the targets return, run in a thread each that start from one barrier."""
-    barrier = threading.Barrier(len(targets))
-
-    def run(target: Callable[[], Any]) -> Any:
-        barrier.wait(LIMIT)
-        return target()
-
-    with ThreadPoolExecutor(len(targets)) as pool:
-        return [done.result(LIMIT) for done in [pool.submit(run, target) for target in targets]]
-
-
-def in_threads(work: Callable[[int], Any], *others: Callable[[], Any]) -> list[Any]:
-    """`work` in each thread, and what it returned there."""
-    own = [lambda thread=thread: work(thread) for thread in range(THREADS)]
-    return together(*own, *others)[:THREADS]
 
 
 # --- What each call has to give -----------------------------------------------------------------

@@ -20,12 +20,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 PHASES = {
     "forward_pre": "register_forward_pre_hook",
     "forward": "register_forward_hook",

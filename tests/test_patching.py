@@ -22,12 +22,10 @@ from ferrohook.patching import (
     unregister_patch_mapping,
 )
 from ferrohook.recording import OutputRecorder, capture_outputs
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 
 
 class Attention(nn.Module):

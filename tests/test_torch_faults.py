@@ -17,12 +17,10 @@ from torch import nn
 from torch.nn.modules import module as torch_global
 
 import ferrohook as fh
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 
 
 class Failing(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import LIMIT
+from support.limits import LIMIT
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import LIMIT, assert_plain
+from support.capture import assert_plain
+from support.limits import LIMIT
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import LIMIT, Returning, Twice, assert_plain, captured, tensors_of
+from support.capture import Returning, Twice, assert_plain, captured, tensors_of
+from support.limits import LIMIT
 
 # detach, device, dtype, slice
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import LIMIT, assert_plain, tensors_of
+from support.capture import assert_plain, tensors_of
+from support.limits import LIMIT
 
 # Contexts and threads
 

@@ -23,10 +23,9 @@ from ferrohook.detectors import (
     ShapeDetector,
 )
 from support.detectors import Returning, seen, torch_moments
+from support.limits import LIMIT
 from threaded import in_threads
 
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetector]
 
 

@@ -15,12 +15,10 @@ from torch import nn
 
 import ferrohook as fh
 from support.errors import TYPED, Failing, call, ignore, raising, register
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 
 
 # always_call

@@ -15,20 +15,8 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
-from support.interventions import (
-    IDS,
-    LIMIT,
-    MASK,
-    Block,
-    Lm,
-    Model,
-    Returns,
-    Seen,
-    Shift,
-    X,
-    double,
-    on,
-)
+from support.interventions import IDS, MASK, Block, Lm, Model, Returns, Seen, Shift, X, double, on
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

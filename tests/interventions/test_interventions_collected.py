@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
-from support.interventions import LIMIT, Model, Seen, X, on
+from support.interventions import Model, Seen, X, on
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,8 @@ from torch import nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.instrumentation import find_registry
-from support.interventions import LIMIT, Model, Seen, Shift, X, double, on
+from support.interventions import Model, Seen, Shift, X, double, on
+from support.limits import LIMIT
 
 
 def test_hooks_are_found_by_layer_and_type() -> None:

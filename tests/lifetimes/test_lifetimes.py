@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.lifetimes import LIMIT, Echo, Module
+from support.lifetimes import Echo, Module
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

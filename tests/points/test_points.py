@@ -19,10 +19,8 @@ import torch
 import ferrohook as fh
 from ferrohook import points
 from ferrohook.points import HookPoint
+from support.limits import LIMIT
 from support.points import MID, Model, Transposed, adding, compiled_for, noting, observe, zero
-
-LIMIT = 60
-
 
 # --- HookPoint ---
 

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import ferrohook as fh
 from ferrohook._core import active_scopes
 from ferrohook.recording import capture_outputs, uninstall
-from support.recording import LIMIT, Attention, Checkpointed, Layer, Model, X, expected, same
+from support.limits import LIMIT
+from support.recording import Attention, Checkpointed, Layer, Model, X, expected, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,8 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.recording import OutputRecorder, capture_outputs, merge_with_config_defaults
-from support.recording import FLAGS, LIMIT, with_marks
+from support.limits import LIMIT
+from support.recording import FLAGS, with_marks
 from threaded import in_threads
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import ferrohook as fh
 from ferrohook._core import active_scopes
 from ferrohook.instrumentation import registry_of
 from ferrohook.recording import capture_outputs, uninstall
-from support.recording import FLAGS, LIMIT, Helped, Layer, Model, X, expected, same, wrong_calls
+from support.limits import LIMIT
+from support.recording import FLAGS, Helped, Layer, Model, X, expected, same, wrong_calls
 from threaded import in_threads
 
 

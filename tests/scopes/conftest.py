@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
-from support.scopes import LIMIT, PHASES
+from support.limits import LIMIT
+from support.scopes import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.scopes import LIMIT, Counting, add, call, register
+from support.limits import LIMIT
+from support.scopes import Counting, add, call, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ferrohook as fh
-from support.scopes import LIMIT, Counting, add, call, register
+from support.limits import LIMIT
+from support.scopes import Counting, add, call, register
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.scopes import LIMIT, Counting, add, register
+from support.limits import LIMIT
+from support.scopes import Counting, add, register
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -36,7 +36,7 @@ from examples.service.schema import EmbedRequest
 from examples.service.server import Server
 from ferrohook.detectors import LatencyDetector
 from ferrohook.service import check_deadline, list_hooks
-from support.service import LIMIT
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -35,7 +35,7 @@ from ferrohook.service import (
     list_hooks,
     request_scope,
 )
-from support.service import LIMIT
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,14 +17,13 @@ import torch
 import ferrohook as fh
 from ferrohook import shards
 from ferrohook.stores import LocalStore, Store
+from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
 from threaded import in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread or process."""
 DTYPES = [
     torch.float64,
     torch.float32,

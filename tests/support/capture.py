@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
-
-
 class Returning(nn.Module):
     """Returns what a function makes of what it takes."""
 

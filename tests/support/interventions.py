@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from ferrohook import interventions as fi
 
-LIMIT = 30.0
-"""Seconds that any wait of these tests may take."""
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -8,8 +8,6 @@ from torch import nn
 
 import ferrohook as fh
 
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 Module: TypeAlias = fh.HookedModule[Any]
 
 

@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ferrohook.recording import capture_outputs
+from support.limits import LIMIT
 
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 no_compile = pytest.mark.skipif(
     bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),
     reason="torch.compile does not support free-threaded CPython 3.13",

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 PHASES = {
     "forward_pre": "register_forward_pre_hook",
     "forward": "register_forward_hook",

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.threads import LIMIT, THREADS, Together, run_together, wait
+from support.limits import LIMIT
+from support.threads import THREADS, Together, run_together, wait
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 

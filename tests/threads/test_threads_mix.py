@@ -16,7 +16,8 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
-from support.threads import LIMIT, THREADS, Call, Module, Probe, run_together
+from support.limits import LIMIT
+from support.threads import THREADS, Call, Module, Probe, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable

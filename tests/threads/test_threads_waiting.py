@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ferrohook as fh
-from support.threads import LIMIT, THREADS, Blocking, Echo, Module, Together, run_together
+from support.limits import LIMIT
+from support.threads import THREADS, Blocking, Echo, Module, Together, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
