@@ -24,7 +24,7 @@ import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.detectors import NormDetector
 from ferrohook.recording import capture_outputs
-from gloo import RANKS, Pair
+from support.gloo import RANKS, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,7 +20,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.hooks import add, ignore
+from support.internals import instrumented
 from support.limits import LIMIT
+from support.threads import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,18 +37,6 @@ def model() -> nn.Sequential:
 @pytest.fixture
 def x() -> Tensor:
     return torch.ones(2, 3)
-
-
-def ignore(*_: Any) -> None:
-    """A hook that does nothing."""
-
-
-def add(amount: float) -> Callable[..., Any]:
-    return lambda _module, _args, output: output + amount
-
-
-def instrumented(model: nn.Module) -> list[str]:
-    return [name for name, each in model.named_modules() if "_ferrohook_dispatcher" in vars(each)]
 
 
 # register
@@ -336,17 +327,7 @@ def test_threads_that_remove_at_once_give_the_modules_back_once(model: nn.Sequen
     with fh.instrument(model):
         for _ in range(50):
             group = fh.register(model, None, ignore)
-            start = threading.Barrier(4, timeout=LIMIT)
-
-            def remove(group: fh.HandleGroup = group, start: threading.Barrier = start) -> None:
-                start.wait()
-                group.remove()
-
-            threads = [threading.Thread(target=remove) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT)
+            run_together(*[group.remove] * 4)
         assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
     assert instrumented(model) == []
 

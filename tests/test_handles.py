@@ -16,17 +16,11 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import PHASES, ignore, register
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PHASES = {
-    "forward_pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "backward_pre": "register_full_backward_pre_hook",
-    "backward": "register_full_backward_hook",
-}
 
 
 @pytest.fixture
@@ -40,19 +34,9 @@ def phase(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def register(module: fh.HookedModule[Any], phase: str, hook: Any, **options: Any) -> fh.HookHandle:
-    handle = getattr(module, PHASES[phase])(hook, **options)
-    assert isinstance(handle, fh.HookHandle)
-    return handle
-
-
 def call(module: nn.Module) -> None:
     """Runs all phases."""
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
-
-
-def ignore(*_: Any) -> None:
-    """A hook that does nothing."""
 
 
 # remove

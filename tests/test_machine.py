@@ -21,17 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import TYPED
 
 if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable
 
 PHASES = ("forward_pre", "forward", "backward_pre", "backward")
-TYPED: dict[str, Any] = {
-    "forward_pre": fh.ForwardPreHook,
-    "forward": fh.ForwardHook,
-    "backward": fh.BackwardHook,
-}
 ACTIONS = (
     "observe",
     "replace",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import Data, Frozen, Named, Returning, Twice, tensors_of
+from support.capture import Data, Frozen, Named, Twice, tensors_of
+from support.modules import Returning
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import Data, Frozen, Named, Returning, assert_plain, captured, tensors_of
+from support.capture import Data, Frozen, Named, assert_plain, captured, tensors_of
+from support.internals import instrumented
+from support.modules import Returning
 
 
 def by_torch(model: nn.Module, *args: Any) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def test_a_missing_part_is_told_and_the_model_works_afterwards(value: Any, index
 
 def assert_plain_class(module: nn.Module) -> None:
     assert type(module) is Returning
-    assert "_ferrohook_dispatcher" not in vars(module)
+    assert instrumented(module) == []
 
 
 # copy

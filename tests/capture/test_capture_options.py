@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.capture import Returning, Twice, assert_plain, captured, tensors_of
+from support.capture import Twice, assert_plain, captured, tensors_of
 from support.limits import LIMIT
+from support.modules import Returning
 
 # detach, device, dtype, slice
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from support.capture import assert_plain, tensors_of
 from support.limits import LIMIT
+from support.threads import in_threads
 
 # Contexts and threads
 
@@ -50,30 +50,19 @@ def test_tasks_capture_their_own(model: nn.Sequential) -> None:
 def test_threads_that_capture_a_plain_model_at_once_get_their_own_and_put_it_back(
     model: nn.Sequential,
 ) -> None:
-    start = threading.Barrier(4, timeout=LIMIT)
     xs = [torch.full((1, 3), float(number)) for number in range(4)]
     expected = [model[0](x) for x in xs]
-    right: list[int] = []
-    failed: list[BaseException] = []
 
-    def work(number: int) -> None:
-        start.wait()
-        try:
-            for turn in range(60):
-                stop = turn % 2 == 0
-                with fh.capture(model, ["0", "1"], stop=stop) as acts:
-                    assert (model(xs[number]) is fh.STOPPED) == stop
-                right.append(torch.equal(acts["0"], expected[number]))
-        except BaseException as error:  # noqa: BLE001 (told below)
-            failed.append(error)
+    def work(number: int) -> list[bool]:
+        right = []
+        for turn in range(60):
+            stop = turn % 2 == 0
+            with fh.capture(model, ["0", "1"], stop=stop) as acts:
+                assert (model(xs[number]) is fh.STOPPED) == stop
+            right.append(torch.equal(acts["0"], expected[number]))
+        return right
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert failed == []
-    assert right == [True] * 240
+    assert in_threads(4, work) == [[True] * 60] * 4
     assert_plain(model)
 
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
 from ferrohook.detectors import NonFiniteDetector, NormDetector, ShapeDetector
-from support.detectors import Returning, seen, torch_moments
+from support.detectors import seen, torch_moments
+from support.modules import Returning
 
 if TYPE_CHECKING:
     from collections.abc import Callable

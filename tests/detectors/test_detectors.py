@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import threading
 import time
 from typing import Any
 
@@ -22,9 +21,9 @@ from ferrohook.detectors import (
     NormDetector,
     ShapeDetector,
 )
-from support.detectors import Returning, seen, torch_moments
-from support.limits import LIMIT
-from threaded import in_threads
+from support.detectors import seen, torch_moments
+from support.modules import Returning
+from support.threads import in_threads, repeating, run_together
 
 ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetector]
 
@@ -295,7 +294,7 @@ def test_no_call_of_any_thread_is_lost(size: int) -> None:
             detectors[3].snapshot()
         total.merge(own)
 
-    in_threads(threads, work, LIMIT)
+    in_threads(threads, work)
     counter, latency, shapes, non_finite, norm = (detector.snapshot() for detector in detectors)
     everything = threads * calls
     assert counter["calls"] == latency["calls"] == shapes["shapes"][size,] == everything
@@ -308,41 +307,28 @@ def test_no_call_of_any_thread_is_lost(size: int) -> None:
 @pytest.mark.usefixtures("switch_often")
 def test_detectors_merged_into_each_other_at_once_end() -> None:
     left, right = fed(NormDetector), fed(NormDetector)
-    barrier = threading.Barrier(2, timeout=LIMIT)
 
     def work(into: NativeDetector, other: NativeDetector) -> None:
-        barrier.wait()
         for _ in range(20):
             into.merge(other)
 
-    pairs = [(left, right), (right, left)]
-    workers = [threading.Thread(target=work, args=pair, daemon=True) for pair in pairs]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-        assert not worker.is_alive()
+    run_together(lambda: work(left, right), lambda: work(right, left))
 
 
 def test_a_large_tensor_is_read_without_the_interpreter() -> None:
     x = torch.zeros(1 << 26)
     module = fh.HookedModule(Returning())
     module.register_forward_hook(NormDetector())
-    stop = threading.Event()
     ticks = []
 
     def tick() -> None:
-        while not stop.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0.0005)
+        ticks.append(time.perf_counter())
+        time.sleep(0.0005)
 
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    before = time.perf_counter()
-    module(x)
-    after = time.perf_counter()
-    stop.set()
-    ticking.join(LIMIT)
+    with repeating(tick):
+        before = time.perf_counter()
+        module(x)
+        after = time.perf_counter()
     # With the interpreter held there would be none but for the edges.
     assert sum(before < tick < after for tick in ticks) >= 5
 
@@ -352,18 +338,13 @@ def test_memory_that_is_replaced_while_it_is_read_stays_there() -> None:
     module = fh.HookedModule(Returning())
     detector = NormDetector()
     module.register_forward_hook(detector)
-    stop = threading.Event()
 
     def replace() -> None:
-        while not stop.is_set():
-            x.data = torch.ones(1 << 22)
+        x.data = torch.ones(1 << 22)
 
-    replacing = threading.Thread(target=replace, daemon=True)
-    replacing.start()
-    for _ in range(30):
-        module(x)
-    stop.set()
-    replacing.join(LIMIT)
+    with repeating(replace):
+        for _ in range(30):
+            module(x)
     found = detector.snapshot()
     assert (found["count"], found["mean"], found["variance"]) == (30 << 22, 1.0, 0.0)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import ferrohook as fh
-from support.errors import PHASES, Failing
+from support.hooks import PHASES
+from support.modules import Failing
 
 
 @pytest.fixture

@@ -14,11 +14,15 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.errors import TYPED, Failing, call, ignore, raising, register
+from support.errors import call, raising
+from support.hooks import TYPED, ignore, register
 from support.limits import LIMIT
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from support.modules import Failing
 
 
 # always_call
@@ -283,21 +287,13 @@ def test_threads_that_fail_at_once_log_once(
 ) -> None:
     count = 8
     inside = threading.Barrier(count, timeout=LIMIT)
-    finished: list[int] = []
 
     def fail(*_: Any) -> None:
         inside.wait()
         raise ValueError(attempt)
 
     handle = hooked.register_forward_hook(fail, on_error="disable")
-    threads = [
-        threading.Thread(target=lambda: finished.append(hooked(attempt))) for _ in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert finished == [attempt] * count
+    assert in_threads(count, lambda _number: hooked(attempt)) == [attempt] * count
     assert (handle.enabled, handle.calls) == (False, count)
     assert len(records) == 1
 

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.errors import PHASES, TYPED, Failing, call, ignore, raising, register
+from support.errors import call, raising
+from support.hooks import PHASES, TYPED, ignore, register
+from support.modules import Failing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

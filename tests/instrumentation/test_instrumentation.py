@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.instrumentation import Log, call, instrumented, logging, same, small, state_of, x
+from support.instrumentation import Log, call, logging, same, small, state_of, x
+from support.internals import is_instrumented
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,7 @@ def test_an_instrumented_model_looks_like_the_plain_one(case: Case) -> None:
     expected = call(plain, arguments)
     attributes = {name: list(vars(each)) for name, each in model.named_modules()}
     with fh.instrument(model):
-        assert all(instrumented(each) for each in model.modules())
+        assert all(is_instrumented(each) for each in model.modules())
         assert same(call(model, arguments), expected)
         for (name, ours), (same_name, theirs) in zip(
             model.named_modules(), plain.named_modules(), strict=True
@@ -179,7 +180,7 @@ def test_own_ways_of_saving_and_copying_are_kept(cls: type[nn.Linear]) -> None:
     # With the dispatcher left out of what it saved there is nothing to give back.
     with fh.instrument(loaded):
         assert torch.equal(loaded(x()), model(x()))
-    assert "_ferrohook_dispatcher" not in vars(loaded)
+    assert not is_instrumented(loaded)
 
 
 # Counting
@@ -197,7 +198,7 @@ def test_nested_and_repeated_use_counts() -> None:
         again = fh.instrument(model, "second")
         again.restore()
         again.restore()
-        assert instrumented(model.second)
+        assert is_instrumented(model.second)
     assert state_of(model) == before
     model(x())
     assert log == ["outer", "inner"]
@@ -205,7 +206,7 @@ def test_nested_and_repeated_use_counts() -> None:
     fh.instrument(model, "first")
     fh.instrument(model, "second")
     fh.restore(model)
-    assert [instrumented(each) for each in model.modules()] == [False, True, False]
+    assert [is_instrumented(each) for each in model.modules()] == [False, True, False]
     fh.restore(model)
     assert state_of(model) == before
 
@@ -215,12 +216,12 @@ def test_what_was_undone_is_not_undone_again() -> None:
     first, _second = fh.instrument(model), fh.instrument(model)
     first.restore()
     fh.restore(model)
-    assert not instrumented(model)
+    assert not is_instrumented(model)
     with pytest.raises(fh.HookError):
         fh.restore(model)
     with first:
         pass
-    assert not instrumented(model)
+    assert not is_instrumented(model)
 
 
 @pytest.mark.parametrize("wrong", [small, lambda: 3, lambda: nn.Linear])
@@ -233,7 +234,7 @@ def test_restoring_a_part_of_what_was_instrumented_is_an_error() -> None:
     with fh.instrument(model := small()):
         with pytest.raises(fh.HookError, match="this Linear was not instrumented"):
             fh.restore(model.first)
-        assert instrumented(model.first)
+        assert is_instrumented(model.first)
 
 
 @pytest.mark.parametrize("wrong", [3, None, nn.Linear, "model"])
@@ -246,7 +247,7 @@ def test_an_unknown_name_instruments_nothing() -> None:
     model = small()
     with pytest.raises(fh.SelectionError, match="first"):
         fh.instrument(model, ["second", "frist"])
-    assert not any(instrumented(each) for each in model.modules())
+    assert not any(is_instrumented(each) for each in model.modules())
 
 
 def test_modules_come_and_go_while_instrumented() -> None:
@@ -258,10 +259,10 @@ def test_modules_come_and_go_while_instrumented() -> None:
         gc.collect()
         assert dropped() is None
         assert [each is added for each in model] == [True]
-        assert not instrumented(added)
-        assert instrumented(taken)
+        assert not is_instrumented(added)
+        assert is_instrumented(taken)
     assert type(taken) is nn.Linear
-    assert not any(instrumented(each) for each in model.modules())
+    assert not any(is_instrumented(each) for each in model.modules())
 
 
 def test_what_pytorch_s_methods_register_during_a_capture_outlasts_it() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.instrumentation import Log, Slotted, instrumented, logging, small, x
+from support.instrumentation import Log, Slotted, logging, small, x
+from support.internals import is_instrumented
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +50,10 @@ def test_a_deep_copy_is_restored_by_itself() -> None:
         assert torch.equal(duplicate(x()), model(x()))
         with pytest.raises(fh.HookError, match="not instrumented"):
             fh.restore(duplicate)
-        assert instrumented(model.first)
-        assert instrumented(again.first)
+        assert is_instrumented(model.first)
+        assert is_instrumented(again.first)
     fh.restore(again)
-    assert not instrumented(again.first)
+    assert not is_instrumented(again.first)
 
 
 def test_a_deep_copy_counts_for_itself() -> None:
@@ -61,11 +62,11 @@ def test_a_deep_copy_counts_for_itself() -> None:
     fh.instrument(model)
     duplicate = copy.deepcopy(model)
     fh.restore(duplicate)
-    assert not instrumented(duplicate)
+    assert not is_instrumented(duplicate)
     fh.restore(model)
-    assert instrumented(model)
+    assert is_instrumented(model)
     fh.restore(model)
-    assert not instrumented(model)
+    assert not is_instrumented(model)
 
 
 class Counting(nn.Module):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_global
 
 import ferrohook as fh
-from support.instrumentation import Log, instrumented, logging, small, state_of, torch_script, x
+from support.instrumentation import Log, logging, small, state_of, torch_script, x
+from support.internals import is_instrumented
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -363,7 +364,7 @@ def test_a_class_that_overrides_call_impl_is_refused_and_left_as_it_was() -> Non
         undo = fh.instrument(model)
     assert caught[0].filename == __file__
     with undo:
-        assert instrumented(model[0])
+        assert is_instrumented(model[0])
         assert type(model[1]) is Own
     assert state_of(model) == before
     with fh.instrument(model[0]):
@@ -376,5 +377,5 @@ def test_a_warning_that_is_an_error_leaves_nothing_instrumented() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch_script(nn.ReLU()))
     with pytest.raises(fh.NotInstrumentedWarning):
         fh.instrument(model)
-    assert not any(instrumented(each) for each in model[:1].modules())
-    assert not instrumented(model)
+    assert not any(is_instrumented(each) for each in model[:1].modules())
+    assert not is_instrumented(model)

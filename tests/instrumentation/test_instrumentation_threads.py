@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.instrumentation import Log, hook_dicts, instrumented, small, state_of, x
-from threaded import in_threads
+from support.instrumentation import Log, hook_dicts, small, state_of, x
+from support.internals import is_instrumented
+from support.threads import in_threads, repeating
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,19 +50,16 @@ def wrong_with_a_hook(model: Any, expected: Tensor) -> Iterator[str]:
         yield "removal"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("switch_often")
 def test_threads_instrument_register_and_restore_one_model_while_others_call() -> None:
     model = small()
     before = state_of(model)
     expected = model(x())
-    done = threading.Event()
     lost: Log = []
 
     def call_on() -> None:
-        while not done.is_set():
-            if not torch.equal(model(x()), expected):
-                lost.append("output")
+        if not torch.equal(model(x()), expected):
+            lost.append("output")
 
     def act(number: int) -> None:
         for step in range(150):
@@ -69,20 +67,12 @@ def test_threads_instrument_register_and_restore_one_model_while_others_call() -
             with fh.instrument(model, select):
                 lost.extend(wrong_with_a_hook(model, expected))
 
-    callers = [threading.Thread(target=call_on, daemon=True) for _ in range(2)]
-    for caller in callers:
-        caller.start()
-    try:
+    with repeating(call_on, threads=2):
         in_threads(4, act)
-    finally:
-        done.set()
-        for caller in callers:
-            caller.join(30)
     assert lost == []
     assert state_of(model) == before
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("switch_often")
 def test_threads_undo_one_each() -> None:
     model = small()
@@ -99,7 +89,6 @@ def test_threads_undo_one_each() -> None:
         fh.restore(model)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("switch_often")
 def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None:
     model = small()
@@ -124,7 +113,7 @@ def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None
             assert len(fired) <= count + 2 * 3  # those that were on their way
 
     in_threads(4, act)
-    assert not any(instrumented(each) for each in model.modules())
+    assert not any(is_instrumented(each) for each in model.modules())
     assert not any(hook_dicts(each) for each in model.modules())
 
 

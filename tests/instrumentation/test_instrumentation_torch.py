@@ -9,18 +9,13 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ferrohook as fh
-from support.instrumentation import call, instrumented, logging, same, small, torch_script, x
-
-
-class Zero(nn.Module):
-    """A parametrization."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * 0
+from support.instrumentation import call, logging, same, small, torch_script, x
+from support.internals import is_instrumented
+from support.modules import Zero
 
 
 @pytest.mark.parametrize("removed", ["during", "after", "never"])
@@ -90,14 +85,14 @@ def test_torchscript_is_refused_with_the_reason() -> None:
             fh.instrument(model, "0")
         with pytest.raises(fh.HookError, match="the model itself"):
             fh.instrument(scripted)
-        assert not instrumented(model[1])
+        assert not is_instrumented(model[1])
         expected = model(x())
         with pytest.warns(fh.NotInstrumentedWarning, match="0 .*TorchScript"):
             fh.instrument(model)
         assert type(scripted) is before
         assert torch.equal(model(x()), expected)
         fh.restore(model)
-        assert not instrumented(model)
+        assert not is_instrumented(model)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
@@ -146,7 +141,7 @@ def test_a_graph_module() -> None:
         for duplicate in (copy.deepcopy(model), copy.copy(model)):
             assert torch.equal(duplicate(x()), model(x()))
             fh.restore(duplicate)
-            assert not instrumented(duplicate)
+            assert not is_instrumented(duplicate)
             assert torch.equal(duplicate(x()), plain(x()))
             assert torch.equal(copy.deepcopy(duplicate)(x()), plain(x()))
         relu = next(node for node in model.graph.nodes if node.target == "second")

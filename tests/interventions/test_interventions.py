@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from support.interventions import IDS, MASK, Block, Lm, Model, Returns, Seen, Shift, X, double, on
-from support.limits import LIMIT
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,12 +116,10 @@ def test_a_shared_detector_shows_each_thread_its_own(switch_often: None) -> None
     layers.register_hook("layers.0", detector)
     layers.register_hook("", inputs)
     threads, calls = 4, 200
-    barrier = threading.Barrier(threads)
 
     def work(number: int) -> int:
         x = torch.full((1, 4), float(number))
         expected = Block.forward(model.layers[0], x)[0]  # type: ignore[arg-type]
-        barrier.wait(LIMIT)
         wrong = 0
         for _ in range(calls):
             with torch.no_grad():
@@ -135,9 +131,7 @@ def test_a_shared_detector_shows_each_thread_its_own(switch_often: None) -> None
             wrong += not (torch.equal(captured, expected) and torch.equal(taken, x))
         return wrong
 
-    with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(work, number) for number in range(threads)]
-        assert [each.result(LIMIT) for each in running] == [0] * threads
+    assert in_threads(threads, work) == [0] * threads
     assert detector.get_captured() is None  # nothing ran here
     assert not detector.metadata
 

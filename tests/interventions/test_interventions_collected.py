@@ -7,8 +7,7 @@ import contextvars
 import functools
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,16 +16,10 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from support.interventions import Model, Seen, X, on
-from support.limits import LIMIT
+from support.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-
-def in_thread(target: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(target).result(LIMIT)
 
 
 def test_what_is_collected_is_a_dict_of_the_context() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.instrumentation import find_registry
 from support.interventions import Model, Seen, Shift, X, double, on
-from support.limits import LIMIT
+from support.threads import repeating, run_together
 
 
 def test_hooks_are_found_by_layer_and_type() -> None:
@@ -139,17 +137,8 @@ def test_registering_from_many_threads_loses_nothing(switch_often: None) -> None
     model = Model()
     layers = fi.Layers(model)
     shared = Seen()
-    barrier = threading.Barrier(6)
-    stop = threading.Event()
-
-    def call() -> int:
-        barrier.wait(LIMIT)
-        while not stop.is_set():
-            model(X)
-        return 0
 
     def register() -> int:
-        barrier.wait(LIMIT)
         taken = 0
         for _ in range(30):
             try:
@@ -165,15 +154,8 @@ def test_registering_from_many_threads_loses_nothing(switch_often: None) -> None
             assert layers.unregister_hook(shared)
         return taken
 
-    with ThreadPoolExecutor(6) as pool:
-        callers = [pool.submit(call) for _ in range(2)]
-        registering = [pool.submit(register) for _ in range(4)]
-        try:
-            assert sum(each.result(LIMIT) for each in registering) >= 1
-        finally:
-            stop.set()
-        for caller in callers:
-            caller.result(LIMIT)
+    with repeating(lambda: model(X), threads=2):
+        assert sum(run_together(*[register] * 4)) >= 1
     assert layers.get_hooks() == []
     assert find_registry(model.layers[0].mlp) is None
     assert find_registry(model.layers[1]) is None

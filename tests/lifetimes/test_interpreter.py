@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 import pytest
-from support.limits import LIMIT
 
 import ferrohook as fh
-from support.lifetimes import Echo, Module
+from support.limits import LIMIT
+from support.modules import Echo, Module
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -283,7 +283,6 @@ def test_importing_and_calling_does_not_import_dynamo() -> None:
     # It takes seconds that users who compile nothing should not pay.
     code = """
 import torch
-from support.limits import LIMIT
 if "torch._dynamo" in sys.modules:
     print("torch imports it itself")
     raise SystemExit

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import sys
 import threading
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,35 +13,21 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from support.lifetimes import Echo, Module
 from support.limits import LIMIT
+from support.memory import on_linux, resident
+from support.modules import Echo, Module
+from support.threads import in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 MIB = 2**20
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@pytest.fixture
-def _collect_cheaply() -> Iterator[None]:
-    """Leaves what lives already (all of torch) out of the collections of a test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Hook:
     """A callable that can be watched."""
 
     def __call__(self, *args: Any) -> None: ...
-
-
-def resident() -> int:
-    """Bytes of memory that the process holds now."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 # --- Leaks --------------------------------------------------------------------------------------
@@ -111,7 +94,7 @@ CYCLES = [
 
 
 @on_linux
-@pytest.mark.usefixtures("_collect_cheaply")
+@pytest.mark.usefixtures("collect_cheaply")
 @pytest.mark.parametrize("tie", CYCLES)
 def test_ten_thousand_modules_in_cycles_leave_nothing(tie: Callable[[Module], None]) -> None:
     def make(count: int) -> None:
@@ -397,7 +380,7 @@ def test_a_collection_inside_a_hook_finalises_into_the_same_module(how: str, pha
     assert fired == ["collects", "collects", "new"]
 
 
-@pytest.mark.usefixtures("_collect_cheaply")
+@pytest.mark.usefixtures("collect_cheaply")
 def test_a_collection_may_come_at_any_allocation() -> None:
     hooked: Module = fh.HookedModule(Echo())
     finalised = 0
@@ -475,33 +458,20 @@ def test_finalisers_in_threads_that_collect_garbage() -> None:
     hooked: Module = fh.HookedModule(Echo())
     threads, each = 4, 200
     finalised: list[None] = []
-    barrier = threading.Barrier(threads)
-    failed: list[BaseException] = []
 
     def finalise() -> None:
         hooked.register_forward_hook(lambda *_: None).remove()
         finalised.append(None)
 
-    def work() -> None:
-        try:
-            barrier.wait(LIMIT)
-            for number in range(each):
-                leave_garbage("__del__", finalise)
-                with hooked.register_forward_hook(Hook()):
-                    assert hooked(number) == number
-                if number % 50 == 0:
-                    gc.collect()
-        except BaseException as error:  # noqa: BLE001 (the main thread raises it)
-            failed.append(error)
+    def work(_thread: int) -> None:
+        for number in range(each):
+            leave_garbage("__del__", finalise)
+            with hooked.register_forward_hook(Hook()):
+                assert hooked(number) == number
+            if number % 50 == 0:
+                gc.collect()
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-        assert not worker.is_alive()
-    if failed:
-        raise failed[0]
+    in_threads(threads, work)
     gc.collect()
     assert len(finalised) == threads * each
     assert hooked.hooks() == []

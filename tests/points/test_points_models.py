@@ -11,6 +11,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.points import HookedRootModule, HookPoint
+from support.internals import in_no_scope
 from support.points import MID, NAMES, Model, adding, noting, observe, zero
 
 
@@ -142,7 +143,7 @@ def test_nothing_stays_when_a_hook_is_refused(model: Model, x: torch.Tensor) -> 
             )
         assert model.list_hooks() == {}
         assert model.context_level == 0
-    assert fh._core.active_scopes.get() == ()
+    assert in_no_scope()
 
 
 def test_hooks_that_stay_stay_in_the_context(model: Model, x: torch.Tensor) -> None:
@@ -164,7 +165,7 @@ def test_hooks_that_stay_stay_in_the_context(model: Model, x: torch.Tensor) -> N
     model.reset_hooks()
     assert model.list_hooks() == {}
     assert torch.equal(model(x), clean)
-    assert fh._core.active_scopes.get() == ()
+    assert in_no_scope()
 
 
 def test_contexts_are_cleared_when_asked_for(model: Model, x: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from support.points import CALLS, NAMES, THREADS, WIDTH, Model, adding, zero
-from threaded import in_threads
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from ferrohook.points import HookPoint

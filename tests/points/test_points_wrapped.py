@@ -24,7 +24,7 @@ from support.points import (
     compiled_for,
     zero,
 )
-from threaded import in_threads
+from support.threads import in_threads
 
 
 class Layer(nn.Module):

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook._core import active_scopes
 from ferrohook.recording import OutputRecorder, capture_outputs, uninstall
+from support.compiling import compiled
+from support.internals import in_no_scope
 from support.recording import (
     FLAGS,
     Attention,
@@ -26,12 +27,11 @@ from support.recording import (
     X,
     expected,
     same,
-    with_marks,
     wrong_calls,
 )
 
 
-@with_marks
+@compiled
 def test_a_compiled_forward_records_in_its_graph() -> None:
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -52,7 +52,7 @@ def test_a_compiled_forward_records_in_its_graph() -> None:
     assert same(compiled(x, output_hidden_states=True)["hidden_states"], expected(model, x)[0])
 
 
-@with_marks
+@compiled
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("broken", [False, True], ids=["fullgraph", "graph breaks"])
 def test_no_thread_sees_what_another_records_compiled(*, broken: bool) -> None:
@@ -91,7 +91,7 @@ class Disabled(Model):
         return {"last_hidden_state": self.norm(x)}
 
 
-@with_marks
+@compiled
 @pytest.mark.parametrize(
     ("kind", "cls", "inside"),
     [
@@ -130,7 +130,7 @@ def test_layers_that_come_after_compiling_are_recorded(
         assert recorded_as_expected()
 
 
-@with_marks
+@compiled
 def test_an_exception_leaves_nothing_active_compiled() -> None:
     class Fails(Breaks):
         broken = True
@@ -147,7 +147,7 @@ def test_an_exception_leaves_nothing_active_compiled() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             compiled(X, output_hidden_states=True)
-    assert active_scopes.get() == ()
+    assert in_no_scope()
     # A layer that is called next is not taken for a part of it.
     result = weakref.ref(model.layers[0](X))
     assert result() is None
@@ -157,7 +157,7 @@ def test_an_exception_leaves_nothing_active_compiled() -> None:
         assert same(called(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
 
 
-@with_marks
+@compiled
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_is_checkpointed_breaks_the_graph_and_is_recorded_once(*, reentrant: bool) -> None:
     model = Checkpointed()
@@ -174,7 +174,7 @@ def test_what_is_checkpointed_breaks_the_graph_and_is_recorded_once(*, reentrant
     assert same(output["attentions"], attentions)
 
 
-@with_marks
+@compiled
 def test_a_layer_in_a_branch_that_only_the_graph_takes_raises() -> None:
     class Branches(Model):
         @capture_outputs
@@ -187,17 +187,17 @@ def test_a_layer_in_a_branch_that_only_the_graph_takes_raises() -> None:
     assert list(compiled(X)) == ["x"]
 
 
-@with_marks
+@compiled
 def test_a_forward_that_is_one_graph_inside_of_one_that_records_raises() -> None:
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         model(X, output_hidden_states=True)
-    assert active_scopes.get() == ()
+    assert in_no_scope()
     assert "hidden_states" in model.inner(X, output_hidden_states=True)
 
 
-@with_marks
+@compiled
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
     class Exported(Model):
@@ -215,7 +215,7 @@ def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
     assert list(model(X)) == ["last_hidden_state"]
 
 
-@with_marks
+@compiled
 def test_states_that_are_selected_differ_between_calls_of_one_graph() -> None:
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -226,7 +226,7 @@ def test_states_that_are_selected_differ_between_calls_of_one_graph() -> None:
         assert [state is None for state in given] == [state is None for state in wanted], asked
 
 
-@with_marks
+@compiled
 def test_a_layer_on_a_helper_thread_of_a_compiled_forward_is_not_dropped_in_silence() -> None:
     model = Helped()
     compiled = torch.compile(model, backend="eager")
@@ -237,7 +237,7 @@ def test_a_layer_on_a_helper_thread_of_a_compiled_forward_is_not_dropped_in_sile
     assert len(states) == 4 or told
 
 
-@with_marks
+@compiled
 def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> None:
     class Pieces(Model):
         @capture_outputs
@@ -251,7 +251,7 @@ def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> 
     assert same(model(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
 
 
-@with_marks
+@compiled
 def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None:
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
@@ -262,7 +262,7 @@ def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None
     assert "RLock" not in str(raised.value)
 
 
-@with_marks
+@compiled
 def test_compiled_layers_and_sub_models_in_an_eager_forward() -> None:
     model = Model()
     states, _ = expected(model)
@@ -279,7 +279,7 @@ def test_compiled_layers_and_sub_models_in_an_eager_forward() -> None:
     assert len(output["inner"]["hidden_states"]) == 3
 
 
-@with_marks
+@compiled
 def test_how_tensors_are_kept_compiled() -> None:
     class Declares(Model):
         _can_record_outputs = {

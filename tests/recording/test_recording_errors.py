@@ -17,7 +17,8 @@ from ferrohook.recording import (
     merge_with_config_defaults,
     uninstall,
 )
-from support.recording import Attention, Layer, Model, Outer, Output, X, with_marks
+from support.compiling import compiled
+from support.recording import Attention, Layer, Model, Outer, Output, X
 
 
 def declaring(**declared: Any) -> Model:
@@ -119,7 +120,7 @@ def test_a_flag_that_a_sub_model_brings_later_is_known() -> None:
     assert len(model(X, output_layers=True)["inner"]["layers"]) == 1
 
 
-@with_marks
+@compiled
 def test_flags_are_known_or_refused_compiled() -> None:
     both = Both()
 

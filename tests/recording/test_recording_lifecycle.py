@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ferrohook as fh
-from ferrohook._core import active_scopes
 from ferrohook.recording import capture_outputs, uninstall
+from support.internals import in_no_scope, instrumented
 from support.limits import LIMIT
 from support.recording import Attention, Checkpointed, Layer, Model, X, expected, same
 
@@ -174,25 +174,21 @@ def test_a_layer_that_outlives_its_model_is_given_back() -> None:
         del model
         gc.collect()
         assert type(layer) is Layer
-        assert "_ferrohook_dispatcher" not in vars(layer)
-
-
-def instrumented(model: nn.Module) -> list[bool]:
-    return ["_ferrohook_dispatcher" in vars(module) for module in model.modules()]
+        assert instrumented(layer) == []
 
 
 def test_a_model_that_records_is_instrumented_throughout_until_uninstall() -> None:
     model = Model()
     plain = {module: type(module) for module in model.modules()}
     model(X)
-    assert not any(instrumented(model))
+    assert instrumented(model) == []
     model(X, output_hidden_states=True)
-    assert all(instrumented(model))
+    assert len(instrumented(model)) == len(list(model.modules()))
     model.layers.append(Layer())
     model(X, output_hidden_states=True)
-    assert all(instrumented(model))
+    assert len(instrumented(model)) == len(list(model.modules()))
     uninstall(model)
-    assert not any(instrumented(model))
+    assert instrumented(model) == []
     assert all(type(module) is cls for module, cls in plain.items())
 
 
@@ -202,9 +198,7 @@ def test_what_cannot_be_instrumented_is_left_as_it_is() -> None:
     model.register_module("scripted", torch.jit.script(nn.ReLU()))
     states = expected(model)[0]
     assert same(model(X, output_hidden_states=True)["hidden_states"], states)
-    *others, scripted = instrumented(model)
-    assert all(others)
-    assert not scripted
+    assert {*dict(model.named_modules())} - {*instrumented(model)} == {"scripted"}
 
 
 def test_two_models_share_a_layer() -> None:
@@ -259,7 +253,7 @@ def test_an_exception_leaves_nothing_active() -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt, match="layer"):
             model(X, output_hidden_states=True)
-    assert active_scopes.get() == ()
+    assert in_no_scope()
     Fails.broken = False
     assert list(model(X)) == ["last_hidden_state"]
     assert len(model(X, output_hidden_states=True)["hidden_states"]) == 4

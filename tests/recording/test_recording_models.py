@@ -17,9 +17,10 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.recording import OutputRecorder, capture_outputs, merge_with_config_defaults
+from support.compiling import compiled
 from support.limits import LIMIT
-from support.recording import FLAGS, with_marks
-from threaded import in_threads
+from support.recording import FLAGS
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -361,7 +362,7 @@ def wrong_of_400_calls(called: Any, model: Any, inputs: dict[str, Any]) -> list[
             if given != right[choice]:
                 wrong.append((number, place))
 
-    in_threads(4, run, LIMIT)
+    in_threads(4, run)
     return wrong
 
 
@@ -372,7 +373,7 @@ def test_threads_with_different_flags_on_one_llama() -> None:
     assert wrong_of_400_calls(converted(model), model, inputs) == []
 
 
-@with_marks
+@compiled
 @pytest.mark.usefixtures("switch_often")
 def test_threads_with_different_flags_on_one_compiled_llama() -> None:
     model, inputs = architecture("Llama")

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook._core import active_scopes
 from ferrohook.instrumentation import registry_of
 from ferrohook.recording import capture_outputs, uninstall
+from support.internals import in_no_scope
 from support.limits import LIMIT
 from support.recording import FLAGS, Helped, Layer, Model, X, expected, same, wrong_calls
-from threaded import in_threads
+from support.threads import in_threads, repeating, run_together
 
 
 @pytest.mark.usefixtures("switch_often")
@@ -44,7 +44,7 @@ def test_threads_that_record_first_at_once_install_once() -> None:
             assert same(output["hidden_states"], right[0])
             assert same(output["attentions"], right[1])
 
-        in_threads(4, record, LIMIT)
+        in_threads(4, record)
         assert hooks(model) == hooks(alone)
 
 
@@ -52,23 +52,12 @@ def test_threads_that_record_first_at_once_install_once() -> None:
 def test_threads_that_install_uninstall_and_record_at_once() -> None:
     model = Model()
     states, _ = expected(model)
-    stop = threading.Event()
-
-    def uninstalling() -> None:
-        while not stop.is_set():
-            uninstall(model)
 
     def recording() -> list[int]:
         return [len(model(X, output_hidden_states=True)["hidden_states"]) for _ in range(50)]
 
-    with ThreadPoolExecutor(4) as pool:
-        taking = pool.submit(uninstalling)
-        counts = [pool.submit(recording) for _ in range(3)]
-        try:
-            assert [count.result(LIMIT) for count in counts] == [[4] * 50] * 3
-        finally:
-            stop.set()
-        taking.result(LIMIT)
+    with repeating(lambda: uninstall(model)):
+        assert run_together(*[recording] * 3) == [[4] * 50] * 3
     assert same(model(X, output_hidden_states=True)["hidden_states"], states)
     uninstall(model)
     assert type(model.layers[0]) is Layer
@@ -176,7 +165,7 @@ def test_no_task_sees_what_another_records() -> None:
 
     asyncio.run(tasks())
     assert calls == 200
-    assert active_scopes.get() == ()
+    assert in_no_scope()
 
 
 def test_a_task_that_outlives_the_call_it_was_made_in_records_nothing_more() -> None:

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import PHASES
 from support.limits import LIMIT
-from support.scopes import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

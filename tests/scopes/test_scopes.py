@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import add, register
 from support.limits import LIMIT
-from support.scopes import Counting, add, call, register
+from support.memory import resident
+from support.scopes import Counting, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -291,12 +293,6 @@ def test_quiesce_waits_for_scoped_hooks_too(hooked: fh.HookedModule[nn.Identity]
         go_on.set()
         thread.join(LIMIT)
     hooked.quiesce(timeout=LIMIT)
-
-
-def resident() -> int:
-    """Bytes of memory that the process has: what Rust allocates is not traced."""
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-        return int(file.read().split()[1]) * 4096
 
 
 def test_registering_and_removing_in_a_long_scope_leaves_no_memory_behind() -> None:

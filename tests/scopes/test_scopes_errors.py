@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ferrohook as fh
+from support.hooks import add, register
 from support.limits import LIMIT
-from support.scopes import Counting, add, call, register
+from support.scopes import Counting, call
+from support.threads import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,26 +53,14 @@ def test_entering_twice_is_refused(hooked: fh.HookedModule[nn.Identity]) -> None
 def test_of_threads_that_enter_a_scope_at_once_one_does() -> None:
     for _ in range(50):
         s = fh.scope()
-        start = threading.Barrier(4, timeout=LIMIT)
-        entered: list[fh.Scope] = []
 
-        def enter(
-            s: fh.Scope = s,
-            start: threading.Barrier = start,
-            entered: list[fh.Scope] = entered,
-        ) -> None:
-            start.wait()
+        def enter(s: fh.Scope = s) -> fh.Scope | None:
             try:
-                entered.append(s.__enter__())
+                return s.__enter__()
             except fh.HookError:
-                return
+                return None
 
-        threads = [threading.Thread(target=enter) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
-        assert entered == [s]
+        assert [entered for entered in run_together(*[enter] * 4) if entered] == [s]
 
 
 def test_leaving_twice_or_before_entering_is_refused() -> None:

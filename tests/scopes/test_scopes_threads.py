@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.hooks import add, register
 from support.limits import LIMIT
-from support.scopes import Counting, add, register
+from support.scopes import Counting
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -210,12 +212,10 @@ def test_a_scope_that_is_not_entered_cannot_be_activated(
 def test_threads_with_a_scope_each_do_not_cross() -> None:
     threads, calls = 8, 60
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    start = threading.Barrier(threads, timeout=LIMIT)
     wrong: list[Any] = []
     counted: dict[int, int] = {}
 
     def work(number: int) -> None:
-        start.wait()
         for turn in range(calls):
             with contextlib.suppress(ZeroDivisionError), fh.scope() as s:
                 handle = register(model[0], "forward", add(number), scope=s)
@@ -227,11 +227,7 @@ def test_threads_with_a_scope_each_do_not_cross() -> None:
                 _ = 1 / (turn % 3)
 
     with fh.instrument(model):
-        workers = [threading.Thread(target=work, args=(n,)) for n in range(1, threads + 1)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(LIMIT)
+        in_threads(threads, lambda number: work(number + 1))
         assert model(torch.zeros(1)).item() == 0
     assert wrong == []
     assert counted == dict.fromkeys(range(1, threads + 1), calls)

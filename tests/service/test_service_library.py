@@ -7,9 +7,7 @@ import contextlib
 import importlib
 import logging
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pytest
@@ -36,6 +34,7 @@ from ferrohook.service import (
     request_scope,
 )
 from support.limits import LIMIT
+from support.threads import run_together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -283,25 +282,20 @@ def test_metrics_refuse_what_cannot_be() -> None:
 def test_metrics_are_read_while_threads_call() -> None:
     model, x = nn.Sequential(Doubling(), Doubling()), torch.zeros(1)
     metrics = ModelMetrics(model)
-    barrier = threading.Barrier(5)
 
     def call() -> None:
-        barrier.wait(LIMIT)
         for _ in range(500):
             model(x)
             metrics.add_captured(fh.ActivationCache({"x": x}))
 
     def read() -> None:
-        barrier.wait(LIMIT)
         last = 0.0
         for _ in range(20):
             calls = collected(metrics)["ferrohook_module_calls_total", "0"]
             assert calls >= last
             last = calls
 
-    with ThreadPoolExecutor(5) as pool:
-        for done in [*(pool.submit(call) for _ in range(4)), pool.submit(read)]:
-            done.result(LIMIT)
+    run_together(*[call] * 4, read)
     found = collected(metrics)
     assert found["ferrohook_module_calls_total", "1"] == 2000
     assert found["ferrohook_module_seconds_count", "1"] == 2000

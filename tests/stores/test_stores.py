@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import subprocess
@@ -19,7 +20,7 @@ from ferrohook import shards
 from ferrohook.stores import LocalStore, Store
 from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
-from threaded import in_threads
+from support.threads import Together, in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,7 +198,7 @@ def test_threads_put_and_read_at_once(store: Store) -> None:
             assert store.get("run", batch, "layer")["output"][0] == batch
             store.put("run", batch, f"more{number}", {"x": torch.ones(1)})
 
-    in_threads(threads, work, LIMIT)
+    in_threads(threads, work)
     assert store.completed("run") == [*range(threads * batches)]
     for batch in store.batches("run"):
         assert store.layers("run", batch) == ["layer", f"more{batch % threads}"]
@@ -301,8 +302,7 @@ def test_a_slow_disk_slows_and_loses_nothing(
             fill(store, batch, size=size)
             put.append(batch)
 
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
+    worker = Together(work)
     for written in range(6):
         deadline = time.monotonic() + LIMIT
         while len(put) < 3 + written and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ def test_a_slow_disk_slows_and_loses_nothing(
         assert len(put) == min(8, 3 + written)
         disk.go.release()
     disk.go.release(2)
-    worker.join(LIMIT)
+    worker.join()
     store.close()
     check(store, *range(8))
 
@@ -361,25 +361,18 @@ def test_closing_loses_nothing_that_others_complete_meanwhile(
     threads = 4
     for attempt in range(20):
         store = LocalStore(tmp_path / str(attempt), max_pending=200)
-        barrier = threading.Barrier(threads + 1, timeout=LIMIT)
         done: list[int] = []
 
         def work(first: int, store: Store = store, done: list[int] = done) -> None:
-            barrier.wait()  # noqa: B023 (that of this attempt)
             with contextlib.suppress(fh.StoreError):
                 for batch in range(first, 10_000, threads):
                     fill(store, batch)
                     done.append(batch)
 
-        workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
-        for worker in workers:
-            worker.start()
-        barrier.wait()
+        workers = Together(*(functools.partial(work, first) for first in range(threads)))
         time.sleep(0.002 * (attempt % 5))
         store.close()
-        for worker in workers:
-            worker.join(LIMIT)
-            assert not worker.is_alive()
+        workers.join()
         found = {*store.completed("run")}
         assert found >= {*done}
         assert len(found) < 10_000

@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.modules import Returning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of what it takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+    from collections.abc import Iterator
 
 
 def captured(value: Any, **options: Any) -> Any:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
 import ferrohook as fh
+from support.modules import Returning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
     from ferrohook.detectors import NativeDetector
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of what it takes."""
-
-    def __init__(self, function: Callable[..., Any] = lambda x: x) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def seen(detector: NativeDetector, *outputs: Any) -> dict[str, Any]:

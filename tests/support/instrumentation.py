@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ferrohook.classes import plain_class
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,10 +26,6 @@ def small() -> nn.Sequential:
 
 def logging(log: Log, name: str) -> Callable[..., None]:
     return lambda *_: log.append(name)
-
-
-def instrumented(module: nn.Module) -> bool:
-    return type(module) is not plain_class(type(module))
 
 
 def state_of(module: nn.Module) -> list[Any]:

@@ -4,24 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import sysconfig
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ferrohook.recording import capture_outputs
 from support.limits import LIMIT
+from support.threads import in_threads
 
-no_compile = pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),
-    reason="torch.compile does not support free-threaded CPython 3.13",
-)
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 
 class Attention(nn.Module):
@@ -120,10 +115,8 @@ def wrong_calls(model: Any, called: Any, rounds: int = 100) -> list[str]:
     with torch.no_grad():
         right = [expected(model, x) for x in inputs]
     wrong: list[str] = []
-    ready = threading.Barrier(4)
 
     def run(number: int) -> None:
-        ready.wait(LIMIT)
         for place in range(rounds):
             flags = FLAGS[(place + number) % 4]
             with torch.no_grad():
@@ -137,9 +130,7 @@ def wrong_calls(model: Any, called: Any, rounds: int = 100) -> list[str]:
             if not all(same(a, b) for a, b in zip(given, wanted, strict=True)):
                 wrong.append(f"thread {number}, call {place}: {list(output)}")
 
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(run, number) for number in range(4)]:
-            future.result(LIMIT)
+    in_threads(4, run)
     return wrong
 
 
@@ -167,17 +158,3 @@ class Helped(Model):
             else:
                 x = self.pool.submit(layer, x).result(LIMIT)
         return {"last_hidden_state": self.norm(x)}
-
-
-compiles = [
-    no_compile,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("fresh_dynamo"),
-]
-
-
-def with_marks(test: Any) -> Any:
-    for mark in compiles:
-        test = mark(test)
-    return test

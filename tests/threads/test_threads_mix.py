@@ -17,10 +17,13 @@ from torch import nn
 
 import ferrohook as fh
 from support.limits import LIMIT
-from support.threads import THREADS, Call, Module, Probe, run_together
+from support.probes import Call, Probe
+from support.threads import THREADS, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from support.modules import Module
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -116,7 +119,7 @@ class Mix:
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.usefixtures("_collect_cheaply")
+@pytest.mark.usefixtures("collect_cheaply")
 def test_a_million_operations_of_all_kinds() -> None:
     assert THREADS * Mix.CALLS + 2 * 2 * Mix.PAIRS + Mix.SWITCHES >= 10**6
     mix = Mix()

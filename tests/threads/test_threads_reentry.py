@@ -11,7 +11,8 @@ import pytest
 
 import ferrohook as fh
 from support.limits import LIMIT
-from support.threads import THREADS, Blocking, Echo, Module, Together, run_together
+from support.modules import Echo, Module
+from support.threads import THREADS, Blocking, Together, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ def deeds(hooked: Module) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
 @pytest.mark.parametrize("deed", list(deeds(fh.HookedModule(Echo()))))
-@pytest.mark.usefixtures("_collect_cheaply")
+@pytest.mark.usefixtures("collect_cheaply")
 def test_hooks_may_do_anything(deed: str, phase: str) -> None:
     hooked: Module = fh.HookedModule(Echo())
     each = 2 if deed == "start and join threads" else 10

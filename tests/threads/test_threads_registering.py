@@ -14,7 +14,9 @@ import pytest
 
 import ferrohook as fh
 from support.limits import LIMIT
-from support.threads import THREADS, Echo, Module, Probe, Together, run_together
+from support.modules import Echo, Module
+from support.probes import Probe
+from support.threads import THREADS, Together, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,8 @@ import pytest
 
 import ferrohook as fh
 from support.limits import LIMIT
-from support.threads import THREADS, Blocking, Echo, Module, Together, run_together
+from support.modules import Echo, Module
+from support.threads import THREADS, Blocking, Together, run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

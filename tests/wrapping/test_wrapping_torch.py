@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ferrohook as fh
+from support.modules import Zero
 from support.wrapping import x
 
 
@@ -22,13 +23,6 @@ def test_functional_call() -> None:
         output = torch.func.functional_call(module, named, (x(),))
         assert torch.equal(output, torch.full((2, 3, 2), 2.0))
     assert hooked.weight.any()
-
-
-class Zero(nn.Module):
-    """A parametrization."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * 0
 
 
 @pytest.mark.parametrize("on", ["wrapper", "inner", "inner before"])
