@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("support")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--other-blas", action="store_true", help="round matrix products otherwise for each shape"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("other_blas"):
+        import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
+
+
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
-from ferrohook.instrumentation import find_registry
+from support.internals import find_registry
 from support.interventions import Model, X, double
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
-from ferrohook.instrumentation import find_registry
+from support.internals import find_registry
 from support.interventions import IDS, Model, Seen, X, double, on
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook import interventions as fi
-from ferrohook.instrumentation import find_registry
+from support.internals import find_registry
 from support.interventions import Model, Seen, Shift, X, double, on
 from support.threads import repeating, run_together
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ferrohook import interventions as fi
-from ferrohook.instrumentation import find_registry
+from support.internals import find_registry
 from support.interventions import IDS, MASK, Lm, Model, Output, Returns, Seen, X, double, on
 
 if TYPE_CHECKING:

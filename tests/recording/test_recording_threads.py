@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.instrumentation import registry_of
 from ferrohook.recording import capture_outputs, uninstall
-from support.internals import in_no_scope
+from support.internals import in_no_scope, registry_of
 from support.limits import LIMIT
 from support.recording import FLAGS, Helped, Layer, Model, X, expected, same, wrong_calls
 from support.threads import in_threads, repeating, run_together

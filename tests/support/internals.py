@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ferrohook._core import active_scopes
+from ferrohook.instrumentation import find_registry as find_registry
+from ferrohook.instrumentation import registry_of as registry_of
 
 if TYPE_CHECKING:
     from torch import nn
