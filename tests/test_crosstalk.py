@@ -472,8 +472,8 @@ def references(acts: fh.ActivationCache) -> list[weakref.ref[Any]]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_thousand_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) -> None:
-    each = 1000 // THREADS
+def test_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) -> None:
+    each = 50
     before = tensors_alive()
 
     def work(thread: int) -> list[weakref.ref[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import textwrap
 import traceback
@@ -16,6 +15,7 @@ from torch import nn
 import ferrohook as fh
 from support.errors import call, raising
 from support.hooks import PHASES, TYPED, ignore, register
+from support.interpreters import run_with_torch
 from support.modules import Failing
 
 if TYPE_CHECKING:
@@ -311,14 +311,8 @@ def test_a_finaliser_may_register_whenever_the_collector_runs(
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints; it must end well and say nothing on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    """Runs `code`, which must end well and say nothing on stderr; returns what it printed."""
+    done = run_with_torch('warnings.simplefilter("error")\n' + textwrap.dedent(code))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 import ferrohook as fh
-from support.limits import LIMIT
+from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 from support.modules import Echo, Module
 
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in an interpreter of its own."""
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-
-
-PRELUDE = """
-import gc, os, sys, threading, time, warnings, weakref
-"""
 WITH_MODULE = """
-from torch import nn
-import ferrohook as fh
 class Echo(nn.Module):
     def forward(self, *value):
         return value
 hooked = fh.HookedModule(Echo())
 """
-
-
-def assert_ends_well(done: subprocess.CompletedProcess[str], printed: str = "") -> None:
-    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
 # --- Exceptions that are nobody's fault ---------------------------------------------------------
@@ -111,7 +87,7 @@ thread.start()
 thread.join()
 recurse()
 """
-    assert_ends_well(run(WITH_MODULE + code), "refused\n" * 3)
+    assert_ends_well(run_with_torch(WITH_MODULE + code), "refused\n" * 3)
 
 
 # --- The end of the interpreter -----------------------------------------------------------------
@@ -128,11 +104,10 @@ hooked.register_full_backward_hook(fh.BackwardHook(lambda i, o: None))
 def test_the_interpreter_ends_with_hooks_alive() -> None:
     code = """
 hooked.inner.__dict__["wrapper"] = hooked
-import torch
 output = hooked(torch.ones(1, requires_grad=True))
 sys.kept = [hooked, hooked.hooks(), output]
 """
-    assert_ends_well(run(WITH_MODULE + ALL_PHASES + code))
+    assert_ends_well(run_with_torch(WITH_MODULE + ALL_PHASES + code))
 
 
 def test_hooks_are_used_while_the_interpreter_ends() -> None:
@@ -153,7 +128,7 @@ def at_exit(hooked=hooked):
 import atexit
 atexit.register(at_exit)
 """
-    done = run(WITH_MODULE + code)
+    done = run_with_torch(WITH_MODULE + code)
     assert_ends_well(done, "called\ncalled too\ncalled\nfinalised\n")
 
 
@@ -171,7 +146,6 @@ def test_the_interpreter_ends_with_a_daemon_thread_inside(
     does: tuple[str, str], where: str
 ) -> None:
     code = f"""
-import torch
 started = threading.Event()
 def stay(*args):
     started.set()
@@ -195,7 +169,7 @@ else:
 threading.Thread(target=target, daemon=True).start()
 assert started.wait(60)
 """
-    assert_ends_well(run(WITH_MODULE + code))
+    assert_ends_well(run_with_torch(WITH_MODULE + code))
 
 
 def test_the_interpreter_ends_with_a_daemon_thread_waiting_for_a_hook() -> None:
@@ -212,7 +186,7 @@ for wait in (lambda: handle.remove(wait=True), hooked.quiesce):
 while not handle.removed:
     time.sleep(0)
 """
-    assert_ends_well(run(WITH_MODULE + code))
+    assert_ends_well(run_with_torch(WITH_MODULE + code))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -256,7 +230,7 @@ hooked.quiesce(60)
 assert len(hooked.hooks()) == 4
 print(os.waitstatus_to_exitcode(status))
 """
-    assert_ends_well(run(WITH_MODULE + code), "0\n")
+    assert_ends_well(run_with_torch(WITH_MODULE + code), "0\n")
 
 
 # --- Imports ------------------------------------------------------------------------------------
@@ -276,7 +250,7 @@ try:
 except ImportError as error:
     print(error.name)
 """
-    assert_ends_well(run(code), "[] []\nforward HookHandle\ntorch\n")
+    assert_ends_well(run_fresh(code), "[] []\nforward HookHandle\ntorch\n")
 
 
 def test_importing_and_calling_does_not_import_dynamo() -> None:
@@ -290,11 +264,11 @@ hooked.register_forward_hook(lambda m, a, o: None)
 hooked(1)
 print("torch._dynamo" in sys.modules)
 """
-    done = run(WITH_MODULE + code)
+    done = run_fresh("from torch import nn\nimport ferrohook as fh\n" + WITH_MODULE + code)
     if done.stdout == "torch imports it itself\n":
         pytest.skip(done.stdout)
     assert_ends_well(done, "False\n")
 
 
 def test_the_package_itself_does_not_import_torch() -> None:
-    assert_ends_well(run("import ferrohook; print('torch' in sys.modules)"), "False\n")
+    assert_ends_well(run_fresh("import ferrohook; print('torch' in sys.modules)"), "False\n")

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import ferrohook as fh
 from ferrohook.recording import capture_outputs, uninstall
 from support.internals import in_no_scope, instrumented
+from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 from support.limits import LIMIT
 from support.recording import Attention, Checkpointed, Layer, Model, X, expected, same
 
@@ -326,16 +327,11 @@ def test_a_recorded_model_goes_with_its_last_reference() -> None:
 
 def test_importing_ferrohook_does_not_import_recording() -> None:
     assert "recording" not in vars(fh) or "ferrohook.recording" in sys.modules
-    import subprocess  # noqa: PLC0415 (only here)
-
     code = "import sys, ferrohook; print([m for m in sys.modules if 'ferrohook.rec' in m])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert result.stdout.strip() == b"[]"
+    assert_ends_well(run_fresh(code), "[]\n")
 
 
 def test_the_end_of_the_interpreter_is_silent() -> None:
-    import subprocess  # noqa: PLC0415 (only here)
-
     code = textwrap.dedent("""
         import ferrohook.instrumentation, torch
         from ferrohook.recording import capture_outputs
@@ -352,8 +348,7 @@ def test_the_end_of_the_interpreter_is_silent() -> None:
         # Goes when that module has lost its variables.
         ferrohook.instrumentation._MODEL = model
         """)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert result.stderr == b""
+    assert_ends_well(run_with_torch(code))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
