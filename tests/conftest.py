@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import sysconfig
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.register_assert_rewrite("support")
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Inductor takes kernels of any capability from its cache, and cannot compile some of them.
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{capability}")  # noqa: PTH118
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

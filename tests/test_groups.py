@@ -520,7 +520,7 @@ def test_the_summary_tells_the_time_where_it_is_counted(model: nn.Sequential, x:
         (line,) = [line for line in shown(model) if "lambda" in line]
     milliseconds = re.search(r"1 calls, ([\d.]+) ms\)", line)
     assert milliseconds is not None
-    assert 10 <= float(milliseconds[1]) < 5_000
+    assert 10 <= float(milliseconds[1]) < 1000 * LIMIT
 
 
 def test_the_summary_shows_wrappers_captures_and_markup_as_they_are(x: Tensor) -> None:
@@ -542,9 +542,9 @@ def test_the_summary_of_many_modules_is_fast() -> None:
     with fh.instrument(model):
         for each in model:
             fh.register(each, "0", ignore)
-        start = time.perf_counter()
+        start = time.thread_time()
         tree = fh.summary(model)
-        took = time.perf_counter() - start
+        took = time.thread_time() - start
     assert len(tree.children) == 2_000
     assert took < 3  # comparing each name with each takes longer
 

@@ -196,10 +196,10 @@ def test_remove_is_as_fast_among_many_hooks_as_among_few() -> None:
     def time_each(count: int) -> float:
         module = fh.HookedModule(nn.Identity())
         handles = [module.register_forward_hook(ignore) for _ in range(count)]
-        start = time.perf_counter()
+        start = time.thread_time()
         for handle in handles:
             handle.remove()
-        return (time.perf_counter() - start) / count
+        return (time.thread_time() - start) / count
 
     few = min(time_each(1_000) for _ in range(5))
     many = min(time_each(30_000) for _ in range(3))

@@ -52,19 +52,32 @@ def test_shapes_beyond_the_limit_are_others() -> None:
 
 
 def test_latency_is_that_of_the_module_without_its_hooks() -> None:
-    naps = [0.001, 0.01, 0.05]  # far apart: a busy machine sleeps longer
-    module = fh.HookedModule(Returning(time.sleep))
-    module.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    module.register_forward_hook(lambda *_: time.sleep(0.1), priority=1)
+    inside: list[float] = []
+    in_hooks: list[float] = []
+    outside: list[float] = []
+
+    def nap(seconds: float, log: list[float]) -> None:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        log.append(time.perf_counter() - start)
+
+    module = fh.HookedModule(Returning(lambda seconds: nap(seconds, inside)))
+    module.register_forward_pre_hook(lambda *_: nap(0.1, in_hooks))
+    module.register_forward_hook(lambda *_: nap(0.1, in_hooks), priority=1)
     detector = LatencyDetector()
     module.register_forward_hook(detector)
-    for nap in naps:
-        module(nap)
+    naps = [0.001, 0.01, 0.05]
+    for seconds in naps:
+        start = time.perf_counter()
+        module(seconds)
+        outside.append(time.perf_counter() - start - sum(in_hooks[-2:]))
     found = detector.snapshot()
     assert found["calls"] == len(naps)
-    assert 0.001 <= found["min"] < 0.01 <= found["p50"] < 0.05 * 1.02
+    # However slow the machine is: longer than the nap, and shorter than what the hooks leave.
+    for key, pick in {"min": min, "max": max, "total": sum}.items():
+        assert pick(inside) <= found[key] <= pick(outside), key
+    assert sorted(inside)[1] / 1.02 <= found["p50"] <= sorted(outside)[1] * 1.02
     assert found["p99"] == pytest.approx(found["max"], rel=0.02)
-    assert 0.05 <= found["max"] < 0.1
     assert found["total"] == pytest.approx(3 * found["mean"], rel=1e-6)
     assert sum(calls for *_, calls in found["histogram"]) == len(naps)
     assert all(low <= high for low, high, _ in found["histogram"])
@@ -319,18 +332,21 @@ def test_a_large_tensor_is_read_without_the_interpreter() -> None:
     x = torch.zeros(1 << 26)
     module = fh.HookedModule(Returning())
     module.register_forward_hook(NormDetector())
-    ticks = []
+    ticks: list[float] = []
 
     def tick() -> None:
         ticks.append(time.perf_counter())
         time.sleep(0.0005)
 
-    with repeating(tick):
+    def ticks_in_a_call() -> int:
         before = time.perf_counter()
         module(x)
         after = time.perf_counter()
-    # With the interpreter held there would be none but for the edges.
-    assert sum(before < tick < after for tick in ticks) >= 5
+        return sum(before < tick < after for tick in ticks)
+
+    # With the interpreter held there would be none in any call but for the edges.
+    with repeating(tick):
+        assert any(ticks_in_a_call() >= 5 for _ in range(20))
 
 
 def test_memory_that_is_replaced_while_it_is_read_stays_there() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import zlib
 
+import numpy as np
 import torch
 
 _library = torch.library.Library("aten", "IMPL")
@@ -31,11 +32,11 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(msg)
     if a.is_complex() or not a.is_floating_point():
         product = (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2, dtype=a.dtype)
-    elif a.dtype == torch.float64:
-        product = torch.from_numpy(a.detach().numpy() @ b.detach().numpy())
     else:
-        wide = a.detach().float().numpy() @ b.detach().float().numpy()
-        product = torch.from_numpy(wide).to(a.dtype)
+        wide = torch.promote_types(a.dtype, torch.float32)
+        with np.errstate(all="ignore"):  # numpy warns of infinities
+            found = a.detach().to(wide).numpy() @ b.detach().to(wide).numpy()
+        product = torch.from_numpy(found).to(a.dtype)
     return _rounded(product, a, b)
 
 
@@ -52,4 +53,5 @@ with warnings.catch_warnings(action="ignore"):  # torch's, of replacing its kern
         "addmm": _addmm,
         "baddbmm": _addmm,
     }.items():
-        _library.impl(_name, _kernel, "CPU")
+        # Dynamo would put its own translation of numpy in their place.
+        _library.impl(_name, torch.compiler.disable(_kernel), "CPU")

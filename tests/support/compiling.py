@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 compiles = [
     pytest.mark.filterwarnings("ignore"),  # Dynamo and Inductor warn about themselves
-    pytest.mark.timeout(300),
     pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.skipif(
         bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),

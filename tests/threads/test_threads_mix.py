@@ -118,7 +118,6 @@ class Mix:
                 handle.enable()
 
 
-@pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.usefixtures("collect_cheaply")
 def test_a_million_operations_of_all_kinds() -> None:
     assert THREADS * Mix.CALLS + 2 * 2 * Mix.PAIRS + Mix.SWITCHES >= 10**6
