@@ -6,7 +6,6 @@ mod phase;
 mod registry;
 mod snapshot;
 mod state;
-pub mod statistics;
 mod sync;
 
 pub use error::WaitError;

@@ -8,11 +8,11 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::backward;
-use crate::handle::{HookHandle, Timeout, wait_interruptibly};
-use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
-use crate::recording::{InstallationBase, Reason, RecordedLayerBase, Recordings};
-use crate::scope::{self, ScopeArg, Scoped, Scopes};
+use crate::call::backward;
+use crate::contexts::scope::{self, ScopeArg, Scoped, Scopes};
+use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
+use crate::hooks::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
+use crate::recorded::{InstallationBase, Reason, RecordedLayerBase, Recordings};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;

@@ -1,5 +1,5 @@
-//! What detectors count: streaming statistics that merge, so that threads and processes each count
-//! their own and add up.
+//! Streaming statistics of floats and integers, kept by detectors. They merge, so that each thread and
+//! each process counts its own.
 
 #![expect(
     clippy::cast_precision_loss,

@@ -9,10 +9,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use crate::cpython::invoke;
 use crate::dict::instance_dict;
-use crate::handle::HookHandle;
-use crate::hook::PhaseName;
-use crate::invoke;
+use crate::hooks::handle::HookHandle;
+use crate::hooks::hook::PhaseName;
 
 /// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
 /// it was added.

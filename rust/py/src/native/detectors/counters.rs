@@ -1,6 +1,6 @@
 //! Detectors of calls: how many, how long, of what shapes.
 
-use ferrohook_core::statistics::Histogram;
+use ferrohook_statistics::Histogram;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;

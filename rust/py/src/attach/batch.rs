@@ -4,15 +4,15 @@ use ferrohook_core::Phase;
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::attach::wrapper::HookedBase;
+use crate::capture::recorder::{Collector, Recorder};
+use crate::contexts::scope::ScopeArg;
 use crate::dict::instance_dict;
 use crate::dispatcher::Dispatcher;
 use crate::error::{hook_error, type_name};
-use crate::handle::HookHandle;
-use crate::hook::{OnError, PhaseName, Priority};
-use crate::module::HookedBase;
-use crate::point::PointHook;
-use crate::recorder::{Collector, Recorder};
-use crate::scope::ScopeArg;
+use crate::hooks::handle::HookHandle;
+use crate::hooks::hook::{OnError, PhaseName, Priority};
+use crate::native::point::PointHook;
 
 /// Has what instrumented modules take (`inputs`) or return, or the `part` of it, recorded under the
 /// collector's names, in order.

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use crate::error::{hook_type_error, type_name};
-use crate::hook::PhaseName;
+use crate::hooks::hook::PhaseName;
 
 /// The base of the typed hooks: a callback and the phase that its class belongs to.
 #[pyclass(frozen, subclass, module = "ferrohook._core")]

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use ferrohook_core::statistics::{Float, Moments, NonFinite};
+use ferrohook_statistics::{Float, Moments, NonFinite};
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::tensors::{self, Memory, Numbers};
 use super::{NativeDetector, Seen, Shared, Statistics};
-use crate::invoke;
+use crate::cpython::invoke;
 
 /// From this many numbers on letting go of the interpreter costs nothing beside reading them.
 const MANY: usize = 1 << 14;

@@ -18,7 +18,7 @@ use rustc_hash::FxHashMap;
 
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hold::{Held, Hold};
-use crate::hook::{Callback, Hook, PhaseName};
+use crate::hooks::hook::{Callback, Hook, PhaseName};
 
 /// What a module knows of the scopes that have hooks for it.
 #[derive(Default)]

@@ -5,10 +5,11 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::detectors::Seen;
-use crate::hook::{Callback, Hook, Site};
+use crate::cpython::invoke;
+use crate::hooks::hook::{Callback, Hook, Site};
+use crate::native::detectors::Seen;
 use crate::registry::Registry;
-use crate::{invoke, torch};
+use crate::torch;
 
 /// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`, of
 /// the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.

@@ -1,6 +1,6 @@
 //! The tensors of what a module takes or returns, and the numbers in their memory.
 
-use ferrohook_core::statistics::{Bf16, F16};
+use ferrohook_statistics::{Bf16, F16};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

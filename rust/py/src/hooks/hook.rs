@@ -10,12 +10,12 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyInt, PyString};
 
-use crate::detectors::NativeDetector;
+use crate::capture::recorder::Recorder;
 use crate::error::{hook_type_error, type_name};
-use crate::point::PointHook;
-use crate::recorder::Recorder;
+use crate::native::detectors::NativeDetector;
+use crate::native::point::PointHook;
+use crate::native::typed::TypedHook;
 use crate::registry::Registry;
-use crate::typed::TypedHook;
 
 /// A phase, from its name.
 pub struct PhaseName(pub Phase);

@@ -1,5 +1,7 @@
 //! One call of a hooked module, from its arguments to its output.
 
+pub mod backward;
+
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
@@ -8,14 +10,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::detectors::{NativeDetector, Seen};
-use crate::hook::{Callback, Hook, Site};
-use crate::invoke;
-use crate::point::PointHook;
-use crate::recorder;
-use crate::recording::RecordedLayerBase;
+use crate::capture::recorder;
+use crate::contexts::scope::Scopes;
+use crate::cpython::invoke;
+use crate::hooks::hook::{Callback, Hook, Site};
+use crate::native::detectors::{NativeDetector, Seen};
+use crate::native::point::PointHook;
+use crate::recorded::RecordedLayerBase;
 use crate::registry::Registry;
-use crate::scope::Scopes;
 use crate::torch::{self, Target, TorchBackward, TorchHook, TorchHooks};
 
 /// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.

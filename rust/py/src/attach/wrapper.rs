@@ -9,11 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call;
+use crate::contexts::scope::ScopeArg;
 use crate::error::hook_error;
-use crate::handle::HookHandle;
-use crate::hook::{OnError, Options, Priority};
+use crate::hooks::handle::HookHandle;
+use crate::hooks::hook::{OnError, Options, Priority};
 use crate::registry::Registry;
-use crate::scope::ScopeArg;
 use crate::torch::{Callee, Seen, Target};
 
 /// The call of a `HookedModule`, its registry and the module inside.
@@ -131,7 +131,7 @@ impl HookedBase {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         #[cfg(all(Py_3_12, not(Py_3_14)))]
-        let _depth = crate::depth::Depth::enter(slf.py())?;
+        let _depth = crate::cpython::depth::Depth::enter(slf.py())?;
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;

@@ -1,6 +1,7 @@
 //! Recording: what it puts into a model, and what stays with each layer.
 
 mod call;
+pub mod tree;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,10 +14,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::hook::Hook;
-use crate::recorder::Collector;
-use crate::scope::Scopes;
-use crate::tree::ModuleTree;
+use crate::capture::recorder::Collector;
+use crate::contexts::scope::Scopes;
+use crate::hooks::hook::Hook;
+use crate::recorded::tree::ModuleTree;
 
 pub use call::{Call, calls_in_progress};
 

@@ -8,9 +8,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
+use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
-use crate::hook::{Hook, OnError, PhaseName, Priority};
-use crate::invoke::detached;
+use crate::hooks::hook::{Hook, OnError, PhaseName, Priority};
 
 /// What registering a hook returns; the only thing that can remove, disable or describe it.
 ///

@@ -12,9 +12,11 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use super::{InstallationBase, RecordedLayerBase};
-use crate::recorder::Collector;
-use crate::scope::{self, ScopeBase, Scopes};
-use crate::{error, invoke, torch};
+use crate::capture::recorder::Collector;
+use crate::contexts::scope::{self, ScopeBase, Scopes};
+use crate::cpython::invoke;
+use crate::error;
+use crate::torch;
 
 /// One call of a model in progress, and what it records, if anything.
 ///

@@ -1,0 +1,3 @@
+//! Captures: recorders and the collectors that store what they record.
+
+pub mod recorder;

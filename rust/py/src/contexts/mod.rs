@@ -1,0 +1,3 @@
+//! Contexts (`contextvars`): the scopes that each has entered.
+
+pub mod scope;

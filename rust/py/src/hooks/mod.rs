@@ -1,0 +1,4 @@
+//! A registered hook: its callback, its options and its handle.
+
+pub mod handle;
+pub mod hook;
