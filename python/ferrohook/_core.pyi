@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Thread
-from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, final
+from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
@@ -13,8 +13,8 @@ from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
     "Call",
+    "CallCache",
     "CallCounter",
-    "Callee",
     "Collector",
     "Dispatcher",
     "Hold",
@@ -24,6 +24,7 @@ __all__ = [
     "LatencyDetector",
     "ModuleTree",
     "NativeDetector",
+    "NativeHook",
     "NonFiniteDetector",
     "NormDetector",
     "PointHook",
@@ -66,7 +67,10 @@ _PlainBackwardPreHook: TypeAlias = Callable[[Any, Any], Any]
 _PlainBackwardHook: TypeAlias = Callable[[Any, Any, Any], Any]
 
 @disjoint_base
-class TypedHook:
+class NativeHook: ...
+
+@disjoint_base
+class TypedHook(NativeHook):
     def __new__(cls, phase: str, fn: Callable[..., Any], /) -> Self: ...
     @property
     def fn(self) -> Callable[..., Any]: ...
@@ -75,7 +79,7 @@ class TypedHook:
     def __reduce__(self) -> tuple[type[Self], tuple[Callable[..., Any]]]: ...
 
 @disjoint_base
-class PointHook:
+class PointHook(NativeHook):
     def __new__(
         cls,
         user_hook: Callable[..., Any],
@@ -96,7 +100,7 @@ class PointHook:
     def _registered(self, handle: HookHandle) -> None: ...
 
 @disjoint_base
-class NativeDetector:
+class NativeDetector(NativeHook):
     def snapshot(self) -> dict[str, Any]: ...
     def merge(self, other: Self) -> None: ...
     def __reduce__(self) -> tuple[type[Self], tuple[()], Any]: ...
@@ -154,7 +158,7 @@ class Registry:
     def register(
         self,
         phase: str,
-        hook: TypedHook | Recorder | NativeDetector | Callable[..., Any],
+        hook: NativeHook | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -171,29 +175,18 @@ class Registry:
     def clear(self, phase: str | None = None) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
     def fork(self, copy: Callable[[Any], Any]) -> Registry: ...
-    def record(self, layer: RecordedLayerBase) -> None: ...
-    def unrecord(self, installation: InstallationBase) -> None: ...
     @property
-    def recorded(self) -> bool: ...
+    def hooked(self) -> bool: ...
     @property
     def traced(self) -> tuple[tuple[tuple[tuple[Any, str, bool], ...], ...], bool]: ...
-    def occupied_backward(self, scopes: tuple[ScopeBase, ...]) -> tuple[bool, bool]: ...
-    def run_backward_pre(
-        self, scopes: tuple[ScopeBase, ...], module: Any, grad_output: Any
-    ) -> Any: ...
-    def run_backward(
-        self, scopes: tuple[ScopeBase, ...], module: Any, grad_input: Any, grad_output: Any
-    ) -> Any: ...
 
 @final
-class Callee:
+class CallCache:
     def __new__(cls) -> Self: ...
 
 @final
 class Dispatcher:
     KEY: Final = "_ferrohook_dispatcher"
-    @property
-    def callee(self) -> Callee: ...
     @property
     def registry(self) -> Registry: ...
     @staticmethod
@@ -243,7 +236,6 @@ class InstallationBase:
         cls,
         keys: list[Collector],
         tree: ModuleTree,
-        complete: bool,
         copies: _HostCopies | None,
         *_others: Any,
     ) -> Self: ...
@@ -251,14 +243,25 @@ class InstallationBase:
     def holds(self) -> bool: ...
     retired: bool
 
+class _Task(Protocol):
+    # The place of the key among those of the installation.
+    @property
+    def key(self) -> int: ...
+    # The item of a tuple that is recorded.
+    @property
+    def index(self) -> int: ...
+    # Of hidden states alone: whether they begin with what the first layer took.
+    @property
+    def initial(self) -> bool | None: ...
+
 @disjoint_base
-class RecordedLayerBase:
+class RecordedLayerBase(NativeHook):
     def __new__(
         cls,
         installation: InstallationBase,
-        tasks: list[tuple[int, int, bool | None]],
-        around: bool,
+        tasks: Sequence[_Task],
         *_others: Any,
+        **_options: Any,
     ) -> Self: ...
     @property
     def installation(self) -> Installation: ...
@@ -275,10 +278,6 @@ class Call(ScopeBase):
         args: _Args,
         kwargs: _Kwargs,
     ) -> Self: ...
-    @staticmethod
-    def at_once(
-        model: Any, flags: dict[str, Any], around: Call | None, args: _Args, kwargs: _Kwargs
-    ) -> Call | None: ...
     def run(self, forward: Callable[..., Any]) -> tuple[Any, dict[str, tuple[Any, ...]]] | None: ...
     @property
     def model(self) -> Any: ...
@@ -302,10 +301,18 @@ class Call(ScopeBase):
     ) -> None: ...
     def seen(self) -> list[Any]: ...
 
+class _TreeEntry(Protocol):
+    @property
+    def module(self) -> Any: ...
+    @property
+    def children(self) -> list[Any] | None: ...
+    @property
+    def declared(self) -> dict[str, Any] | None: ...
+
 @final
 class ModuleTree:
     def __new__(
-        cls, modules: Sequence[tuple[Any, list[Any] | None, dict[str, Any] | None]]
+        cls, modules: Sequence[_TreeEntry]
     ) -> Self: ...
 
 class Stop(BaseException): ...
@@ -344,7 +351,7 @@ class Collector:
     def clear(self) -> None: ...
 
 @final
-class Recorder:
+class Recorder(NativeHook):
     def __new__(
         cls,
         collector: Collector,

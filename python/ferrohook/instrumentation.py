@@ -19,7 +19,7 @@ from torch import fx, jit, nn
 from torch.nn.modules import transformer
 
 from ferrohook._core import (
-    Callee,
+    CallCache,
     Dispatcher,
     Hold,
     HookedBase,
@@ -224,7 +224,7 @@ def registry_of(module: nn.Module) -> Registry:
 def _has_forward_hooks(module: nn.Module) -> bool:
     registry = find_registry(module)
     return registry is not None and bool(
-        registry.recorded or registry.list("forward_pre") or registry.list("forward")
+        registry.hooked
     )
 
 
@@ -252,7 +252,7 @@ def _members(plain: type[nn.Module]) -> dict[str, Any]:
             "_forward_hooks",
         ],
         "_call_impl": _CALL_IMPL,
-        "_callee": Callee(),
+        "_callee": CallCache(),
     }
     # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
     if plain.__call__ is nn.Module.__call__:

@@ -7,10 +7,12 @@ mod registry;
 mod snapshot;
 mod state;
 mod sync;
+mod work;
 
 pub use error::WaitError;
 pub use handle::Handle;
 pub use phase::Phase;
-pub use registry::{Active, Placement, Registry, Watch};
+pub use registry::{Active, Placement, Registry};
 pub use snapshot::{Entry, Snapshot};
 pub use state::{HookId, Inside, Invocation};
+pub use work::{Watch, Work};

@@ -7,8 +7,6 @@ mod call;
 mod capture;
 mod contexts;
 mod cpython;
-mod dict;
-mod dispatcher;
 mod error;
 mod hold;
 mod hooks;
@@ -17,10 +15,9 @@ mod recorded;
 mod registry;
 mod torch;
 
-// Paths of `dispatcher`, `hold` and `torch`.
-#[cfg(all(Py_3_12, not(Py_3_14)))]
-use cpython::depth;
-use cpython::invoke;
+// Paths of `hold`.
+use attach::dispatcher;
+use cpython::{dict, invoke};
 use hooks::handle;
 
 use pyo3::prelude::*;
@@ -30,48 +27,54 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
-    use crate::attach::batch::{record_all, register_all};
+    use crate::attach::dispatcher::Dispatcher;
     #[pymodule_export]
     use crate::attach::wrapper::HookedBase;
     #[pymodule_export]
-    use crate::capture::recorder::{Collector, Recorder};
+    use crate::capture::collector::Collector;
     #[pymodule_export]
-    use crate::contexts::scope::{ScopeBase, record};
+    use crate::capture::recorder::{Recorder, record, record_all};
     #[pymodule_export]
-    use crate::dispatcher::Dispatcher;
+    use crate::contexts::scope::ScopeBase;
     #[pymodule_export]
     use crate::hold::{Hold, assign_class, release_copy};
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
+    #[pymodule_export]
+    use crate::hooks::native::NativeHook;
     #[pymodule_export]
     use crate::native::detectors::{
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
         ShapeDetector,
     };
     #[pymodule_export]
-    use crate::native::point::PointHook;
+    use crate::native::point::{PointHook, register_all};
     #[pymodule_export]
     use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::recorded::tree::ModuleTree;
+    use crate::recorded::call::{Call, calls_in_progress};
     #[pymodule_export]
-    use crate::recorded::{Call, InstallationBase, RecordedLayerBase, calls_in_progress};
+    use crate::recorded::installation::InstallationBase;
+    #[pymodule_export]
+    use crate::recorded::layer::RecordedLayerBase;
+    #[pymodule_export]
+    use crate::recorded::tree::ModuleTree;
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
-    use crate::torch::Callee;
+    use crate::torch::cache::CallCache;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::cpython::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
         // Made here: not in a call, where the stack may be as deep as it can be.
-        module.add(
-            "Stop",
-            module.py().get_type::<crate::capture::recorder::Stop>(),
-        )?;
-        let scopes = crate::contexts::scope::variable(module.py())?;
+        module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
+        let scopes = crate::contexts::current::variable(module.py())?;
         module.add("active_scopes", scopes)?;
-        module.add("installations", crate::recorded::installations(module.py()))?;
+        module.add(
+            "installations",
+            crate::recorded::installation::installations(module.py()),
+        )?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

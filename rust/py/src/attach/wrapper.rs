@@ -12,9 +12,10 @@ use crate::call;
 use crate::contexts::scope::ScopeArg;
 use crate::error::hook_error;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::hook::{OnError, Options, Priority};
+use crate::hooks::options::{OnError, Options, Priority};
 use crate::registry::Registry;
-use crate::torch::{Callee, Seen, Target};
+use crate::torch::cache::{CallCache, InstanceCache};
+use crate::torch::target::Target;
 
 /// The call of a `HookedModule`, its registry and the module inside.
 ///
@@ -23,8 +24,8 @@ use crate::torch::{Callee, Seen, Target};
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
 pub struct HookedBase {
     inner: OnceLock<Py<PyAny>>,
-    callee: Callee,
-    seen: Seen,
+    class_cache: CallCache,
+    cache: InstanceCache,
     released: AtomicBool,
     registry: OnceLock<Py<Registry>>,
 }
@@ -82,8 +83,8 @@ impl HookedBase {
     fn new(_args: &Bound<'_, PyTuple>, _kwargs: Option<&Bound<'_, PyDict>>) -> Self {
         Self {
             inner: OnceLock::new(),
-            callee: Callee::default(),
-            seen: Seen::default(),
+            class_cache: CallCache::default(),
+            cache: InstanceCache::default(),
             released: AtomicBool::new(false),
             registry: OnceLock::new(),
         }
@@ -135,7 +136,7 @@ impl HookedBase {
         let this = slf.get();
         let inner = this.inner(slf.py())?;
         let registry = this.registry(slf.py())?;
-        let target = Target::Module(inner, &this.callee, &this.seen);
+        let target = Target::Module(inner, &this.class_cache, &this.cache);
         call::call(slf.as_any(), &target, registry, args, kwargs)
     }
 
@@ -320,7 +321,7 @@ impl HookedBase {
     // No `__clear__`: a cycle through the module or the registry can be cut there.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(self.inner.get())?;
-        self.callee.traverse(&visit)?;
+        self.class_cache.traverse(&visit)?;
         visit.call(self.registry.get())
     }
 }

@@ -1,24 +1,24 @@
 //! One call of a hooked module, from its arguments to its output.
 
 pub mod backward;
+pub mod stop;
 
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::capture::recorder;
-use crate::contexts::scope::Scopes;
+use crate::call::backward::Tap;
+use crate::contexts::current::Scopes;
 use crate::cpython::invoke;
-use crate::hooks::hook::{Callback, Hook, Site};
-use crate::native::detectors::{NativeDetector, Seen};
-use crate::native::point::PointHook;
-use crate::recorded::RecordedLayerBase;
+use crate::hooks::hook::Hook;
+use crate::hooks::native::{AnyNative, Turn, input_of};
+use crate::hooks::site::Site;
 use crate::registry::Registry;
-use crate::torch::{self, Target, TorchBackward, TorchHook, TorchHooks};
+use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
+use crate::torch::target::Target;
 
 /// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.
 pub fn call<'py>(
@@ -36,13 +36,8 @@ pub fn call<'py>(
         kwargs: kwargs.cloned(),
         took: None,
     };
-    call.run(target).or_else(|error| {
-        if recorder::stops(module.py(), &error, registry.get().module()) {
-            torch::stopped(module.py())
-        } else {
-            Err(error)
-        }
-    })
+    call.run(target)
+        .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
 }
 
 struct Call<'a, 'py> {
@@ -77,24 +72,22 @@ fn steps<'s, 'py>(
 // of what such a hook costs beside its own run; what the other kinds take is kept out of it.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-        if target.torch_hooks().is_none() && self.registry.get().idle() {
+        if target.torch_hooks().is_none() && self.registry.get().work().is_none() {
             let output = target.call(self.module, &self.args, self.kwargs.as_ref());
             // A hook that was registered meanwhile fires in the phase that begins now.
-            if self.registry.get().idle() {
+            if self.registry.get().work().is_none() {
                 return output;
             }
-            return self.run_after(target, None, output.map(|output| (output, None)));
+            return self.run_after(target, output.map(|output| (output, None)));
         }
-        let recordings = self.registry.get().recordings();
-        let ran = self.run_module(target, recordings.as_deref());
-        self.run_after(target, recordings.as_deref(), ran)
+        let ran = self.run_module(target);
+        self.run_after(target, ran)
     }
 
     /// From the module's output to what the caller gets.
     fn run_after(
         &mut self,
         target: &Target<'_, 'py>,
-        recordings: Option<&[Py<RecordedLayerBase>]>,
         ran: PyResult<Ran<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let snapshot = self.begin(Phase::Forward)?;
@@ -114,21 +107,14 @@ impl<'py> Call<'_, 'py> {
             (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
             _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
         };
-        if let Some(layers) = recordings {
-            self.end_layers(layers, &output)?;
-        }
         match tap {
             None => Ok(output),
-            Some(tap) => self.tap_output(&tap, output),
+            Some(tap) => tap.output(self.module, &self.args, output),
         }
     }
 
     /// Up to the module's output.
-    fn run_module(
-        &mut self,
-        target: &Target<'_, 'py>,
-        recordings: Option<&[Py<RecordedLayerBase>]>,
-    ) -> PyResult<Ran<'py>> {
+    fn run_module(&mut self, target: &Target<'_, 'py>) -> PyResult<Ran<'py>> {
         let torch_backward = match target.torch_hooks() {
             Some(hooks) => Some(self.torch_pre(hooks, target)?),
             None => None,
@@ -136,19 +122,16 @@ impl<'py> Call<'_, 'py> {
         if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
             self.forward_pre(&snapshot, target)?;
         }
-        if let Some(layers) = recordings {
-            self.begin_layers(layers)?;
-        }
-        let tap = if torch_backward.is_some()
-            || self.occupied(Phase::BackwardPre)?
-            || self.occupied(Phase::Backward)?
-        {
-            self.tap_input(torch_backward.unwrap_or_default())?
+        let (py, registry) = (self.module.py(), self.registry.get());
+        let work = registry.work();
+        let pre = registry.fires(py, work, Phase::BackwardPre, &self.scopes)?;
+        let full = registry.fires(py, work, Phase::Backward, &self.scopes)?;
+        let tap = if torch_backward.is_some() || pre || full {
+            self.tap_input(torch_backward.unwrap_or_default(), pre, full)?
         } else {
             None
         };
-        let timed = self.occupied(Phase::Forward)? && self.registry.get().timed();
-        let since = timed.then(Instant::now);
+        let since = work.timed().then(Instant::now);
         let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
         self.took = since.map(|since| since.elapsed());
         Ok((output, tap))
@@ -169,46 +152,16 @@ impl<'py> Call<'_, 'py> {
         Ok(backward)
     }
 
-    /// What records the module goes around its own run and all hooks.
-    #[inline(never)]
-    fn begin_layers(&mut self, layers: &[Py<RecordedLayerBase>]) -> PyResult<()> {
-        for layer in layers {
-            let layer = layer.bind(self.module.py());
-            let kwargs = self.kwargs.as_ref();
-            RecordedLayerBase::begin(layer, &self.scopes, self.module, &self.args, kwargs)?;
-        }
-        Ok(())
-    }
-
-    #[inline(never)]
-    fn end_layers(
-        &self,
-        layers: &[Py<RecordedLayerBase>],
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<()> {
-        for layer in layers {
-            let layer = layer.bind(self.module.py());
-            let (scopes, kwargs) = (&self.scopes, self.kwargs.as_ref());
-            RecordedLayerBase::end(layer, scopes, self.module, &self.args, kwargs, output)?;
-        }
-        Ok(())
-    }
-
     fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
         let py = self.module.py();
         self.registry.get().begin(py, phase, &self.scopes)
-    }
-
-    fn occupied(&self, phase: Phase) -> PyResult<bool> {
-        let py = self.module.py();
-        self.registry.get().occupied(py, phase, &self.scopes)
     }
 
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
         Site {
             entry,
             module: self.module,
-            registry: self.registry.get(),
+            errors: self.registry.get().errors(),
         }
     }
 
@@ -228,11 +181,11 @@ impl<'py> Call<'_, 'py> {
             let timer = entry.hook().start();
             let result = self.invoke_forward_pre(entry, target);
             drop((timer, invocation));
-            let settled = match result {
+            let replaced = match result {
                 Ok(replaced) => replaced,
-                error => self.site(entry).settle(error)?,
+                error => self.site(entry).apply_on_error(error)?,
             };
-            self.replace_input(settled);
+            self.replace_input(replaced);
         }
         Ok(())
     }
@@ -252,33 +205,17 @@ impl<'py> Call<'_, 'py> {
         target: &Target<'_, 'py>,
     ) -> PyResult<Option<Replaced<'py>>> {
         let hook = entry.hook();
-        match hook.callback(self.module.py()) {
-            Callback::Plain(callback) => {
-                self.invoke_plain_pre(callback, hook.options.with_kwargs, target)
-            }
-            Callback::Point(_) => Ok(None), // of another phase
-            Callback::Typed(callback) => {
-                let result = invoke::call(callback, [&input_of(&self.args)])?;
-                self.typed_input(entry, result).map(Some)
-            }
-            Callback::Recorder(recorder) => {
-                recorder.get().record(&self.observed_input())?;
-                Ok(None)
-            }
-            Callback::Detector(detector) => {
-                let value = &self.observed_input();
-                detector.get().observe(&Seen { value, took: None })?;
-                Ok(None)
-            }
-        }
-    }
-
-    /// What native hooks see before the module runs.
-    fn observed_input(&self) -> Bound<'py, PyAny> {
-        match &self.kwargs {
+        let callback = hook.object().bind(self.module.py());
+        let Some(native) = hook.native() else {
+            return self.invoke_plain_pre(callback, hook.options.with_kwargs, target);
+        };
+        let input = match &self.kwargs {
             Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
             _ => input_of(&self.args),
-        }
+        };
+        let replaced = self.invoke_native(native, entry, Phase::ForwardPre, &input)?;
+        let args = replaced.map(Bound::cast_into).transpose()?;
+        Ok(args.map(|args| (args, None)))
     }
 
     /// Calls a hook of PyTorch's contract.
@@ -299,28 +236,6 @@ impl<'py> Call<'_, 'py> {
         } else {
             Some((into_args(result)?, None))
         })
-    }
-
-    /// The arguments that a `ForwardPreHook` returned, if they have the call's shape.
-    fn typed_input(
-        &self,
-        entry: &Entry<Hook>,
-        result: Bound<'py, PyAny>,
-    ) -> PyResult<Replaced<'py>> {
-        let arity = self.args.len();
-        if let Ok(args) = result.cast::<PyTuple>() {
-            if args.len() == arity {
-                return Ok((args.clone(), None));
-            }
-        } else if arity == 1 && torch::is_tensor(&result)? {
-            return Ok((into_args(result)?, None));
-        }
-        let expected = if arity == 1 {
-            "returns a tensor or a tuple of one".to_owned()
-        } else {
-            format!("returns a tuple of {arity}, as many as the call has arguments")
-        };
-        Err(self.site(entry).type_error(&expected, &result))
     }
 
     fn forward<'s>(
@@ -378,7 +293,7 @@ impl<'py> Call<'_, 'py> {
         drop((timer, invocation));
         match result {
             Ok(replaced) => Ok(replaced),
-            error => self.site(entry).settle(error),
+            error => self.site(entry).apply_on_error(error),
         }
     }
 
@@ -393,53 +308,34 @@ impl<'py> Call<'_, 'py> {
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let hook = entry.hook();
-        let with_kwargs = hook.options.with_kwargs;
-        match hook.callback(self.module.py()) {
-            Callback::Plain(callback) => self.invoke_plain(callback, with_kwargs, output),
-            Callback::Typed(callback) => self.invoke_typed(entry, callback, output),
-            Callback::Recorder(recorder) => recorder.get().record(output).map(|()| None),
-            Callback::Detector(detector) => self.invoke_detector(detector, output),
-            Callback::Point(point) => self.invoke_point(point, with_kwargs, output),
+        match hook.native() {
+            None => {
+                let callback = hook.object().bind(self.module.py());
+                self.invoke_plain(callback, hook.options.with_kwargs, output)
+            }
+            Some(native) => self.invoke_native(native, entry, Phase::Forward, output),
         }
     }
 
     #[inline(never)]
-    fn invoke_typed(
+    fn invoke_native(
         &self,
+        native: &dyn AnyNative,
         entry: &Entry<Hook>,
-        callback: &Bound<'py, PyAny>,
-        output: &Bound<'py, PyAny>,
+        phase: Phase,
+        value: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let result = invoke::call(callback, [&input_of(&self.args), output])?;
-        if result.is_none() {
-            return Ok(None);
-        }
-        let expected = "observes and returns None";
-        Err(self.site(entry).type_error(expected, &result))
-    }
-
-    #[inline(never)]
-    fn invoke_detector(
-        &self,
-        detector: &Bound<'py, NativeDetector>,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let (value, took) = (output, self.took);
-        detector.get().observe(&Seen { value, took })?;
-        Ok(None)
-    }
-
-    #[inline(never)]
-    fn invoke_point(
-        &mut self,
-        point: &Bound<'py, PointHook>,
-        with_kwargs: bool,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        match point.get().call(self.module, output)? {
-            Some(result) => Ok((!result.is_none()).then_some(result)),
-            None => self.invoke_plain(point.as_any(), with_kwargs, output),
-        }
+        let turn = Turn {
+            phase,
+            module: self.module,
+            args: &self.args,
+            kwargs: self.kwargs.as_ref(),
+            value,
+            grad_output: None,
+            took: self.took,
+            describe: &|| self.site(entry).describe(),
+        };
+        native.run(entry.hook().object().bind(self.module.py()), &turn)
     }
 
     /// Calls a hook of PyTorch's contract.
@@ -493,69 +389,38 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Puts the inputs through the autograd node that backward hooks fire from, where there are any
-    /// and gradients are recorded at all.
+    /// Puts the inputs through the autograd node that backward hooks fire from, if gradients are
+    /// recorded; `pre` and `full` tell of which phases the call has hooks.
     #[cold]
-    fn tap_input(&mut self, torch_hooks: TorchBackward<'py>) -> PyResult<Option<Box<Tap<'py>>>> {
-        let py = self.module.py();
-        let any_full = torch_hooks.any_full()
-            || self.occupied(Phase::BackwardPre)?
-            || self.occupied(Phase::Backward)?;
-        let mut full = None;
-        if any_full && torch::is_grad_enabled(py)? {
-            let scopes = self.scopes.entered(py)?.cloned();
-            let scopes = scopes.unwrap_or_else(|| PyTuple::empty(py));
-            let registry = self.registry.as_any();
-            let backward = torch::backward_pass(self.module, registry, &scopes, &torch_hooks)?;
-            let kwargs = self.kwargs();
-            let tap = backward.getattr(intern!(py, "tap_inputs"))?;
-            let (args, kwargs) = invoke::call(&tap, [&self.args, &kwargs])?.extract()?;
+    fn tap_input(
+        &mut self,
+        torch_hooks: TorchBackward<'py>,
+        pre: bool,
+        full: bool,
+    ) -> PyResult<Option<Box<Tap<'py>>>> {
+        let Some(tap) = Tap::new(
+            self.module,
+            self.registry,
+            &self.scopes,
+            torch_hooks,
+            [pre, full],
+        )?
+        else {
+            return Ok(None);
+        };
+        if let Some((args, kwargs)) = tap.input(&self.args, self.kwargs.as_ref())? {
             self.args = args;
             self.kwargs = Some(kwargs);
-            full = Some(backward);
         }
-        let non_full = torch_hooks.non_full;
-        let wanted = full.is_some() || !non_full.is_empty();
-        Ok(wanted.then(|| Box::new(Tap { full, non_full })))
-    }
-
-    fn tap_output(
-        &self,
-        tap: &Tap<'py>,
-        mut output: Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(backward) = &tap.full {
-            let tap_output = backward.getattr(intern!(output.py(), "tap_outputs"))?;
-            output = invoke::call(&tap_output, [&output])?;
-        }
-        if !tap.non_full.is_empty() {
-            torch::hook_non_full(self.module, &tap.non_full, &self.args, &output)?;
-        }
-        Ok(output)
+        Ok(Some(Box::new(tap)))
     }
 }
 
 /// A module's output, with what taps its gradients where a backward hook wants them.
 type Ran<'py> = (Bound<'py, PyAny>, Option<Box<Tap<'py>>>);
 
-/// What backward hooks of one call fire from.
-struct Tap<'py> {
-    /// The call's `BackwardPass`.
-    full: Option<Bound<'py, PyAny>>,
-    /// Torch's hooks of the deprecated kind.
-    non_full: Vec<Bound<'py, PyAny>>,
-}
-
 /// New positional arguments, and new keyword arguments where the hook returned those too.
 type Replaced<'py> = (Bound<'py, PyTuple>, Option<Bound<'py, PyDict>>);
-
-/// What a typed hook calls the input: the only positional argument, else the tuple of them.
-fn input_of<'py>(args: &Bound<'py, PyTuple>) -> Bound<'py, PyAny> {
-    match args.get_item(0) {
-        Ok(only) if args.len() == 1 => only,
-        _ => args.as_any().clone(),
-    }
-}
 
 /// What a plain pre-hook returned, as PyTorch takes it: a tuple, or a single argument.
 fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {

@@ -1,3 +1,5 @@
-//! Contexts (`contextvars`): the scopes that each has entered.
+//! Contexts (`contextvars`) and scopes: hooks that fire for the calls of some contexts alone.
 
+pub mod current;
 pub mod scope;
+pub mod scoped;

@@ -1,115 +1,21 @@
 //! Scopes: hooks that fire for the calls of the contexts that entered them, and for no others.
 
-use std::cell::OnceCell;
-use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrohook_core::{Entry, Inside, Phase, Registry, Snapshot, Watch};
+use ferrohook_core::{Phase, Registry};
 use parking_lot::Mutex;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::ffi;
+use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
-use rustc_hash::FxHashMap;
 
+use crate::contexts::current::{self, Entered, active, same, variable};
+use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hold::{Held, Hold};
-use crate::hooks::hook::{Callback, Hook, PhaseName};
-
-/// What a module knows of the scopes that have hooks for it.
-#[derive(Default)]
-pub struct Scoped(Arc<Known>);
-
-#[derive(Default)]
-struct Known {
-    /// How many scopes have hooks, and for which phases any ever did: the other calls ask for no
-    /// context.
-    scopes: AtomicUsize,
-    phases: [AtomicBool; Phase::ALL.len()],
-    /// Their hooks; those of closed scopes for as long as a thread is inside one.
-    hooks: Mutex<Vec<Arc<Registry<Hook>>>>,
-}
-
-impl Scoped {
-    #[inline]
-    pub fn any(&self, phase: Phase) -> bool {
-        // Acquire pairs with the release of whoever registers.
-        self.0.scopes.load(Ordering::Acquire) != 0
-            && self.0.phases[phase as usize].load(Ordering::Acquire)
-    }
-
-    /// The hooks of all scopes, those included that were closed while a thread was inside.
-    pub fn hooks(&self) -> Vec<Arc<Registry<Hook>>> {
-        self.0.hooks.lock().clone()
-    }
-}
-
-/// One scope's hooks for one module.
-struct ScopedHooks {
-    hooks: Arc<Registry<Hook>>,
-    /// Weak: gone with the module.
-    module: Weak<Known>,
-    _watch: Watch<Hook>,
-}
-
-impl ScopedHooks {
-    fn new(Scoped(module): &Scoped, others: &Registry<Hook>) -> Self {
-        let hooks: Arc<Registry<Hook>> = Arc::default();
-        let mut known = module.hooks.lock();
-        known.retain(|each| Arc::strong_count(each) > 1 || !each.active().is_empty());
-        known.push(Arc::clone(&hooks));
-        module.scopes.fetch_add(1, Ordering::Release);
-        Self {
-            hooks,
-            module: Arc::downgrade(module),
-            _watch: others.watch(),
-        }
-    }
-}
-
-impl Drop for ScopedHooks {
-    fn drop(&mut self) {
-        let Some(module) = self.module.upgrade() else {
-            return;
-        };
-        module.scopes.fetch_sub(1, Ordering::Release);
-        if self.hooks.active().is_empty() {
-            let mut known = module.hooks.lock();
-            known.retain(|each| !Arc::ptr_eq(each, &self.hooks));
-        }
-    }
-}
-
-/// A scope's hooks, by the numbers of the modules.
-#[derive(Default)]
-struct Modules {
-    hooks: FxHashMap<u64, ScopedHooks>,
-    /// How many there may be before those of modules that are gone are looked for.
-    most: usize,
-}
-
-impl Modules {
-    /// Those of modules that are gone, where it is time to look for them.
-    fn gone(&mut self) -> Vec<ScopedHooks> {
-        if self.hooks.len() < self.most {
-            return Vec::new();
-        }
-        let gone = self
-            .hooks
-            .extract_if(|_, scoped| scoped.module.strong_count() == 0)
-            .map(|(_, scoped)| scoped)
-            .collect();
-        self.most = FEW.max(2 * self.hooks.len());
-        gone
-    }
-}
-
-/// Up to this many modules a scope does not look for those that are gone.
-const FEW: usize = 32;
+use crate::hooks::hook::Hook;
 
 /// The hooks of a scope, until it is closed.
 ///
@@ -129,12 +35,6 @@ pub struct ScopeBase {
     held: Mutex<Vec<Arc<Held>>>,
 }
 
-/// A context as it is in a scope, and what tells it from its copies.
-pub struct Entered {
-    scopes: Py<PyTuple>,
-    pub token: Py<PyAny>,
-}
-
 impl ScopeBase {
     pub fn new() -> Self {
         Self {
@@ -152,7 +52,7 @@ impl ScopeBase {
         // Taken under the lock, and removed and dropped after it: that runs Python code.
         let modules = self.modules.lock().take();
         for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
-            scoped.hooks.clear(None);
+            scoped.hooks.clear_all();
         }
         modules.is_some()
     }
@@ -192,7 +92,7 @@ impl ScopeBase {
         let others = active.iter_borrowed().filter(|each| !each.is(slf));
         let others = PyTuple::new(py, others.collect::<Vec<_>>())?;
         // Left out of order, this one or one inside it?
-        if !same(&self::active(py)?, &others) {
+        if !same(&current::active(py)?, &others) {
             variable.call_method1(intern!(py, "set"), (others,))?;
         }
         this.close(py)?;
@@ -211,13 +111,13 @@ impl ScopeBase {
         Ok(())
     }
 
-    /// The hooks for the module with this number, if the scope has any.
+    /// The hooks for the module with this id, if the scope has any.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
         let scope = self.modules.lock();
         Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
     }
 
-    /// The hooks for the module with this number, to register with; `others` fire in every context.
+    /// The hooks for the module with this id, to register with; `others` fire in every context.
     pub fn hooks_to_change(
         &self,
         py: Python<'_>,
@@ -226,18 +126,13 @@ impl ScopeBase {
         scoped: &Scoped,
         others: &Registry<Hook>,
     ) -> PyResult<Arc<Registry<Hook>>> {
-        scoped.0.phases[phase as usize].store(true, Ordering::Release);
         let mut scope = self.modules.lock();
         let Some(modules) = scope.as_mut() else {
             drop(scope);
             return Err(closed(py));
         };
-        let gone = modules.gone();
-        let hooks = modules
-            .hooks
-            .entry(module)
-            .or_insert_with(|| ScopedHooks::new(scoped, others));
-        let hooks = Arc::clone(&hooks.hooks);
+        let gone = modules.take_gone();
+        let hooks = modules.hooks_to_change(module, phase, scoped, others);
         drop(scope);
         drop(gone); // runs Python code
         Ok(hooks)
@@ -317,7 +212,7 @@ impl ScopeBase {
         }
         let enter = || {
             let given = slf.call_method0(intern!(py, "_begin"))?;
-            *this.entered.lock() = Some(enter(slf.as_any(), None)?);
+            *this.entered.lock() = Some(current::enter(slf.as_any(), None)?);
             Ok(given)
         };
         enter().inspect_err(|_| drop(this.close(py)))
@@ -354,7 +249,7 @@ impl ScopeBase {
             .iter()
             .flat_map(|modules| modules.hooks.values())
         {
-            scoped.hooks.visit(|hook| visit.call(hook.given()))?;
+            scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
         if let Some(entered) = &*self.entered.lock() {
             visit.call(&entered.scopes)?;
@@ -388,108 +283,7 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     }
 }
 
-/// The context variable that holds the entered scopes: a tuple, the outermost first.
-pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
-    static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    VARIABLE
-        .get_or_try_init(py, || {
-            let none = PyTuple::empty(py);
-            // SAFETY: a name in C's form and a live object; a new reference or null with an
-            // exception comes back.
-            let variable = unsafe {
-                Bound::from_owned_ptr_or_err(
-                    py,
-                    ffi::PyContextVar_New(c"ferrohook_scopes".as_ptr(), none.as_ptr()),
-                )
-            };
-            variable.map(Bound::unbind)
-        })
-        .map(|variable| variable.bind(py))
-}
-
-/// Puts a scope behind those of this context, or in place of one of them.
-pub fn enter(scope: &Bound<'_, PyAny>, instead: Option<&Bound<'_, PyAny>>) -> PyResult<Entered> {
-    let py = scope.py();
-    let others = active(py)?.into_iter();
-    let others = others.filter(|each| instead.is_none_or(|instead| !each.is(instead)));
-    let scopes: Vec<_> = others.chain([scope.clone()]).collect();
-    let scopes = PyTuple::new(py, scopes)?;
-    let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;
-    Ok(Entered {
-        scopes: scopes.unbind(),
-        token: token.unbind(),
-    })
-}
-
-/// The scopes of this context.
-fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
-    let active = variable(py)?.call_method0(intern!(py, "get"))?;
-    Ok(active.cast_into()?)
-}
-
-/// Whether two tuples have the same objects.
-fn same(first: &Bound<'_, PyTuple>, second: &Bound<'_, PyTuple>) -> bool {
-    let mut pairs = first.iter_borrowed().zip(second.iter_borrowed());
-    first.len() == second.len() && pairs.all(|(one, other)| one.is(other))
-}
-
-/// Sets the context variable to its default: what is set the interpreter remembers, and what is not
-/// it looks for at length in each call.
-#[cold]
-fn set_to_none(py: Python<'_>, variable: *mut ffi::PyObject) -> PyResult<()> {
-    let none = PyTuple::empty(py);
-    // SAFETY: a context variable and a live object; a new reference or null with an exception comes
-    // back.
-    let token =
-        unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, none.as_ptr())) };
-    token.map(drop)
-}
-
-/// What the context variable holds here.
-fn ask(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
-    let variable = variable(py)?.as_ptr();
-    let none = py.None();
-    let mut scopes = ptr::null_mut();
-    // SAFETY: a context variable, and what to give where it is not set; a new reference comes back,
-    // or an exception.
-    let scopes = unsafe {
-        if ffi::PyContextVar_Get(variable, none.as_ptr(), &raw mut scopes) < 0 {
-            return Err(PyErr::fetch(py));
-        }
-        Bound::from_owned_ptr(py, scopes)
-    };
-    if scopes.is_none() {
-        set_to_none(py, variable)?;
-        return Ok(None);
-    }
-    let scopes = scopes
-        .cast_into::<PyTuple>()
-        .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;
-    Ok((!scopes.is_empty()).then_some(scopes))
-}
-
-/// The scopes of the context that a call is made in, asked for when they are first needed.
-#[derive(Default)]
-pub struct Scopes<'py>(OnceCell<Option<Bound<'py, PyTuple>>>);
-
-impl<'py> Scopes<'py> {
-    /// Those that are given, wherever the call is made.
-    pub fn given(scopes: Bound<'py, PyTuple>) -> Self {
-        Self(OnceCell::from((!scopes.is_empty()).then_some(scopes)))
-    }
-
-    /// The scopes as a tuple, or None where the context has entered none.
-    #[inline]
-    pub fn entered(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyTuple>>> {
-        if let Some(scopes) = self.0.get() {
-            return Ok(scopes.as_ref());
-        }
-        let scopes = ask(py)?;
-        Ok(self.0.get_or_init(|| scopes).as_ref())
-    }
-}
-
-/// What `scopes` have for the module with this number.
+/// What `scopes` have for the module with this id.
 pub fn hooks(
     scopes: &Bound<'_, PyTuple>,
     module: u64,
@@ -497,36 +291,4 @@ pub fn hooks(
     scopes
         .iter_borrowed()
         .filter_map(move |scope| scope.cast::<ScopeBase>().ok()?.get().hooks(module))
-}
-
-/// Records what a compiled region lets pass: by the recorder that stands at `position` among those
-/// that fire for the module with this number in this context.
-#[pyfunction]
-pub fn record(
-    py: Python<'_>,
-    module: u64,
-    phase: PhaseName,
-    position: usize,
-    value: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    let scopes = Scopes::default();
-    let Some(scopes) = scopes.entered(py)? else {
-        return Ok(());
-    };
-    let snapshots: Vec<_> = hooks(scopes, module)
-        .map(|hooks| hooks.snapshot(phase.0))
-        .collect();
-    let merged = Snapshot::merged(&snapshots);
-    let recorder = |entry| match Entry::<Hook>::hook(entry).callback(py) {
-        Callback::Recorder(recorder) if entry.enabled() && !entry.removed() => {
-            Some((entry, recorder))
-        }
-        _ => None,
-    };
-    if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
-        && let Some(_invocation) = entry.enter(&Inside::here())
-    {
-        return recorder.get().record_picked(value);
-    }
-    Ok(())
 }

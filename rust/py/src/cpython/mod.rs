@@ -2,5 +2,7 @@
 
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 pub mod depth;
+pub mod dict;
+pub mod dict_version;
 pub mod heap_type;
 pub mod invoke;

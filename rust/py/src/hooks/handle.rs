@@ -1,6 +1,5 @@
 //! `HookHandle`: a core handle for Python.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Handle, Placement, WaitError};
@@ -10,7 +9,8 @@ use pyo3::types::PyString;
 
 use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
-use crate::hooks::hook::{Hook, OnError, PhaseName, Priority};
+use crate::hooks::hook::Hook;
+use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// What registering a hook returns; the only thing that can remove, disable or describe it.
 ///
@@ -136,13 +136,9 @@ impl HookHandle {
     pub fn none(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
         // Any callable will do: it is never called.
         let placeholder = py.get_type::<PyString>();
-        let hook = Hook::new(
-            placeholder.as_any(),
-            phase.0,
-            OnError::Raise.into(),
-            &Arc::default(),
-        )?;
         let registry = ferrohook_core::Registry::new();
+        let options = OnError::Raise.into();
+        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
         Ok(Self(handle))

@@ -1,4 +1,4 @@
-//! Hooks of hook points, as far as the call needs to know them.
+//! Hooks of hook points: native around a Python callable of another form than PyTorch's.
 
 use std::sync::OnceLock;
 
@@ -9,14 +9,17 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use crate::attach::lookup::registry_of;
+use crate::contexts::scope::ScopeArg;
+use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
-use crate::dict::instance_dict;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::hook::PhaseName;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
 /// it was added.
-#[pyclass(frozen, subclass, module = "ferrohook._core")]
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct PointHook {
     user_hook: Py<PyAny>,
     is_permanent: bool,
@@ -35,14 +38,15 @@ impl PointHook {
         is_permanent: bool,
         context_level: Option<Py<PyAny>>,
         aliases: Option<Py<PyAny>>,
-    ) -> Self {
-        Self {
+    ) -> (Self, NativeHook) {
+        let hook = Self {
             user_hook,
             is_permanent,
             context_level,
             aliases,
             handle: OnceLock::new(),
-        }
+        };
+        (hook, NativeHook::of::<Self>())
     }
 
     /// What was added.
@@ -98,29 +102,53 @@ impl PointHook {
     }
 }
 
-impl PointHook {
-    /// Whether it is called under the point's own name, and not under others.
-    pub fn under_own_name(&self) -> bool {
-        self.aliases.is_none()
+impl Native for PointHook {
+    /// Only what hears the point's own name: Python sees to aliases and gradients.
+    fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
+        phase == Phase::Forward && slf.get().aliases.is_none()
     }
 
-    /// Calls it for what the point returned; None where the point shows its hooks another layout,
-    /// which Python sees to.
-    pub fn call<'py>(
-        &self,
-        point: &Bound<'py, PyAny>,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         static KEYWORDS: PyOnceLock<Py<PyTuple>> = PyOnceLock::new();
-        let py = point.py();
+        let py = slf.py();
+        let point = turn.module;
         let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
-        if conversion.is_some_and(|conversion| !conversion.is_none()) {
-            return Ok(None);
-        }
-        let keywords = KEYWORDS.get_or_try_init(py, || {
-            PyTuple::new(py, [intern!(py, "hook")]).map(Bound::unbind)
-        })?;
-        let user_hook = self.user_hook.bind(py);
-        invoke::call_with_keyword(user_hook, output, keywords.bind(py), point).map(Some)
+        let result = if conversion.is_some_and(|conversion| !conversion.is_none()) {
+            // In another layout, which Python sees to.
+            invoke::call(slf.as_any(), [point, turn.args.as_any(), turn.value])?
+        } else {
+            let keywords = KEYWORDS.get_or_try_init(py, || {
+                PyTuple::new(py, [intern!(py, "hook")]).map(Bound::unbind)
+            })?;
+            let user_hook = slf.get().user_hook.bind(py);
+            invoke::call_with_keyword(user_hook, turn.value, keywords.bind(py), point)?
+        };
+        Ok((!result.is_none()).then_some(result))
     }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced::plain(slf.as_any().clone(), false)))
+    }
+}
+
+/// Registers hooks of hook points, (point, hook) each, for one phase and scope.
+///
+/// Raises:
+///     HookError: a module is not instrumented, or the scope was left; those before it are
+///         registered.
+#[pyfunction]
+pub fn register_all(
+    py: Python<'_>,
+    hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PointHook>)>,
+    phase: PhaseName,
+    scope: ScopeArg<'_>,
+) -> PyResult<()> {
+    for (point, hook) in &hooks {
+        let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
+        let registry = registry_of(point)?;
+        let registry = registry.get();
+        let handle = registry.register(phase.0, hook.as_any(), placement, options, Some(&scope))?;
+        hook.get().registered(Py::new(py, handle)?);
+    }
+    Ok(())
 }

@@ -9,13 +9,15 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
-use super::{InstallationBase, RecordedLayerBase};
-use crate::capture::recorder::Collector;
-use crate::contexts::scope::{self, ScopeBase, Scopes};
+use crate::capture::collector::Collector;
+use crate::contexts::current::{self, Scopes};
+use crate::contexts::scope::ScopeBase;
 use crate::cpython::invoke;
 use crate::error;
+use crate::recorded::installation::InstallationBase;
+use crate::recorded::layer::{RecordedLayerBase, Task};
 use crate::torch;
 
 /// One call of a model in progress, and what it records, if anything.
@@ -99,34 +101,6 @@ impl Call {
             ended: AtomicBool::new(false),
         };
         Ok((call, ScopeBase::new()))
-    }
-
-    /// The same for a model that has what recording puts into it, and that is all there is to know.
-    /// None where there is more.
-    #[staticmethod]
-    fn at_once<'py>(
-        model: Bound<'py, PyAny>,
-        flags: &Bound<'py, PyDict>,
-        around: Option<Bound<'py, Self>>,
-        args: Bound<'py, PyTuple>,
-        kwargs: Bound<'py, PyDict>,
-    ) -> PyResult<Option<Py<Self>>> {
-        let py = model.py();
-        let installation = InstallationBase::of(&model)?;
-        if !flags.is_empty() {
-            let Some(installation) = &installation else {
-                return Ok(None);
-            };
-            let all = match flags.get_item(intern!(py, "hidden_states"))? {
-                Some(flag) => flag.is(PyBool::new(py, true)),
-                None => true,
-            };
-            if !all || !installation.get().settled(py)? {
-                return Ok(None);
-            }
-        }
-        let call = Self::new(model, installation, flags, None, around, args, kwargs)?;
-        Py::new(py, call).map(Some)
     }
 
     /// Runs the forward: what it returned, and what was recorded under each key, in the order of the
@@ -217,13 +191,18 @@ impl Call {
             return Ok(());
         }
         let mut kept_as_it_is = false;
-        for &(key, index, first) in &layer.get().tasks {
+        for &Task {
+            key,
+            index,
+            initial,
+        } in &layer.get().tasks
+        {
             if !self.asked.get(key).is_some_and(|asked| *asked) {
                 continue;
             }
             let collector = installation.get().keys[key].bind(py);
-            if let Some(first) = first
-                && self.begins(first)
+            if let Some(initial) = initial
+                && self.begins(initial)
             {
                 let taken = match kwargs {
                     Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
@@ -235,7 +214,7 @@ impl Call {
             let Some(value) = picked(collector, output, index)? else {
                 continue;
             };
-            let wanted = first.is_none() || self.keeps_next();
+            let wanted = initial.is_none() || self.keeps_next();
             let kept = kept(collector, wanted.then_some(&value))?;
             kept_as_it_is |= kept.is(main_of(output));
             self.recorded.lock().values.push((key, kept));
@@ -331,10 +310,10 @@ impl Call {
     }
 
     /// Whether what the layer takes is the first hidden state.
-    fn begins(&self, first: bool) -> bool {
+    fn begins(&self, initial: bool) -> bool {
         let mut recorded = self.recorded.lock();
-        let begins = first && recorded.states.is_none();
-        recorded.states.get_or_insert(usize::from(first));
+        let begins = initial && recorded.states.is_none();
+        recorded.states.get_or_insert(usize::from(initial));
         begins
     }
 
@@ -374,7 +353,7 @@ impl<'a, 'py> InProgress<'a, 'py> {
         };
         in_progress(py)?.add(call)?;
         let around = this.around(py).map(Bound::as_any);
-        progress.token = Some(scope::enter(call.as_any(), around)?.token);
+        progress.token = Some(current::enter(call.as_any(), around)?.token);
         Ok(progress)
     }
 
@@ -388,7 +367,7 @@ impl<'a, 'py> InProgress<'a, 'py> {
             return Ok(());
         }
         let (py, this) = (self.call.py(), self.call.get());
-        let variable = scope::variable(py)?;
+        let variable = current::variable(py)?;
         let token = self.token.take();
         let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
         this.ended.store(true, Ordering::Release);

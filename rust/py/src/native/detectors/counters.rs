@@ -1,14 +1,17 @@
 //! Detectors of calls: how many, how long, of what shapes.
 
 use ferrohook_statistics::Histogram;
+use pyo3::PyClassInitializer;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
-use super::{NativeDetector, Seen, Shared, Statistics, tensors};
+use super::{NativeDetector, Shared, Statistics};
 use crate::error::{hook_type_error, type_name};
+use crate::hooks::native::Turn;
+use crate::torch::tensors;
 
 /// Counts calls.
 ///
@@ -19,8 +22,8 @@ pub struct CallCounter;
 #[pymethods]
 impl CallCounter {
     #[new]
-    fn new() -> (Self, NativeDetector) {
-        (Self, NativeDetector::keeping(Calls::default()))
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Calls::default())
     }
 }
 
@@ -28,7 +31,7 @@ impl CallCounter {
 struct Calls(u64);
 
 impl Statistics for Calls {
-    fn observe(shared: &Shared<Self>, _seen: &Seen<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &Shared<Self>, _turn: &Turn<'_, '_>) -> PyResult<()> {
         shared.statistics.lock().0 += 1;
         Ok(())
     }
@@ -64,8 +67,8 @@ pub struct LatencyDetector;
 #[pymethods]
 impl LatencyDetector {
     #[new]
-    fn new() -> (Self, NativeDetector) {
-        (Self, NativeDetector::keeping(Latency::default()))
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Latency::default())
     }
 }
 
@@ -86,9 +89,9 @@ fn seconds(nanoseconds: u128) -> f64 {
 impl Statistics for Latency {
     const TIMES: bool = true;
 
-    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         // None: registered when the module ran already, or that failed.
-        if let Some(took) = seen.took {
+        if let Some(took) = turn.took {
             let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
             shared.statistics.lock().0.record(nanoseconds);
         }
@@ -152,12 +155,12 @@ pub struct ShapeDetector;
 impl ShapeDetector {
     #[new]
     #[pyo3(signature = (*, limit = Limit(1024)), text_signature = "(*, limit=1024)")]
-    fn new(limit: Limit) -> (Self, NativeDetector) {
+    fn new(limit: Limit) -> PyClassInitializer<Self> {
         let shapes = Shapes {
             limit: limit.0,
             ..Shapes::default()
         };
-        (Self, NativeDetector::keeping(shapes))
+        NativeDetector::with(Self, shapes)
     }
 }
 
@@ -203,9 +206,9 @@ impl Shapes {
 }
 
 impl Statistics for Shapes {
-    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
         let mut shapes: Vec<Option<Shape>> = Vec::new();
-        tensors::for_each_tensor(seen.value, &mut |tensor| {
+        tensors::for_each_tensor(turn.value, &mut |tensor| {
             let shape = tensor.getattr(intern!(tensor.py(), "shape"));
             shapes.push(shape.and_then(|shape| shape.extract()).ok());
             Ok(())

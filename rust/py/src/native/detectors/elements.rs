@@ -13,13 +13,16 @@ use std::collections::VecDeque;
 
 use ferrohook_statistics::{Float, Moments, NonFinite};
 use parking_lot::Mutex;
+use pyo3::PyClassInitializer;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::tensors::{self, Memory, Numbers};
-use super::{NativeDetector, Seen, Shared, Statistics};
+use super::memory::{self, Memory, Numbers};
+use super::{NativeDetector, Shared, Statistics};
 use crate::cpython::invoke;
+use crate::hooks::native::Turn;
+use crate::torch::tensors;
 
 /// From this many numbers on letting go of the interpreter costs nothing beside reading them.
 const MANY: usize = 1 << 14;
@@ -45,8 +48,8 @@ pub struct NonFiniteDetector;
 #[pymethods]
 impl NonFiniteDetector {
     #[new]
-    fn new() -> (Self, NativeDetector) {
-        (Self, NativeDetector::keeping(Found::default()))
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Found::default())
     }
 }
 
@@ -66,8 +69,8 @@ pub struct NormDetector;
 #[pymethods]
 impl NormDetector {
     #[new]
-    fn new() -> (Self, NativeDetector) {
-        (Self, NativeDetector::keeping(Norms::default()))
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Norms::default())
     }
 }
 
@@ -118,8 +121,8 @@ impl OfElements for Found {
 }
 
 impl Statistics for Found {
-    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
-        observe(shared, seen)
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+        observe(shared, turn)
     }
 
     fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
@@ -190,8 +193,8 @@ impl OfElements for Norms {
 }
 
 impl Statistics for Norms {
-    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()> {
-        observe(shared, seen)
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+        observe(shared, turn)
     }
 
     fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
@@ -242,8 +245,8 @@ impl Statistics for Norms {
     }
 }
 
-fn observe<S: OfElements>(shared: &Shared<S>, seen: &Seen<'_, '_>) -> PyResult<()> {
-    tensors::for_each_tensor(seen.value, &mut |tensor| look_at(shared, tensor))
+fn observe<S: OfElements>(shared: &Shared<S>, turn: &Turn<'_, '_>) -> PyResult<()> {
+    tensors::for_each_tensor(turn.value, &mut |tensor| look_at(shared, tensor))
 }
 
 fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -252,7 +255,7 @@ fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyRe
         shared.add(&read(py, &memory));
         return Ok(());
     }
-    let result = tensors::reduce(S::BY_TORCH, tensor)?;
+    let result = memory::reduce(S::BY_TORCH, tensor)?;
     if result.is_none() {
         return Ok(()); // no numbers of floating point
     }

@@ -1,30 +1,22 @@
-//! Native detectors: hooks that observe in Rust and keep statistics of what they saw.
+//! Native detectors: hooks that observe in Rust and keep statistics of the values.
 
 mod counters;
 mod elements;
-mod tensors;
+mod memory;
 
 use std::any::Any;
-use std::time::Duration;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
+use pyo3::{PyClass, PyClassInitializer};
 
 pub use counters::{CallCounter, LatencyDetector, ShapeDetector};
 pub use elements::{NonFiniteDetector, NormDetector};
 
 use crate::error::{hook_error, hook_type_error, type_name};
-
-/// What a detector gets to see when it is its turn.
-pub struct Seen<'a, 'py> {
-    /// What passes: the input, the output or the gradients, as the phase says.
-    pub value: &'a Bound<'py, PyAny>,
-    /// How long the module ran, without its own hooks, where somebody wanted to know and it
-    /// returned.
-    pub took: Option<Duration>,
-}
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 
 /// What one kind of detector keeps.
 trait Statistics: Clone + Default + Send + Sized + 'static {
@@ -32,7 +24,7 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
     const TIMES: bool = false;
 
     /// Adds one turn.
-    fn observe(shared: &Shared<Self>, seen: &Seen<'_, '_>) -> PyResult<()>;
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()>;
 
     /// Adds what is still on its way from a device, and waits for it.
     fn settle(_shared: &Shared<Self>, _py: Python<'_>) -> PyResult<()> {
@@ -62,7 +54,7 @@ struct Shared<S> {
 /// A detector of any kind.
 trait Detect: Send + Sync {
     fn times(&self) -> bool;
-    fn observe(&self, seen: &Seen<'_, '_>) -> PyResult<()>;
+    fn observe(&self, turn: &Turn<'_, '_>) -> PyResult<()>;
     fn as_any(&self) -> &(dyn Any + Send + Sync);
     /// Adds the statistics of another one; false where it is of another kind.
     fn merge(&self, py: Python<'_>, other: &dyn Detect) -> PyResult<bool>;
@@ -84,8 +76,8 @@ impl<S: Statistics> Detect for Shared<S> {
         S::TIMES
     }
 
-    fn observe(&self, seen: &Seen<'_, '_>) -> PyResult<()> {
-        S::observe(self, seen)
+    fn observe(&self, turn: &Turn<'_, '_>) -> PyResult<()> {
+        S::observe(self, turn)
     }
 
     fn as_any(&self) -> &(dyn Any + Send + Sync) {
@@ -126,33 +118,49 @@ impl<S: Statistics> Detect for Shared<S> {
 /// `register_*_hook` method, for the phase that is to be observed: the module's output in `forward`,
 /// its input in `forward_pre`, gradients in the backward phases. They may be called, read and merged
 /// from any number of threads; copies and pickles take the statistics along.
-#[pyclass(frozen, subclass, module = "ferrohook._core")]
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct NativeDetector {
     detector: Box<dyn Detect>,
 }
 
 impl NativeDetector {
-    fn keeping<S: Statistics>(statistics: S) -> Self {
-        Self {
+    /// A detector of class `T`, which adds nothing, with the statistics to begin from.
+    fn with<T, S: Statistics>(class: T, statistics: S) -> PyClassInitializer<T>
+    where
+        T: PyClass<BaseType = Self>,
+    {
+        let detector = Self {
             detector: Box::new(Shared {
                 statistics: Mutex::new(statistics),
                 awaited: elements::Awaited::default(),
             }),
-        }
+        };
+        PyClassInitializer::from((detector, NativeHook::of::<Self>())).add_subclass(class)
+    }
+}
+
+impl Native for NativeDetector {
+    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
+        Self::times(slf).then_some(Phase::Forward)
     }
 
-    pub fn observe(&self, seen: &Seen<'_, '_>) -> PyResult<()> {
-        self.detector.observe(seen)
+    fn times(slf: &Bound<'_, Self>) -> bool {
+        slf.get().detector.times()
     }
 
-    /// Whether it needs to be told how long the module ran.
-    pub fn times(&self) -> bool {
-        self.detector.times()
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        slf.get().detector.observe(turn)?;
+        Ok(None)
     }
 
-    /// The phase that it has to be registered for, where not any will do.
-    pub fn phase(&self) -> Option<Phase> {
-        self.times().then_some(Phase::Forward)
+    // It reads memory, of which a graph knows nothing.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            callback: slf.as_any().clone(),
+            kind: "detector",
+            with_kwargs: false,
+            faithful: false,
+        }))
     }
 }
 

@@ -1,12 +1,9 @@
-//! The tensors of what a module takes or returns, and the numbers in their memory.
+//! The memory of tensors, read without torch.
 
 use ferrohook_statistics::{Bf16, F16};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
-
-use crate::torch::is_tensor;
 
 /// What the tensors are made of that are read here.
 struct Readable {
@@ -35,50 +32,6 @@ impl Readable {
                 ],
             })
         })
-    }
-}
-
-/// Deeper structures than this hold no tensors that anybody looks for.
-const DEEPEST: usize = 64;
-
-/// Hands each tensor of a structure of tuples, lists, dicts and dataclasses to `look`.
-pub fn for_each_tensor<'py>(
-    value: &Bound<'py, PyAny>,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
-) -> PyResult<()> {
-    for_each_tensor_below(value, 0, look)
-}
-
-fn for_each_tensor_below<'py>(
-    value: &Bound<'py, PyAny>,
-    depth: usize,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
-) -> PyResult<()> {
-    let py = value.py();
-    if is_tensor(value)? {
-        return look(value);
-    }
-    if depth > DEEPEST {
-        return Ok(());
-    }
-    let mut below = |item: &Bound<'py, PyAny>| for_each_tensor_below(item, depth + 1, look);
-    if let Ok(tuple) = value.cast::<PyTuple>() {
-        tuple.iter_borrowed().try_for_each(|item| below(&item))
-    } else if let Ok(list) = value.cast::<PyList>() {
-        list.iter().try_for_each(|item| below(&item))
-    } else if let Ok(dict) = value.cast::<PyDict>() {
-        dict.values().iter().try_for_each(|item| below(&item))
-    } else if let Some(fields) = value.getattr_opt(intern!(py, "__dataclass_fields__"))?
-        && !value.is_instance_of::<PyType>()
-    {
-        for name in fields.try_iter()? {
-            if let Some(item) = value.getattr_opt(name?.cast::<PyString>()?)? {
-                below(&item)?;
-            }
-        }
-        Ok(())
-    } else {
-        Ok(())
     }
 }
 

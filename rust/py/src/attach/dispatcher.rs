@@ -11,17 +11,19 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
-use crate::dict::{get_last, instance_dict};
+use crate::cpython::dict::{get_last, instance_dict};
 use crate::registry::Registry;
-use crate::torch::{self, Callee, Seen, Target};
+use crate::torch::cache::{CallCache, InstanceCache};
+use crate::torch::target::{Target, call_plain};
 
-/// What instrumenting puts into a module's `__dict__`: its hooks, and what calling it comes down to.
+/// The entry of an instrumented module in its `__dict__`: its hooks, and the inline caches of its
+/// calls.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Dispatcher {
     registry: Py<Registry>,
     /// Shared by the modules of a class.
-    callee: Py<Callee>,
-    seen: Seen,
+    class_cache: Py<CallCache>,
+    cache: InstanceCache,
     /// How many reasons there are for the module to be instrumented.
     holds: AtomicUsize,
     /// How many of them are calls of `instrument`, and not only a hook or a capture.
@@ -49,12 +51,6 @@ impl Dispatcher {
     #[getter]
     pub fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
         self.registry.bind(py)
-    }
-
-    /// What calling the module comes down to.
-    #[getter]
-    fn callee<'py>(&self, py: Python<'py>) -> &Bound<'py, Callee> {
-        self.callee.bind(py)
     }
 
     /// The key in a module's `__dict__`.
@@ -92,16 +88,16 @@ impl Dispatcher {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.registry)?;
-        visit.call(&self.callee)
+        visit.call(&self.class_cache)
     }
 }
 
 impl Dispatcher {
-    pub fn new(registry: Py<Registry>, callee: Py<Callee>) -> Self {
+    pub fn new(registry: Py<Registry>, class_cache: Py<CallCache>) -> Self {
         Self {
             registry,
-            callee,
-            seen: Seen::default(),
+            class_cache,
+            cache: InstanceCache::default(),
             holds: AtomicUsize::new(0),
             asked_for: AtomicUsize::new(0),
             of_copy: AtomicBool::new(false),
@@ -137,7 +133,7 @@ impl Dispatcher {
         let copy = Self {
             of_copy: AtomicBool::new(true),
             shares_hooks,
-            ..Self::new(registry, self.callee.clone_ref(py))
+            ..Self::new(registry, self.class_cache.clone_ref(py))
         };
         copy.hold(self.asked_for());
         copy
@@ -154,17 +150,17 @@ fn dispatch<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     #[cfg(all(Py_3_12, not(Py_3_14)))]
-    let _depth = crate::depth::Depth::enter(py)?;
+    let _depth = crate::cpython::depth::Depth::enter(py)?;
     let state = instance_dict(module)?;
     // What was put there last, more often than not.
     let Some(dispatcher) = get_last(&state, intern!(py, Dispatcher::KEY))? else {
         // Restored while the call was on its way here.
-        return torch::call_plain(module, args, kwargs);
+        return call_plain(module, args, kwargs);
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
     let this = dispatcher.get();
-    let callee = this.callee.get();
-    let target = Target::of(module, state, callee, &this.seen, through_call)?;
+    let class_cache = this.class_cache.get();
+    let target = Target::of(module, state, class_cache, &this.cache, through_call)?;
     if let Target::Outer(_) = target {
         return target.call(module, args, kwargs);
     }

@@ -1,8 +1,6 @@
-//! CPython's dicts, looked into without a call where that can be: the way of every call leads
-//! through several.
+//! CPython's dicts, read without a call where that can be: the way of every call leads through several.
 
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -106,85 +104,4 @@ fn get_at<'py>(
     _position: ffi::Py_ssize_t,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     dict.get_item(name)
-}
-
-/// A dict, and CPython's number of it, which changes whenever the dict does (PEP 509).
-///
-/// Up to CPython 3.12: from 3.13 on a variable of an object changes without it, and no dict is
-/// known ever to be unchanged.
-#[derive(Default)]
-pub struct Known {
-    place: AtomicPtr<ffi::PyDictObject>,
-    version: AtomicU64,
-}
-
-/// A dict as it was when it was asked.
-pub struct Moment {
-    place: *mut ffi::PyDictObject,
-    version: u64,
-}
-
-impl Moment {
-    /// To be asked before the dict is looked into: looking may run code that changes it.
-    pub fn of(dict: &Bound<'_, PyDict>) -> Self {
-        let place = dict.as_ptr().cast();
-        // SAFETY: a live dict.
-        let version = unsafe { version(place) };
-        Self { place, version }
-    }
-}
-
-// Relaxed: under the GIL, or of no use but as a hint.
-impl Known {
-    /// Remembers the dict as it was.
-    pub fn set(&self, moment: &Moment) {
-        self.place.store(moment.place, Ordering::Relaxed);
-        self.version.store(moment.version, Ordering::Relaxed);
-    }
-
-    pub fn place(&self) -> *mut ffi::PyDictObject {
-        self.place.load(Ordering::Relaxed)
-    }
-
-    /// Whether it is this dict, and that is as it was.
-    #[inline]
-    pub fn is(&self, dict: &Bound<'_, PyDict>) -> bool {
-        // SAFETY: a live dict.
-        self.place() == dict.as_ptr().cast() && unsafe { self.unchanged() }
-    }
-
-    /// Whether the dict is as it was.
-    ///
-    /// # Safety
-    ///
-    /// It was set, and lives.
-    #[inline]
-    pub unsafe fn unchanged(&self) -> bool {
-        // SAFETY: the caller's promise.
-        let version = unsafe { version(self.place()) };
-        version != 0 && version == self.version.load(Ordering::Relaxed)
-    }
-}
-
-/// Whether a dict is ever known to be as it was.
-pub const VERSIONS: bool = cfg!(not(Py_3_13));
-
-/// 0 where it tells nothing.
-///
-/// # Safety
-///
-/// A live dict.
-#[cfg_attr(
-    all(Py_3_12, not(Py_3_13)),
-    expect(deprecated, reason = "kept up in 3.12")
-)]
-unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
-    #[cfg(not(Py_3_13))]
-    // SAFETY: the caller's promise.
-    return unsafe { (*dict).ma_version_tag };
-    #[cfg(Py_3_13)]
-    {
-        let _ = dict;
-        0
-    }
 }
