@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook._core import Collector, Hold, HookHandle, ScopeBase, record_all
+from ferrohook._core import Attachment, Collector, HookHandle, ScopeBase, record_all
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import hold_all, registry_of
+from ferrohook.instrumentation import attach, registry_of
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
@@ -362,9 +362,9 @@ class Recording:
 
     def begin(self, scope: ScopeBase) -> ActivationCache:
         """Records the calls in a scope, until it is left; what was recorded stays readable."""
-        held = Hold()
-        scope._hold(held)
-        hold_all(self._modules | ({"": self.model} if self._stop else {}), into=held)
+        attachment = Attachment()
+        attachment.release_with(scope)
+        attach(self._modules | ({"": self.model} if self._stop else {}), attachment)
         root = registry_of(self.model) if self._stop else None
         self._collector, cache = self._make(None if root is None else root.module)
         if root is not None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ferrohook._core import Hold, HookHandle, NativeDetector, ScopeBase, TypedHook
+from ferrohook._core import AttachmentContext, HookHandle, NativeDetector, ScopeBase, TypedHook
 from ferrohook.activations import capture as _capture
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import has_another_s, hold_all, registry_of
+from ferrohook.instrumentation import attach
 from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 
-class HandleGroup(Hold):
+class HandleGroup(AttachmentContext):
     """The handles of one hook on many modules: acts on all of them.
 
     Iterating yields the `HookHandle`s, in the order of the modules. As a context manager it removes
@@ -35,16 +35,16 @@ class HandleGroup(Hold):
         self._model = model
         self._handles: dict[str, HookHandle] = {}
 
-    def _add(
-        self, name: str, register: Callable[..., HookHandle], *args: Any, **options: Any
+    def _register(
+        self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
     ) -> None:
-        self._handles[name] = self._register(register, *args, **options)
+        handles = self.attachment.register([*modules.values()], phase, hook, **options)
+        self._handles.update(zip(modules, handles, strict=True))
 
     def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
-        """Takes over what has the hooks already, and is instrumented for them."""
+        """Takes over modules that are instrumented for hooks, and these hooks."""
         self._handles.update(handles)
-        held = [module for module in modules if not has_another_s(type(module))]
-        self._take_over(held, [*handles.values()])
+        self.attachment.adopt([*modules], [*handles.values()])
 
     @property
     def names(self) -> list[str]:
@@ -77,7 +77,7 @@ class HandleGroup(Hold):
         # Refuses what they would refuse, and waits for nobody.
         HookHandle._removed("forward").remove(wait=wait, timeout=timeout)
         # All of them before waiting for the first.
-        self._give_back()
+        self.attachment.release()
         for handle in self:
             handle.remove(wait=wait, timeout=timeout)
 
@@ -182,26 +182,24 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
-    if isinstance(scope, ScopeBase):  # what is none is refused by registering
-        scope._hold(group)
+    if isinstance(scope, ScopeBase):  # anything else is refused by registering
+        group.attachment.release_with(scope)
     try:
-        hold_all(modules, into=group)
-        for name, module in modules.items():
-            group._add(
-                name,
-                registry_of(module).register,
-                phase,
-                hook,
-                prepend=prepend,
-                with_kwargs=with_kwargs,
-                always_call=always_call,
-                priority=priority,
-                on_error=on_error,
-                timed=timed,
-                scope=scope,
-            )
+        attach(modules, group.attachment)
+        group._register(
+            modules,
+            phase,
+            hook,
+            prepend=prepend,
+            with_kwargs=with_kwargs,
+            always_call=always_call,
+            priority=priority,
+            on_error=on_error,
+            timed=timed,
+            scope=scope,
+        )
     except BaseException:
-        group._give_back()
+        group.attachment.release()
         raise
     return group
 

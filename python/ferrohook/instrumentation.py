@@ -19,9 +19,10 @@ from torch import fx, jit, nn
 from torch.nn.modules import transformer
 
 from ferrohook._core import (
+    Attachment,
+    AttachmentContext,
     CallCache,
     Dispatcher,
-    Hold,
     HookedBase,
     HookHandle,
     Registry,
@@ -151,7 +152,7 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
         return copied
     if dispatcher is None or not (
         # What a scope, a capture or recording wants of a module, it does not want of a copy.
-        dispatcher.asked_for or contextvars.Context().run(dispatcher.registry.list)
+        dispatcher.explicit or contextvars.Context().run(dispatcher.registry.list)
     ):
         vars(copied).pop(_KEY, None)
         _assign_class(copied, plain_class(type(copied)))
@@ -184,7 +185,7 @@ def _registering(name: str, phase: str) -> Callable[..., HookHandle]:
         dispatcher: Dispatcher | None = vars(self).get(_KEY)
         # Instrumented for a hook or a capture alone, what PyTorch's method registers is to outlast
         # that.
-        if dispatcher is None or not dispatcher.asked_for or keeps_state_in_torch_hooks(hook):
+        if dispatcher is None or not dispatcher.explicit or keeps_state_in_torch_hooks(hook):
             return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
         # PyTorch takes `prepend` by position in the methods for backward hooks.
         positional = dict(zip(("prepend",), args, strict=False))
@@ -209,7 +210,7 @@ def find_registry(module: nn.Module) -> Registry | None:
 
 
 def registry_of(module: nn.Module) -> Registry:
-    """The hooks of a module that is held.
+    """The hooks of a module that is instrumented or wrapped.
 
     Raises:
         HookError: another thread gave it back.
@@ -252,7 +253,7 @@ def _members(plain: type[nn.Module]) -> dict[str, Any]:
             "_forward_hooks",
         ],
         "_call_impl": _CALL_IMPL,
-        "_callee": CallCache(),
+        "_call_cache": CallCache(),
     }
     # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
     if plain.__call__ is nn.Module.__call__:
@@ -300,83 +301,55 @@ def _without_dispatcher(state: Any) -> Any:
     return state
 
 
-def has_another_s(cls: type[nn.Module]) -> bool:
-    """Whether modules of this class are never instrumented: their hooks are in other hands."""
-    # Wrappers have a registry; and `HookedRootModule.wrap` has that of the model inside.
-    return issubclass(cls, HookedBase) or getattr(cls, "_calls_inner", False)
-
-
-def hold(module: nn.Module, *, into: Hold | None = None, asked_for: bool = False) -> None:
-    """Instrument one module, once more.
-
-    Args:
-        module: the module.
-        into: knows of it from then on.
-        asked_for: by `instrument`, and not only for a hook or a capture.
+def make_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` once it is instrumented.
 
     Raises:
-        HookError: that is impossible; the module is as it was.
+        HookError: it cannot be.
     """
-    if not has_another_s(type(module)):
-        into = Hold() if into is None else into
-        into._hold(module, _class_for, asked_for)
-
-
-def _class_for(module: nn.Module) -> type[nn.Module]:
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
         raise HookError(msg)
     return cast("type[nn.Module]", _instrumented_class(plain_class(type(module))))
 
 
-def hold_all(
+def attach(
     modules: dict[str, nn.Module],
+    attachment: Attachment,
     *,
-    into: Hold | None = None,
     skip: bool = False,
-    asked_for: bool = False,
-) -> list[nn.Module]:
-    """Instrument these modules, or none of them.
+    explicit: bool = False,
+) -> None:
+    """Instruments modules, all of them or none, until an attachment is released.
 
     Args:
-        modules: by name.
-        into: knows of them, whatever interrupts this.
-        skip: leave those out that cannot be instrumented, with a warning, unless none can.
-        asked_for: by `instrument`, see `hold`.
-
-    Returns:
-        Those that were.
+        modules: by name. Those that have their hooks elsewhere (wrappers) are left out.
+        attachment: what they are added to; released where this fails.
+        skip: leave out those that cannot be instrumented, with a warning, unless none can.
+        explicit: by a call of `instrument`, and not only for a hook or a capture.
 
     Raises:
         HookError: which could not be instrumented, and why.
     """
-    into = Hold() if into is None else into
-    held: list[nn.Module] = []
-    refused: dict[str, HookError] = {}
+    names = [*modules]
     try:
-        for name, module in modules.items():
-            try:
-                hold(module, into=into, asked_for=asked_for)
-            except HookError as error:
-                refused[name] = error
-            else:
-                held.append(module)
+        found = attachment.instrument([*modules.values()], make_class, explicit)
+        refused = {names[place]: error for place, error in found}
         if refused:
             reasons = "; ".join(
                 f"{name or 'the model itself'} ({type(modules[name]).__name__}): {error}"
                 for name, error in refused.items()
             )
-            if not (skip and held):
+            if not (skip and len(refused) < len(modules)):
                 msg = f"cannot be instrumented: {reasons}"
                 raise HookError(msg) from next(iter(refused.values()))  # noqa: TRY301
             warnings.warn(f"left as they are: {reasons}", NotInstrumentedWarning, stacklevel=3)
     except BaseException:  # the warning may be one too
-        into._give_back()
+        attachment.release()
         raise
-    return held
 
 
-class Instrumentation(Hold):
+class Instrumentation(AttachmentContext):
     """What one call of `instrument` did, to be undone.
 
     A context manager: leaving it restores.
@@ -387,12 +360,12 @@ class Instrumentation(Hold):
         # The models are not kept alive, and an id is not taken for that of a later model.
         self._model = weakref.ref(model, functools.partial(_forget, _DONE, id(model)))
         with _LOCK:
-            before = [each for each in _DONE.get(id(model), ()) if not each._given_back]
+            before = [each for each in _DONE.get(id(model), ()) if not each.attachment.released]
             _DONE[id(model)] = [*before, self]
 
     def restore(self) -> None:
         """Undo it, once; modules that nothing else instruments lose their hooks."""
-        self._give_back()
+        self.attachment.release()
 
     def __reduce__(self) -> Any:
         # What was done was not done to a copy.
@@ -441,10 +414,10 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
     modules = _select(model, select)
     done = Instrumentation()
     try:
-        hold_all(modules, into=done, skip=select is None, asked_for=True)
+        attach(modules, done.attachment, skip=select is None, explicit=True)
         done._done_to(model)
     except BaseException:
-        done._give_back()
+        done.attachment.release()
         raise
     return done
 
@@ -458,7 +431,7 @@ def restore(model: nn.Module) -> None:
         HookError: there is none.
     """
     latest_first = reversed(_DONE.get(id(model), []))
-    if any(done._give_back() for done in latest_first):
+    if any(done.attachment.release() for done in latest_first):
         return
     # All of them, not the first.
     if not (isinstance(model, nn.Module) and any([*map(release_copy, model.modules())])):

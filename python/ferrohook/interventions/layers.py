@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import nn
 
-from ferrohook._core import Hold, NativeDetector, TypedHook
+from ferrohook._core import Attachment, NativeDetector, TypedHook
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.instrumentation import hold_all, registry_of
+from ferrohook.instrumentation import attach
 from ferrohook.interventions.controllers import Controller
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
@@ -30,7 +30,7 @@ _LOCK = threading.RLock()
 class _Registered(NamedTuple):
     hook: Hook
     module: nn.Module
-    held: Hold
+    attachment: Attachment
     options: dict[str, Any]
 
 
@@ -130,13 +130,13 @@ class Layers:
                 raise HookError(msg)
             if hook._layers is not None:  # where its handle was removed by others
                 hook._layers.unregister_hook(hook)
-            held = Hold()
+            attachment = Attachment()
             if scope is not None:
-                scope._hold(held)
+                attachment.release_with(scope)
             try:
-                hold_all({path: module}, into=held)
-                handle = held._register(
-                    registry_of(module).register,
+                attach({path: module}, attachment)
+                (handle,) = attachment.register(
+                    [module],
                     kind.phase,
                     hook._before if before else hook._after,
                     with_kwargs=before,
@@ -147,9 +147,9 @@ class Layers:
                     handle.disable()
                 hook.layer_signature, hook._hook_type = layer_signature, kind
                 hook._handle, hook._layer, hook._layers = handle, path, self
-                self._hooks[hook.id] = _Registered(hook, module, held, options)
+                self._hooks[hook.id] = _Registered(hook, module, attachment, options)
             except BaseException:
-                held._give_back()
+                attachment.release()
                 raise
         return hook.id
 
@@ -166,7 +166,7 @@ class Layers:
             hook = registered.hook
             hook._enabled = hook.enabled
             # Ahead of what can be interrupted, and is then done the next time.
-            registered.held._give_back()
+            registered.attachment.release()
             hook._handle = hook._layer = hook._layers = None
             del self._hooks[hook.id]
         return True

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
+from ferrohook._core import Attachment
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import _KEY, hold, registry_of
+from ferrohook.instrumentation import _KEY, attach, registry_of
 from ferrohook.module import _describe
 from ferrohook.points.lens_hooks import (
     HANDLES,
@@ -58,7 +59,7 @@ class HookPoint(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        hold(self, asked_for=True)
+        attach({"": self}, Attachment(), explicit=True)
         self.name = None
         self.ctx = {}
         self.pos_dim = None
@@ -257,7 +258,7 @@ class HookPoint(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # Once more than what is done about copies of instrumented modules, which can be undone.
-        hold(self, asked_for=True)
+        attach({"": self}, Attachment(), explicit=True)
         for hook, handle in registry_of(self).handles():
             if isinstance(hook, LensHandle):
                 hook._registered(handle)  # a copied one knew of none

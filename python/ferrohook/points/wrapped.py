@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
+from ferrohook._core import Attachment
 from ferrohook.activations import map_tensors, tensors_in
 from ferrohook.errors import HookError
 from ferrohook.groups import HandleGroup
-from ferrohook.instrumentation import find_registry, hold_all, registry_of
+from ferrohook.instrumentation import attach, find_registry, registry_of
 from ferrohook.module import _delegate, _indent
 from ferrohook.points.hook_point import HookPoint
 from ferrohook.points.root import HookedRootModule
@@ -110,14 +111,12 @@ class WrappedRootModule(HookedRootModule):
         modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
         attached = HandleGroup(model)
         try:
-            hold_all(modules, into=attached)
+            attach(modules, attached.attachment)
             self._adopt(model, points, attached)
             for (name, kind), point in points.items():
                 hook = _KINDS[kind](point)
-                registry = registry_of(modules[name])
-                attached._add(
-                    _joined(name, kind), registry.register, hook.phase, hook, with_kwargs=True
-                )
+                module = {_joined(name, kind): modules[name]}
+                attached._register(module, hook.phase, hook, with_kwargs=True)
         except BaseException:
             attached.remove()
             raise
@@ -212,7 +211,7 @@ class WrappedRootModule(HookedRootModule):
         modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
         # Without hooks it was copied as what it was.
         bare = {name: module for name, module in modules.items() if find_registry(module) is None}
-        hold_all(bare)
+        attach(bare, Attachment())
         names = {id(point): _joined(*key) for key, point in points.items()}
         handles = {
             names[id(hook.point)]: handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -14,16 +13,16 @@ import torch
 from torch import nn
 
 from ferrohook._core import (
+    Attachment,
     Collector,
-    Hold,
     InstallationBase,
     RecordedLayerBase,
     calls_in_progress,
     installations,
 )
 from ferrohook.activations import _converter, _HostCopies, tensors_in
-from ferrohook.errors import HookError, HookTypeError
-from ferrohook.instrumentation import hold, hold_all, registry_of
+from ferrohook.errors import HookTypeError
+from ferrohook.instrumentation import attach, make_class
 from ferrohook.module import _describe
 from ferrohook.recording.calls import knows, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
@@ -73,7 +72,7 @@ class Installation(InstallationBase):
         self.recorders = {key: _of_all(found) for key, found in plan.targets.items()}
         # Keys whose recorders match no module.
         self.unmatched = {key for key, found in plan.targets.items() if not found}
-        self._hold = Hold()
+        self._attachment = Attachment()
 
     def put_in(self, plan: Plan, others: list[nn.Module]) -> None:
         """Records the layers of the plan, and has the other modules called natively too.
@@ -82,23 +81,21 @@ class Installation(InstallationBase):
             HookError: a layer cannot be instrumented.
         """
         layers = _by_layer(plan)
-        held = hold_all({name: found[0].module for name, found in layers.items()}, into=self._hold)
-        recorded = {id(module) for module in held}
+        modules = {name: found[0].module for name, found in layers.items()}
+        attach(modules, self._attachment)
+        recorded = {id(module) for module in modules.values()}
         for found in layers.values():
             module = found[0].module
             tasks = [self._task(target) for target in found]
             around = any(id(each) in recorded for each in module.modules() if each is not module)
             layer = RecordedLayer(self, tasks, found, around=around)
-            register = registry_of(module).register
             if around:
-                self._hold._register(register, "forward_pre", layer)
-            self._hold._register(register, "forward", layer)
+                self._attachment.register([module], "forward_pre", layer)
+            self._attachment.register([module], "forward", layer)
         # Where they can be: PyTorch's way to call a module costs more, and its code would drive
         # that of the layers out of the processor's caches.
-        for module in others:
-            if id(module) not in recorded:
-                with contextlib.suppress(HookError):
-                    hold(module, into=self._hold)
+        others = [module for module in others if id(module) not in recorded]
+        self._attachment.instrument(others, make_class, explicit=False)
 
     def _task(self, target: Target) -> Task:
         initial = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
@@ -118,7 +115,7 @@ class Installation(InstallationBase):
 
     def take_out(self) -> None:
         """Gives the modules back, whoever records."""
-        self._hold._give_back()
+        self._attachment.release()
 
 
 def _by_layer(plan: Plan) -> dict[str, list[Target]]:

@@ -18,6 +18,13 @@ pub fn hook_error(py: Python<'_>, message: String) -> PyErr {
     of_class(py, "HookError", message)
 }
 
+pub fn is_hook_error(py: Python<'_>, error: &PyErr) -> bool {
+    let class = py
+        .import("ferrohook.errors")
+        .and_then(|errors| errors.getattr("HookError"));
+    class.is_ok_and(|class| error.matches(py, class).unwrap_or(false))
+}
+
 pub fn hook_type_error(py: Python<'_>, message: String) -> PyErr {
     of_class(py, "HookTypeError", message)
 }

@@ -8,17 +8,11 @@ mod capture;
 mod contexts;
 mod cpython;
 mod error;
-mod hold;
 mod hooks;
 mod native;
 mod recorded;
 mod registry;
 mod torch;
-
-// Paths of `hold`.
-use attach::dispatcher;
-use cpython::{dict, invoke};
-use hooks::handle;
 
 use pyo3::prelude::*;
 
@@ -27,7 +21,11 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
+    use crate::attach::attachment::{Attachment, AttachmentContext};
+    #[pymodule_export]
     use crate::attach::dispatcher::Dispatcher;
+    #[pymodule_export]
+    use crate::attach::instrumenting::{assign_class, release_copy};
     #[pymodule_export]
     use crate::attach::wrapper::HookedBase;
     #[pymodule_export]
@@ -36,8 +34,6 @@ mod _core {
     use crate::capture::recorder::{Recorder, record, record_all};
     #[pymodule_export]
     use crate::contexts::scope::ScopeBase;
-    #[pymodule_export]
-    use crate::hold::{Hold, assign_class, release_copy};
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]

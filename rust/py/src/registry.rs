@@ -43,6 +43,19 @@ impl Registry {
         }
     }
 
+    /// A registry without hooks.
+    pub fn empty() -> Self {
+        Self::new(CoreRegistry::new())
+    }
+
+    /// Removes the hooks of one phase or of all, those of scopes included.
+    pub fn clear(&self, phase: Option<Phase>) {
+        self.hooks.clear(phase);
+        for scoped in self.scoped.hooks() {
+            scoped.clear(phase);
+        }
+    }
+
     pub fn module(&self) -> u64 {
         self.module
     }
@@ -146,7 +159,7 @@ impl Registry {
 impl Registry {
     #[new]
     fn py_new() -> Self {
-        Self::new(CoreRegistry::new())
+        Self::empty()
     }
 
     /// The module's id, by which captures know it.
@@ -239,13 +252,9 @@ impl Registry {
     }
 
     /// Removes the hooks of one phase or of all, those of scopes included.
-    #[pyo3(signature = (phase = None))]
-    fn clear(&self, phase: Option<PhaseName>) {
-        let phase = phase.map(|phase| phase.0);
-        self.hooks.clear(phase);
-        for scoped in self.scoped.hooks() {
-            scoped.clear(phase);
-        }
+    #[pyo3(name = "clear", signature = (phase = None))]
+    fn py_clear(&self, phase: Option<PhaseName>) {
+        self.clear(phase.map(|phase| phase.0));
     }
 
     /// Waits until no thread is inside any of the hooks, those of scopes and those removed before

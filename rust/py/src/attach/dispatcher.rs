@@ -25,9 +25,9 @@ pub struct Dispatcher {
     class_cache: Py<CallCache>,
     cache: InstanceCache,
     /// How many reasons there are for the module to be instrumented.
-    holds: AtomicUsize,
+    reasons: AtomicUsize,
     /// How many of them are calls of `instrument`, and not only a hook or a capture.
-    asked_for: AtomicUsize,
+    explicit: AtomicUsize,
     /// For a copy of an instrumented module that still is to be restored.
     of_copy: AtomicBool,
     /// Whether the hooks are those of the module that this one's is a shallow copy of.
@@ -36,10 +36,10 @@ pub struct Dispatcher {
 
 #[pymethods]
 impl Dispatcher {
-    /// Whether the module is instrumented for more than a hook or a capture.
+    /// True where `instrument` was called, and not only a hook or a capture needs the dispatcher.
     #[getter]
-    pub fn asked_for(&self) -> bool {
-        self.asked_for.load(Ordering::Relaxed) != 0
+    pub fn explicit(&self) -> bool {
+        self.explicit.load(Ordering::Relaxed) != 0
     }
 
     /// For a shallow copy of the module, which shares the hooks.
@@ -98,26 +98,26 @@ impl Dispatcher {
             registry,
             class_cache,
             cache: InstanceCache::default(),
-            holds: AtomicUsize::new(0),
-            asked_for: AtomicUsize::new(0),
+            reasons: AtomicUsize::new(0),
+            explicit: AtomicUsize::new(0),
             of_copy: AtomicBool::new(false),
             shares_hooks: false,
         }
     }
 
-    /// Counts one more reason for the module to be instrumented; `asked_for` by `instrument`.
-    pub fn hold(&self, asked_for: bool) {
+    /// Counts one more reason for the module to be instrumented; `explicit`: a call of `instrument`.
+    pub fn acquire(&self, explicit: bool) {
         // Relaxed, as below: under the lock of those that change the module's class.
-        self.holds.fetch_add(1, Ordering::Relaxed);
-        self.asked_for
-            .fetch_add(usize::from(asked_for), Ordering::Relaxed);
+        self.reasons.fetch_add(1, Ordering::Relaxed);
+        self.explicit
+            .fetch_add(usize::from(explicit), Ordering::Relaxed);
     }
 
     /// Counts one reason less; how many are left.
-    pub fn release(&self, asked_for: bool) -> usize {
-        self.asked_for
-            .fetch_sub(usize::from(asked_for), Ordering::Relaxed);
-        self.holds.fetch_sub(1, Ordering::Relaxed) - 1
+    pub fn release(&self, explicit: bool) -> usize {
+        self.explicit
+            .fetch_sub(usize::from(explicit), Ordering::Relaxed);
+        self.reasons.fetch_sub(1, Ordering::Relaxed) - 1
     }
 
     /// Whether its module is a copy that is to be restored: true once.
@@ -135,7 +135,7 @@ impl Dispatcher {
             shares_hooks,
             ..Self::new(registry, self.class_cache.clone_ref(py))
         };
-        copy.hold(self.asked_for());
+        copy.acquire(self.explicit());
         copy
     }
 }

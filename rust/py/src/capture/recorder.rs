@@ -6,7 +6,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use crate::attach::lookup::registry_of;
+use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
 use crate::contexts::current::Scopes;
 use crate::contexts::scope::{self, ScopeArg};

@@ -14,15 +14,19 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::contexts::current::{self, Entered, active, same, variable};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
-use crate::hold::{Held, Hold};
 use crate::hooks::hook::Hook;
+
+/// Modules and hooks that are released together and once.
+pub trait Release: Send + Sync {
+    /// True for the call that did so.
+    fn release(&self, py: Python<'_>) -> PyResult<bool>;
+    fn released(&self) -> bool;
+}
 
 /// The hooks of a scope, until it is closed.
 ///
-/// They are kept here and not with the modules: of what other contexts registered a call only asks
-/// whether there is any.
-///
-/// Entering and leaving is done here: in Python, Ctrl-C might land in the middle.
+/// Stored here and not with the modules, so that a call never walks hooks of other contexts.
+/// Entering and leaving is native: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 #[derive(Default)]
 pub struct ScopeBase {
@@ -31,8 +35,8 @@ pub struct ScopeBase {
     /// Whether it was entered, if only for a moment.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
-    /// What is given back when it is closed.
-    held: Mutex<Vec<Arc<Held>>>,
+    /// Released when it is closed.
+    attachments: Mutex<Vec<Box<dyn Release>>>,
 }
 
 impl ScopeBase {
@@ -138,6 +142,32 @@ impl ScopeBase {
         Ok(hooks)
     }
 
+    /// Releases an attachment when the scope is closed; at once, with an error, if it was.
+    pub fn release_at_end(&self, py: Python<'_>, attachment: Box<dyn Release>) -> PyResult<()> {
+        if let Err(closed) = self.check_open(py) {
+            attachment.release(py)?;
+            return Err(closed);
+        }
+        {
+            let mut attachments = self.attachments.lock();
+            // Forgets released ones when the list is full: adding stays amortised constant-time.
+            if attachments.len() == attachments.capacity() {
+                attachments.retain(|each| !each.released());
+            }
+            attachments.push(attachment);
+        }
+        // It may have been closed in the meantime, without this one.
+        self.check_open(py)
+            .inspect_err(|_| drop(self.release_attachments(py)))
+    }
+
+    fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
+        let attachments = std::mem::take(&mut *self.attachments.lock());
+        // All of them, whatever becomes of one.
+        let released = attachments.iter().map(|each| each.release(py).map(drop));
+        released.fold(Ok(()), Result::and)
+    }
+
     /// An error if the scope was closed.
     pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
         if self.closed() {
@@ -173,24 +203,6 @@ impl ScopeBase {
     fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
         let entered = self.entered.lock();
         Some(entered.as_ref()?.scopes.bind(py).clone())
-    }
-
-    /// Has what is held given back when the scope is closed.
-    ///
-    /// Raises:
-    ///     HookError: it is closed.
-    #[pyo3(name = "_hold")]
-    fn hold(&self, py: Python<'_>, more: &Hold) -> PyResult<()> {
-        {
-            let mut held = self.held.lock();
-            // Those that were given back before are forgotten when the list is full.
-            if held.len() == held.capacity() {
-                held.retain(|each| !each.given_back());
-            }
-            held.push(Arc::clone(&more.0));
-        }
-        self.check_open(py)
-            .inspect_err(|_| drop(more.0.give_back(py)))
     }
 
     /// For subclasses: what they do first when the scope is entered, and give to `with`.
@@ -230,16 +242,13 @@ impl ScopeBase {
         Ok(())
     }
 
-    /// Removes the scope's hooks, for good, and gives back what was held for them. Returns whether
-    /// it was this call that did so.
+    /// Removes the scope's hooks, for good, and releases its attachments. True for the call that did
+    /// so.
     #[pyo3(name = "_close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
         let _entered = self.entered.lock().take();
-        let held = std::mem::take(&mut *self.held.lock());
-        // All of it, whatever becomes of one.
-        let given_back = held.iter().map(|each| each.give_back(py).map(drop));
-        given_back.fold(Ok(()), Result::and).map(|()| closed)
+        self.release_attachments(py).map(|()| closed)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

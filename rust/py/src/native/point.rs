@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::attach::lookup::registry_of;
+use crate::attach::instrumenting::registry_of;
 use crate::contexts::scope::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
