@@ -31,8 +31,8 @@ def common_subclass(
             either.
         plain: the class that the module has.
         members: makes what the class has beside what its bases have.
-        in_place: instances of `plain` have their class changed to this one. Where their layout
-            demands that, `base` comes last.
+        in_place: instances of `plain` have their class changed to this one, which equals `plain`.
+            Where their layout demands that, `base` comes last.
 
     Raises:
         TypeError: Python cannot derive one class from both.
@@ -41,20 +41,38 @@ def common_subclass(
     made = _MADE.get(key)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
-        made = _make(name, (base, plain), namespace)
+        # A metaclass of the user's keeps its own notion of equality.
+        metaclass = EqualToPlain if in_place and type(plain) is type else type(plain)
+        made = _make(metaclass, name, (base, plain), namespace)
         # `class Mine(ABC, nn.Module)` has another layout than what begins with an nn.Module.
         if in_place and _layout(made) is not _layout(plain) and _hears_of_no_subclasses(plain):
-            made = _make(name, (plain, base), namespace)
+            made = _make(metaclass, name, (plain, base), namespace)
         made = _MADE.setdefault(key, made)
     return made
 
 
-def _make(name: str, bases: tuple[type, type], namespace: dict[str, Any]) -> Any:
+def _make(metaclass: Any, name: str, bases: tuple[type, type], namespace: dict[str, Any]) -> Any:
     # Past the `__new__` and `__init__` of a metaclass of the user's.
-    _, plain = namespace["_made_from"]
-    metaclass: Any = type(plain)
     make = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
     return make(metaclass, name, bases, dict(namespace))
+
+
+class EqualToPlain(type):
+    """Metaclass of classes that equal the plain class they were made from, as dict keys too.
+
+    Libraries keep rules by exact type (captum's DeepLift and LRP, torch's quantisation): what
+    `rules[type(module)]` finds is what it finds for the plain module. `type(module) is cls` sees
+    the difference still.
+    """
+
+    def __eq__(cls, other: object) -> Any:
+        # A subclass of a made class is a class of its own.
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        return NotImplemented if plain is cls else cls is other or plain == other
+
+    def __hash__(cls) -> int:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        return super().__hash__() if plain is cls else hash(plain)
 
 
 def _layout(cls: type) -> type:

@@ -64,11 +64,13 @@ impl Dispatcher {
             method(
                 module,
                 c"__call__",
+                c"__call__($self, /, *args, **kwargs)\n--\n\nRuns the module with its hooks.",
                 get_trampoline_function!(cfunction_with_keywords, call),
             )?,
             method(
                 module,
                 c"_call_impl",
+                c"_call_impl($self, /, *args, **kwargs)\n--\n\nRuns the module with its hooks.",
                 get_trampoline_function!(cfunction_with_keywords, call_impl),
             )?,
         ])
@@ -171,6 +173,8 @@ fn dispatch<'py>(
 fn method<'py>(
     class: &Bound<'py, PyType>,
     name: &'static CStr,
+    // In CPython's form, with the signature that `inspect` shows.
+    doc: &'static CStr,
     function: ffi::PyCFunctionWithKeywords,
 ) -> PyResult<Bound<'py, PyAny>> {
     let definition = ffi::PyMethodDef {
@@ -179,7 +183,7 @@ fn method<'py>(
             PyCFunctionWithKeywords: function,
         },
         ml_flags: ffi::METH_VARARGS | ffi::METH_KEYWORDS,
-        ml_doc: c"Runs the module with its hooks.".as_ptr(),
+        ml_doc: doc.as_ptr(),
     };
     // The descriptor refers to it for as long as it lives.
     let definition = Box::leak(Box::new(definition));
