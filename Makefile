@@ -23,7 +23,7 @@ service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that l
 	$(BIN)/python -m examples.service
 
 test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
-	cargo test --quiet --package ferrohook-core
+	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
 	$(PYTEST)
 
 lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service $(VENV)/ray ## Formatting, lints and types
@@ -57,7 +57,7 @@ wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, i
 	script/wheels
 
 docs: build $(VENV)/docs $(VENV)/service ## The documentation, without warnings, into site/
-	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -7,14 +7,12 @@ from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, Typ
 
 from typing_extensions import disjoint_base
 
-from ferrohook.errors import HookError
-
 __all__ = [
     "Attachment",
     "AttachmentContext",
     "Call",
+    "CallCache",
     "CallCounter",
-    "Callee",
     "Collector",
     "Dispatcher",
     "HookHandle",
@@ -23,6 +21,7 @@ __all__ = [
     "LatencyDetector",
     "ModuleTree",
     "NativeDetector",
+    "NativeHook",
     "NonFiniteDetector",
     "NormDetector",
     "PointHook",
@@ -78,7 +77,10 @@ class _HostCopies(Protocol):
     def finish(self) -> None: ...
 
 @disjoint_base
-class TypedHook:
+class NativeHook: ...
+
+@disjoint_base
+class TypedHook(NativeHook):
     def __new__(cls, phase: str, fn: Callable[..., Any], /) -> Self: ...
     @property
     def fn(self) -> Callable[..., Any]: ...
@@ -87,7 +89,7 @@ class TypedHook:
     def __reduce__(self) -> tuple[type[Self], tuple[Callable[..., Any]]]: ...
 
 @disjoint_base
-class PointHook:
+class PointHook(NativeHook):
     def __new__(
         cls,
         user_hook: Callable[..., Any],
@@ -108,7 +110,7 @@ class PointHook:
     def _registered(self, handle: HookHandle) -> None: ...
 
 @disjoint_base
-class NativeDetector:
+class NativeDetector(NativeHook):
     def snapshot(self) -> dict[str, Any]: ...
     def merge(self, other: Self) -> None: ...
     def __reduce__(self) -> tuple[type[Self], tuple[()], Any]: ...
@@ -166,7 +168,7 @@ class Registry:
     def register(
         self,
         phase: str,
-        hook: TypedHook | Recorder | NativeDetector | Callable[..., Any],
+        hook: NativeHook | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -183,29 +185,18 @@ class Registry:
     def clear(self, phase: str | None = None) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
     def fork(self, copy: Callable[[Any], Any]) -> Registry: ...
-    def record(self, layer: RecordedLayerBase) -> None: ...
-    def unrecord(self, installation: InstallationBase) -> None: ...
     @property
-    def recorded(self) -> bool: ...
+    def hooked(self) -> bool: ...
     @property
     def traced(self) -> tuple[tuple[tuple[tuple[Any, str, bool], ...], ...], bool]: ...
-    def occupied_backward(self, scopes: tuple[ScopeBase, ...]) -> tuple[bool, bool]: ...
-    def run_backward_pre(
-        self, scopes: tuple[ScopeBase, ...], module: Any, grad_output: Any
-    ) -> Any: ...
-    def run_backward(
-        self, scopes: tuple[ScopeBase, ...], module: Any, grad_input: Any, grad_output: Any
-    ) -> Any: ...
 
 @final
-class Callee:
+class CallCache:
     def __new__(cls) -> Self: ...
 
 @final
 class Dispatcher:
     KEY: Final = "_ferrohook_dispatcher"
-    @property
-    def callee(self) -> Callee: ...
     @property
     def registry(self) -> Registry: ...
     @staticmethod
@@ -220,12 +211,12 @@ class Attachment:
     def __new__(cls) -> Self: ...
     def instrument(
         self, modules: list[Any], make_class: Callable[[Any], type], explicit: bool
-    ) -> list[tuple[int, HookError]]: ...
+    ) -> list[tuple[int, Exception]]: ...  # each a HookError
     def register(
         self,
         modules: list[Any],
         phase: str,
-        hook: Callable[..., Any] | TypedHook | NativeDetector,
+        hook: NativeHook | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -238,6 +229,7 @@ class Attachment:
     def adopt(self, modules: list[Any], handles: list[HookHandle]) -> None: ...
     @property
     def modules(self) -> list[Any]: ...
+    def release_with(self, scope: ScopeBase) -> None: ...
     def release(self) -> bool: ...
     @property
     def released(self) -> bool: ...
@@ -263,7 +255,6 @@ class ScopeBase:
     def closed(self) -> bool: ...
     @property
     def _entered(self) -> tuple[ScopeBase, ...] | None: ...
-    def include(self, attachment: Attachment) -> None: ...
     def _begin(self) -> Any: ...
     def _left(self, _fine: bool, /) -> None: ...
     def _close(self) -> bool: ...
@@ -276,7 +267,6 @@ class InstallationBase:
         cls,
         keys: list[Collector],
         tree: ModuleTree,
-        complete: bool,
         copies: _HostCopies | None,
         *_others: Any,
     ) -> Self: ...
@@ -284,14 +274,25 @@ class InstallationBase:
     def holds(self) -> bool: ...
     retired: bool
 
+class _Task(Protocol):
+    # The place of the key among those of the installation.
+    @property
+    def key(self) -> int: ...
+    # The item of a tuple that is recorded.
+    @property
+    def index(self) -> int: ...
+    # Of hidden states alone: whether they begin with what the first layer took.
+    @property
+    def initial(self) -> bool | None: ...
+
 @disjoint_base
-class RecordedLayerBase:
+class RecordedLayerBase(NativeHook):
     def __new__(
         cls,
         installation: InstallationBase,
-        tasks: list[tuple[int, int, bool | None]],
-        around: bool,
+        tasks: Sequence[_Task],
         *_others: Any,
+        **_options: Any,
     ) -> Self: ...
     @property
     def installation(self) -> Any: ...  # the subclass of InstallationBase that it was made with
@@ -308,10 +309,6 @@ class Call(ScopeBase):
         args: _Args,
         kwargs: _Kwargs,
     ) -> Self: ...
-    @staticmethod
-    def at_once(
-        model: Any, flags: dict[str, Any], around: Call | None, args: _Args, kwargs: _Kwargs
-    ) -> Call | None: ...
     def run(self, forward: Callable[..., Any]) -> tuple[Any, dict[str, tuple[Any, ...]]] | None: ...
     @property
     def model(self) -> Any: ...
@@ -335,11 +332,17 @@ class Call(ScopeBase):
     ) -> None: ...
     def seen(self) -> list[Any]: ...
 
+class _TreeEntry(Protocol):
+    @property
+    def module(self) -> Any: ...
+    @property
+    def children(self) -> list[Any] | None: ...
+    @property
+    def declared(self) -> dict[str, Any] | None: ...
+
 @final
 class ModuleTree:
-    def __new__(
-        cls, modules: Sequence[tuple[Any, list[Any] | None, dict[str, Any] | None]]
-    ) -> Self: ...
+    def __new__(cls, modules: Sequence[_TreeEntry]) -> Self: ...
 
 class Stop(BaseException): ...
 
@@ -377,7 +380,7 @@ class Collector:
     def clear(self) -> None: ...
 
 @final
-class Recorder:
+class Recorder(NativeHook):
     def __new__(
         cls,
         collector: Collector,

@@ -8,7 +8,6 @@ and tuples; here lists, dicts and keyword inputs are brought into that form and 
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,8 +19,6 @@ from torch.utils.hooks import BackwardHook
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook._core import Registry, ScopeBase
-
 Hook: TypeAlias = Callable[..., Any]
 
 
@@ -32,29 +29,12 @@ class BackwardPass:
     hooks registered after it do, if the call was made with a hook of that phase.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        registry: Registry,
-        scopes: tuple[ScopeBase, ...],
-        torch_pre: list[Hook],
-        torch_full: list[Hook],
-    ) -> None:
-        """Ties the call of `module` to the backward hooks in `registry`.
+    def __init__(self, module: nn.Module, pre: list[Hook], full: list[Hook]) -> None:
+        """Ties the call of `module` to its hooks of `backward_pre` and `backward`.
 
-        Args:
-            module: what the hooks are told.
-            registry: the module's hooks.
-            scopes: those of the call, whichever thread autograd runs the hooks on.
-            torch_pre: the module's own hooks in torch's dicts; they go first.
-            torch_full: likewise, for `backward`.
+        Those of the registry are one hook each, which walks the phase.
         """
-        pre, full = registry.occupied_backward(scopes)
-        self._tap = BackwardHook(
-            module,
-            torch_full + [functools.partial(registry.run_backward, scopes)] * full,
-            torch_pre + [functools.partial(registry.run_backward_pre, scopes)] * pre,
-        )
+        self._tap = BackwardHook(module, full, pre)
 
     def tap_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

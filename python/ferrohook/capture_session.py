@@ -95,7 +95,7 @@ class CaptureSession:
         """
         options = self._options
         attachment = Attachment()
-        scope.include(attachment)
+        attachment.release_with(scope)
         attach(self._modules | ({"": self.model} if options.stop else {}), attachment)
         root = registry_of(self.model) if options.stop else None
         collector = self._collector = Collector(

@@ -184,7 +184,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
     if isinstance(scope, ScopeBase):  # anything else is refused by registering
-        scope.include(group.attachment)
+        group.attachment.release_with(scope)
     try:
         attach(modules, group.attachment)
         group._register(

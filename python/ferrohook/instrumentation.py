@@ -21,7 +21,7 @@ from torch.nn.modules import transformer
 from ferrohook._core import (
     Attachment,
     AttachmentContext,
-    Callee,
+    CallCache,
     Dispatcher,
     HookedBase,
     HookHandle,
@@ -224,9 +224,7 @@ def registry_of(module: nn.Module) -> Registry:
 
 def _has_forward_hooks(module: nn.Module) -> bool:
     registry = find_registry(module)
-    return registry is not None and bool(
-        registry.recorded or registry.list("forward_pre") or registry.list("forward")
-    )
+    return registry is not None and bool(registry.hooked)
 
 
 def _instrumented_class(plain: type[nn.Module]) -> Any:
@@ -253,7 +251,7 @@ def _members(plain: type[nn.Module]) -> dict[str, Any]:
             "_forward_hooks",
         ],
         "_call_impl": _CALL_IMPL,
-        "_callee": Callee(),
+        "_call_cache": CallCache(),
     }
     # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
     if plain.__call__ is nn.Module.__call__:

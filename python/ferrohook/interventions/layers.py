@@ -130,7 +130,7 @@ class Layers:
                 hook._layers.unregister_hook(hook)
             attachment = Attachment()
             if scope is not None:
-                scope.include(attachment)
+                attachment.release_with(scope)
             try:
                 attach({path: module}, attachment)
                 (handle,) = attachment.register(

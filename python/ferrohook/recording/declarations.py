@@ -147,6 +147,17 @@ def _recorder(key: str, given: Any) -> OutputRecorder:
     raise HookTypeError(msg)
 
 
+class TreeEntry(NamedTuple):
+    """A module as `ModuleTree` takes it.
+
+    `children` is None for one that is not looked into, `declared` for one without a declaration.
+    """
+
+    module: nn.Module
+    children: list[nn.Module | None] | None
+    declared: dict[str, Any] | None
+
+
 class Plan(NamedTuple):
     """What a model records at one moment, and what told so."""
 
@@ -159,7 +170,7 @@ def plan_of(model: nn.Module) -> Plan:
     """Finds what is recorded; a sub-model with a declaration of its own goes by that."""
     targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
     seen: set[int] = set()
-    tree: list[tuple[nn.Module, list[nn.Module | None] | None, dict[str, Any] | None]] = []
+    tree: list[TreeEntry] = []
 
     def walk(
         module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]] | None
@@ -171,7 +182,7 @@ def plan_of(model: nn.Module) -> Plan:
         declared = dict(declared_by(module)) if recorders is None else None
         recorders = _recorders(module) if recorders is None else recorders
         seen.add(id(module))
-        tree.append((module, None if scripted else list(children.values()), declared))
+        tree.append(TreeEntry(module, None if scripted else list(children.values()), declared))
         for name, child in children.items():
             if child is not None and id(child) not in seen:
                 walk(child, f"{path}.{name}", None if declares(child) else recorders)
@@ -182,7 +193,7 @@ def plan_of(model: nn.Module) -> Plan:
 
     walk(model, "", None)
     _check_alike(targets)
-    return Plan(targets, [module for module, *_ in tree], ModuleTree(tree))
+    return Plan(targets, [entry.module for entry in tree], ModuleTree(tree))
 
 
 def _check_alike(targets: dict[str, list[Target]]) -> None:

@@ -343,11 +343,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
         TRACED.call = None
     try:
         while True:
-            call = None
-            if not torch.compiler.is_compiling():  # else `_made` says what is wrong
-                call = Call.at_once(model, flags, around, args, kwargs)
-            if call is None:
-                call = _made(model, around, args, kwargs, flags, asked)
+            call = _made(model, around, args, kwargs, flags, asked)
             ran = call.run(forward)
             if ran is not None:  # else another thread has uninstalled meanwhile
                 break

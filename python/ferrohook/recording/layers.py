@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ferrohook._core import (
 from ferrohook.arguments import expect_module
 from ferrohook.conversion import converter
 from ferrohook.host_copies import HostCopies
-from ferrohook.instrumentation import attach, find_registry, make_class, registry_of
+from ferrohook.instrumentation import attach, make_class
 from ferrohook.recording.calls import knows, running
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
@@ -41,6 +41,14 @@ _LOCK = threading.RLock()
 _NUMBERS = itertools.count()
 
 
+class Task(NamedTuple):
+    """One key that a layer is recorded for, see `_core.pyi`."""
+
+    key: int
+    index: int
+    initial: bool | None
+
+
 class Installation(InstallationBase):
     """What recording put into one model, for the layers and the declarations that it had then.
 
@@ -51,7 +59,6 @@ class Installation(InstallationBase):
         self,
         _keys: list[Collector],
         _tree: ModuleTree,
-        _complete: bool,  # noqa: FBT001 (as the native half takes it)
         _copies: HostCopies | None,
         model: nn.Module,
         plan: Plan,
@@ -67,7 +74,6 @@ class Installation(InstallationBase):
         # Keys whose recorders match no module.
         self.unmatched = {key for key, found in plan.targets.items() if not found}
         self._attachment = Attachment()
-        self._recorded: list[weakref.ref[nn.Module]] = []
 
     def put_in(self, plan: Plan, others: list[nn.Module]) -> None:
         """Records the layers of the plan, and has the other modules called natively too.
@@ -78,21 +84,23 @@ class Installation(InstallationBase):
         layers = _by_layer(plan)
         modules = {name: found[0].module for name, found in layers.items()}
         attach(modules, self._attachment)
-        self._recorded = [weakref.ref(module) for module in modules.values()]
         recorded = {id(module) for module in modules.values()}
         for found in layers.values():
             module = found[0].module
-            around = any(id(each) in recorded for each in module.modules() if each is not module)
             tasks = [self._task(target) for target in found]
-            registry_of(module).record(RecordedLayer(self, tasks, around, found))
+            around = any(id(each) in recorded for each in module.modules() if each is not module)
+            layer = RecordedLayer(self, tasks, found, around=around)
+            if around:
+                self._attachment.register([module], "forward_pre", layer)
+            self._attachment.register([module], "forward", layer)
         # Where they can be: PyTorch's way to call a module costs more, and its code would drive
         # that of the layers out of the processor's caches.
         others = [module for module in others if id(module) not in recorded]
         self._attachment.instrument(others, make_class, explicit=False)
 
-    def _task(self, target: Target) -> tuple[int, int, bool | None]:
-        begins = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
-        return self.places[target.key], target.recorder.index, begins
+    def _task(self, target: Target) -> Task:
+        initial = target.recorder.capture_initial_hidden_state if target.key == HIDDEN else None
+        return Task(self.places[target.key], target.recorder.index, initial)
 
     def retire(self) -> None:
         """Takes it out of the model, when the calls in progress have ended."""
@@ -108,12 +116,6 @@ class Installation(InstallationBase):
 
     def take_out(self) -> None:
         """Gives the modules back, whoever records."""
-        for reference in self._recorded:
-            module = reference()
-            if module is not None:
-                registry = find_registry(module)
-                if registry is not None:
-                    registry.unrecord(self)
         self._attachment.release()
 
 
@@ -195,8 +197,7 @@ def _installation(model: nn.Module, plan: Plan, former: Installation | None) -> 
     keys = [_collector(key, recorder, copies) for key, recorder in recorders.items()]
     moved = any(recorder.device is not None for recorder in recorders.values())
     number = str(next(_NUMBERS)) if former is None else former.number
-    complete = all(plan.targets.values())
-    return Installation(keys, plan.tree, complete, copies if moved else None, model, plan, number)
+    return Installation(keys, plan.tree, copies if moved else None, model, plan, number)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -238,9 +239,10 @@ class RecordedLayer(RecordedLayerBase):
     def __init__(
         self,
         installation: Installation,
-        _tasks: list[tuple[int, int, bool | None]],
-        around: bool,  # noqa: FBT001 (as the native half takes it)
+        _tasks: list[Task],
         targets: list[Target],
+        *,
+        around: bool,
     ) -> None:
         self._number = installation.number
         self._targets = tuple((target.key, target.recorder) for target in targets)

@@ -6,12 +6,13 @@ mod phase;
 mod registry;
 mod snapshot;
 mod state;
-pub mod statistics;
 mod sync;
+mod work;
 
 pub use error::WaitError;
 pub use handle::Handle;
 pub use phase::Phase;
-pub use registry::{Active, Placement, Registry, Watch};
+pub use registry::{Active, Placement, Registry};
 pub use snapshot::{Entry, Snapshot};
 pub use state::{HookId, Inside, Invocation};
+pub use work::{Watch, Work};

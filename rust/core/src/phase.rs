@@ -39,7 +39,7 @@ impl Phase {
         Self::ALL.into_iter().find(|phase| phase.name() == name)
     }
 
-    pub(crate) const fn bit(self) -> usize {
+    pub(crate) const fn bit(self) -> u64 {
         1 << self as usize
     }
 }

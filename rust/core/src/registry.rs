@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::WaitError;
@@ -7,7 +7,8 @@ use crate::handle::{Handle, deadline};
 use crate::phase::Phase;
 use crate::snapshot::{Entries, Entry, Snapshot};
 use crate::state::HookState;
-use crate::sync::{AtomicUsize, Lease, Mutex, Ordering, Slot, lease};
+use crate::sync::{AtomicU64, Lease, Mutex, Ordering, Slot, lease};
+use crate::work::{self, Watch, Work};
 
 /// Up to this many hooks a list is purged at every removal, so that the callback is freed at once;
 /// above it when half of it is removed, so that removal stays amortised constant-time.
@@ -46,14 +47,24 @@ impl<H> Registry<H> {
                     }),
                     published: Slot::empty(),
                 }),
-                busy: AtomicUsize::new(0),
+                work: AtomicU64::new(0),
             }),
         }
     }
 
     /// Adds `hook` to `phase`. Phases that have begun do not see it.
     pub fn register(&self, phase: Phase, hook: H, placement: Placement) -> Handle<H> {
-        let state = Arc::new(HookState::new(phase, placement.priority, placement.prepend));
+        self.push(HookState::new(phase, placement, false), hook)
+    }
+
+    /// Adds a hook that stays behind all others, whatever their priorities, until its handle removes
+    /// it: `clear` leaves it and `fork` does not copy it.
+    pub fn register_last(&self, phase: Phase, hook: H) -> Handle<H> {
+        self.push(HookState::new(phase, Placement::default(), true), hook)
+    }
+
+    fn push(&self, state: HookState, hook: H) -> Handle<H> {
+        let state = Arc::new(state);
         self.shared.push(Arc::new(Entry {
             state: Arc::clone(&state),
             hook,
@@ -64,25 +75,37 @@ impl<H> Registry<H> {
         }
     }
 
-    /// Whether `phase` may have hooks: one atomic read. False means that it has none.
+    /// The work of a call: one atomic read.
     #[must_use]
-    pub fn occupied(&self, phase: Phase) -> bool {
-        self.shared.busy() & phase.bit() != 0
+    #[inline]
+    pub fn work(&self) -> Work {
+        self.shared.work()
     }
 
-    /// Whether no phase has hooks and nobody watches: one atomic read. A call has nothing to do then.
+    /// Whether `phase` may have hooks. False means that it has none.
+    #[must_use]
+    pub fn occupied(&self, phase: Phase) -> bool {
+        self.work().occupied(phase)
+    }
+
+    /// Whether a call has nothing to do: no hooks and no [`Watch`].
     #[must_use]
     #[inline]
     pub fn idle(&self) -> bool {
-        self.shared.busy() == 0
+        self.work().is_none()
     }
 
-    /// Keeps the registry from being idle until what is returned is dropped: for what calls have to
-    /// look for besides the hooks.
+    /// Keeps the registry from being idle: for hooks that other registries have for this one's
+    /// module.
     #[must_use]
     pub fn watch(&self) -> Watch<H> {
-        self.shared.busy.fetch_add(WATCH, Ordering::Release);
-        Watch(Arc::downgrade(&self.shared))
+        Watch::start(&self.shared, work::WATCH)
+    }
+
+    /// Has calls measure how long the module runs.
+    #[must_use]
+    pub fn time(&self) -> Watch<H> {
+        Watch::start(&self.shared, work::TIME)
     }
 
     /// The hooks of `phase` as they are now, in firing order.
@@ -104,27 +127,38 @@ impl<H> Registry<H> {
         }
     }
 
-    /// Removes every hook of `phase`, or of all phases.
+    /// Removes every hook of `phase`, or of all phases, but for those registered last.
     pub fn clear(&self, phase: Option<Phase>) {
         for each in Phase::ALL {
             if phase.is_none_or(|wanted| wanted == each) && self.occupied(each) {
                 // The callbacks are dropped here, after the lock was released.
-                drop(self.shared.clear(each));
+                drop(self.shared.clear(each, |state| !state.last()));
             }
         }
     }
 
-    /// Copies the hooks into a registry of their own, in the same order and with new ids; `copy`
-    /// makes the callbacks and may call anything.
+    /// Removes every hook, those registered last included: for a garbage collector.
+    pub fn clear_all(&self) {
+        for phase in Phase::ALL {
+            drop(self.shared.clear(phase, |_| true));
+        }
+    }
+
+    /// Copies the hooks, but for those registered last, into a registry of their own, in the same
+    /// order and with new ids; `copy` makes the callbacks for it and may call anything.
     ///
     /// # Errors
     ///
     /// The first that `copy` returns; nothing was copied then.
-    pub fn fork<E>(&self, mut copy: impl FnMut(Phase, &H) -> Result<H, E>) -> Result<Self, E> {
+    pub fn fork<E>(
+        &self,
+        mut copy: impl FnMut(&Self, Phase, &H) -> Result<H, E>,
+    ) -> Result<Self, E> {
         let fork = Self::new();
         for phase in Phase::ALL {
             let snapshot = self.snapshot(phase);
-            let live = snapshot.entries().iter().filter(|entry| !entry.removed());
+            let entries = snapshot.entries().iter();
+            let live = entries.filter(|entry| !entry.removed() && !entry.last());
             // A prepended hook stands ahead of those that were there before it: copied last to
             // first, prepended ones keep their order among themselves.
             let (prepended, appended): (Vec<_>, Vec<_>) =
@@ -134,7 +168,7 @@ impl<H> Registry<H> {
                     priority: entry.priority(),
                     prepend: entry.state.prepended(),
                 };
-                let handle = fork.register(phase, copy(phase, &entry.hook)?, placement);
+                let handle = fork.register(phase, copy(&fork, phase, &entry.hook)?, placement);
                 handle.set_enabled(entry.enabled());
             }
         }
@@ -177,17 +211,6 @@ impl<H> Registry<H> {
             }
         }
         Ok(())
-    }
-}
-
-/// Keeps a registry from being idle, and not alive.
-pub struct Watch<H>(Weak<Shared<H>>);
-
-impl<H> Drop for Watch<H> {
-    fn drop(&mut self) {
-        if let Some(shared) = self.0.upgrade() {
-            shared.busy.fetch_sub(WATCH, Ordering::Release);
-        }
     }
 }
 
@@ -243,13 +266,9 @@ impl<H> fmt::Debug for Registry<H> {
 /// What a registry is made of; handles know it weakly.
 pub(crate) struct Shared<H> {
     phases: [PhaseHooks<H>; Phase::ALL.len()],
-    /// A bit for each phase that has entries, changed only under that phase's lock; above them how
-    /// many watch.
-    busy: AtomicUsize,
+    /// See [`work`]. The bit of a phase is changed only under that phase's lock.
+    pub(crate) work: AtomicU64,
 }
-
-/// One that watches, in [`Shared::busy`].
-const WATCH: usize = 1 << Phase::ALL.len();
 
 struct PhaseHooks<H> {
     list: Mutex<List<H>>,
@@ -282,17 +301,17 @@ impl<H> Shared<H> {
         &self.phases[phase as usize]
     }
 
-    fn busy(&self) -> usize {
+    fn work(&self) -> Work {
         // Acquire pairs with the releases of those who change it.
-        self.busy.load(Ordering::Acquire)
+        Work(self.work.load(Ordering::Acquire))
     }
 
     /// To be called under the phase's lock.
     fn set_occupied(&self, phase: Phase, occupied: bool) {
         if occupied {
-            self.busy.fetch_or(phase.bit(), Ordering::Release);
+            self.work.fetch_or(phase.bit(), Ordering::Release);
         } else {
-            self.busy.fetch_and(!phase.bit(), Ordering::Release);
+            self.work.fetch_and(!phase.bit(), Ordering::Release);
         }
     }
 
@@ -344,10 +363,10 @@ impl<H> Shared<H> {
         drop(outdated);
     }
 
-    fn clear(&self, phase: Phase) -> Garbage<H> {
+    fn clear(&self, phase: Phase, doomed: impl Fn(&HookState) -> bool) -> Garbage<H> {
         let hooks = self.hooks(phase);
         let mut list = hooks.list.lock();
-        for entry in &list.entries {
+        for entry in list.entries.iter().filter(|entry| doomed(&entry.state)) {
             entry.state.mark_removed();
         }
         let garbage = Garbage {

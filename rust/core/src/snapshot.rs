@@ -36,6 +36,12 @@ impl<H> Entry<H> {
         self.state.priority()
     }
 
+    /// Whether it was registered by [`Registry::register_last`](crate::Registry::register_last).
+    #[must_use]
+    pub fn last(&self) -> bool {
+        self.state.last()
+    }
+
     /// Whether the hook was removed.
     #[must_use]
     pub fn removed(&self) -> bool {

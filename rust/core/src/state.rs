@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::error::WaitError;
 use crate::phase::Phase;
+use crate::registry::Placement;
 use crate::sync::{AtomicI64, AtomicU64, Ordering, parker, thread_local};
 
 /// A hook's number: unique in the process, increasing, never reused.
@@ -97,12 +98,15 @@ pub(crate) struct HookState {
     pub(crate) phase: Phase,
     /// Position among hooks of one priority: `id`, or `-id` for a prepended hook.
     rank: i64,
+    /// Behind every hook that is not, whatever the priorities.
+    last: bool,
     priority: AtomicI64,
     word: AtomicU64,
 }
 
 impl HookState {
-    pub(crate) fn new(phase: Phase, priority: i64, prepend: bool) -> Self {
+    pub(crate) fn new(phase: Phase, placement: Placement, last: bool) -> Self {
+        let Placement { priority, prepend } = placement;
         let id = HookId::next();
         // 2^63 ids last for some thousand years.
         let rank = id.get().cast_signed();
@@ -110,14 +114,19 @@ impl HookState {
             id,
             phase,
             rank: if prepend { -rank } else { rank },
+            last,
             priority: AtomicI64::new(priority),
             word: AtomicU64::new(0),
         }
     }
 
     /// Smaller keys fire first; no two hooks have the same.
-    pub(crate) fn order_key(&self) -> (std::cmp::Reverse<i64>, i64) {
-        (std::cmp::Reverse(self.priority()), self.rank)
+    pub(crate) fn order_key(&self) -> (bool, std::cmp::Reverse<i64>, i64) {
+        (self.last, std::cmp::Reverse(self.priority()), self.rank)
+    }
+
+    pub(crate) fn last(&self) -> bool {
+        self.last
     }
 
     pub(crate) fn prepended(&self) -> bool {

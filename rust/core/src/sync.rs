@@ -7,7 +7,7 @@
 #[cfg(not(loom))]
 mod imp {
     pub(crate) use parking_lot::Mutex;
-    pub(crate) use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
     pub(crate) use std::thread_local;
 
     use std::sync::{Arc, OnceLock};
@@ -95,7 +95,7 @@ mod imp {
 
 #[cfg(loom)]
 mod imp {
-    pub(crate) use loom::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicI64, AtomicU64, Ordering};
     pub(crate) use loom::thread_local;
 
     use std::sync::Arc;

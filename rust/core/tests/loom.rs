@@ -449,6 +449,29 @@ fn who_watches_keeps_it_from_being_idle() {
 }
 
 #[test]
+fn a_watched_phase_is_told_until_the_last_watch_is_gone() {
+    explore(|| {
+        let registry = registry();
+        let watch = registry.watch();
+        let other = spawn({
+            let registry = registry.clone();
+            move || {
+                let watch = registry.watch();
+                watch.add(PHASE);
+                assert!(registry.work().watched(PHASE));
+            }
+        });
+        drop(watch);
+        other.join().unwrap();
+        assert!(registry.idle());
+        let timed = registry.time();
+        assert!(registry.work().timed() && !registry.work().watched(PHASE));
+        drop(timed);
+        assert!(registry.idle());
+    });
+}
+
+#[test]
 fn clearing_beside_registering_and_removing() {
     explore(|| {
         let registry = registry();

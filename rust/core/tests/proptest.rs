@@ -22,6 +22,7 @@ enum Op {
         placement: Placement,
         reaction: Option<Box<Op>>,
     },
+    RegisterLast(Phase),
     RegisterMany(Phase, usize),
     RemoveMany(Index, usize),
     /// Of one hook; without an index, of the one that is firing, else of the newest.
@@ -49,6 +50,7 @@ struct Known {
     id: HookId,
     phase: Phase,
     placement: Placement,
+    last: bool,
     removed: bool,
     enabled: bool,
     calls: u64,
@@ -76,6 +78,9 @@ impl Site {
 
     fn fires_before(&self, a: usize, b: usize) -> bool {
         let (a, b) = (&self.hooks[a], &self.hooks[b]);
+        if a.last != b.last {
+            return b.last;
+        }
         if a.placement.priority != b.placement.priority {
             return a.placement.priority > b.placement.priority;
         }
@@ -126,10 +131,11 @@ impl World {
                 phase,
                 placement,
                 reaction,
-            } => self.register(at, *phase, *placement, reaction.clone()),
+            } => self.register(at, *phase, Some(*placement), reaction.clone()),
+            Op::RegisterLast(phase) => self.register(at, *phase, None, None),
             Op::RegisterMany(phase, count) => {
                 for _ in 0..*count {
-                    self.register(at, *phase, Placement::default(), None);
+                    self.register(at, *phase, Some(Placement::default()), None);
                 }
             }
             Op::RemoveMany(index, count) => {
@@ -167,7 +173,8 @@ impl World {
                 let site = &mut self.sites[at];
                 site.registry.clear(*phase);
                 for tag in 0..site.hooks.len() {
-                    if phase.is_none_or(|phase| phase == site.hooks[tag].phase) {
+                    let known = &site.hooks[tag];
+                    if !known.last && phase.is_none_or(|phase| phase == known.phase) {
                         site.forget(tag);
                     }
                 }
@@ -219,7 +226,7 @@ impl World {
         &mut self,
         at: usize,
         phase: Phase,
-        placement: Placement,
+        placement: Option<Placement>,
         reaction: Option<Box<Op>>,
     ) {
         let site = &mut self.sites[at];
@@ -231,14 +238,18 @@ impl World {
             token,
             reaction,
         };
-        let handle = site.registry.register(phase, hook, placement);
+        let handle = match placement {
+            Some(placement) => site.registry.register(phase, hook, placement),
+            None => site.registry.register_last(phase, hook),
+        };
         assert!(site.registry.occupied(phase));
         let id = handle.id();
         site.hooks.push(Known {
             nth: self.registered,
             id,
             phase,
-            placement,
+            placement: placement.unwrap_or_default(),
+            last: placement.is_none(),
             removed: false,
             enabled: true,
             calls: 0,
@@ -306,7 +317,7 @@ impl World {
         }
         let origin = &self.sites[at];
         let mut origins = Vec::new();
-        let copy = |phase: Phase, hook: &Hook| {
+        let copy = |_: &Registry<Hook>, phase: Phase, hook: &Hook| {
             assert_eq!(phase, origin.hooks[hook.tag].phase);
             origins.push(hook.tag);
             Ok::<_, Infallible>(Hook {
@@ -333,8 +344,13 @@ impl World {
             });
             site.place(tag);
         }
-        let left = |site: &Site| site.order.each_ref().map(Vec::len);
-        assert_eq!(left(&site), left(origin));
+        let copied = |site: &Site| {
+            let is_copied = |tag: &&usize| !site.hooks[**tag].last;
+            let copied = |order: &Vec<usize>| order.iter().filter(is_copied).count();
+            site.order.each_ref().map(copied)
+        };
+        assert_eq!(copied(&site), copied(origin));
+        assert!(site.hooks.iter().all(|known| !known.last));
         let ids: Vec<_> = site.hooks.iter().map(|known| known.id).collect();
         self.sites.push(site);
         for id in ids {
@@ -432,6 +448,7 @@ fn op_with(
             Op::Register { phase, placement, reaction }
         }),
         1 => (phase(), 0..80usize).prop_map(|(phase, count)| Op::RegisterMany(phase, count)),
+        1 => phase().prop_map(Op::RegisterLast),
         1 => (any::<Index>(), 0..80usize).prop_map(|(index, count)| Op::RemoveMany(index, count)),
         4 => index().prop_map(Op::Remove),
         4 => (index(), any::<bool>()).prop_map(|(index, enabled)| Op::SetEnabled(index, enabled)),

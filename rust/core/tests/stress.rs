@@ -672,7 +672,7 @@ fn a_copy_that_fails_leaves_nothing() {
     let census = Arc::new(Census::default());
     let handles = [(); 3].map(|()| register(&registry, Hook::new(&census)));
     let mut copies = 0;
-    let failed = registry.fork(|_, _| {
+    let failed = registry.fork(|_, _, _| {
         copies += 1;
         if copies == 3 {
             Err("no more")
@@ -683,7 +683,7 @@ fn a_copy_that_fails_leaves_nothing() {
     assert_eq!(failed.err(), Some("no more"));
     assert_eq!(census.left(), 3);
     // `copy` may call anything, the registry itself included.
-    let fork = registry.fork(|_, _| {
+    let fork = registry.fork(|_, _, _| {
         handles[2].remove();
         call(&registry, |_| ());
         Ok::<_, ()>(Hook::new(&census))

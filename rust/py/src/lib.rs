@@ -2,30 +2,17 @@
 //!
 //! This crate translates; what a hook is and when it fires is decided in `ferrohook-core`.
 
-mod attachment;
-mod backward;
-mod batch;
+mod attach;
 mod call;
-#[cfg(all(Py_3_12, not(Py_3_14)))]
-mod depth;
-mod detectors;
-mod dict;
-mod dispatcher;
+mod capture;
+mod contexts;
+mod cpython;
 mod error;
-mod handle;
-mod heap_type;
-mod hook;
-mod instrumenting;
-mod invoke;
-mod module;
-mod point;
-mod recorder;
-mod recording;
+mod hooks;
+mod native;
+mod recorded;
 mod registry;
-mod scope;
 mod torch;
-mod tree;
-mod typed;
 
 use pyo3::prelude::*;
 
@@ -34,49 +21,55 @@ mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
-    use crate::attachment::{Attachment, AttachmentContext};
+    use crate::attach::attachment::{Attachment, AttachmentContext};
     #[pymodule_export]
-    use crate::batch::{record_all, register_all};
+    use crate::attach::dispatcher::Dispatcher;
     #[pymodule_export]
-    use crate::detectors::{
+    use crate::attach::instrumenting::{assign_class, release_copy};
+    #[pymodule_export]
+    use crate::attach::wrapper::HookedBase;
+    #[pymodule_export]
+    use crate::capture::collector::Collector;
+    #[pymodule_export]
+    use crate::capture::recorder::{Recorder, record, record_all};
+    #[pymodule_export]
+    use crate::contexts::scope::ScopeBase;
+    #[pymodule_export]
+    use crate::hooks::handle::HookHandle;
+    #[pymodule_export]
+    use crate::hooks::native::NativeHook;
+    #[pymodule_export]
+    use crate::native::detectors::{
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
         ShapeDetector,
     };
     #[pymodule_export]
-    use crate::dispatcher::Dispatcher;
+    use crate::native::point::{PointHook, register_all};
     #[pymodule_export]
-    use crate::handle::HookHandle;
+    use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::instrumenting::{assign_class, release_copy};
+    use crate::recorded::call::{Call, calls_in_progress};
     #[pymodule_export]
-    use crate::module::HookedBase;
+    use crate::recorded::installation::InstallationBase;
     #[pymodule_export]
-    use crate::point::PointHook;
+    use crate::recorded::layer::RecordedLayerBase;
     #[pymodule_export]
-    use crate::recorder::{Collector, Recorder};
-    #[pymodule_export]
-    use crate::recording::{Call, InstallationBase, RecordedLayerBase, calls_in_progress};
+    use crate::recorded::tree::ModuleTree;
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
-    use crate::scope::{ScopeBase, record};
-    #[pymodule_export]
-    use crate::torch::Callee;
-    #[pymodule_export]
-    use crate::tree::ModuleTree;
-    #[pymodule_export]
-    use crate::typed::TypedHook;
+    use crate::torch::cache::CallCache;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        crate::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
+        crate::cpython::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
         // Made here: not in a call, where the stack may be as deep as it can be.
-        module.add("Stop", module.py().get_type::<crate::recorder::Stop>())?;
-        let scopes = crate::scope::variable(module.py())?;
+        module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
+        let scopes = crate::contexts::current::variable(module.py())?;
         module.add("active_scopes", scopes)?;
         module.add(
             "installations",
-            crate::recording::installations(module.py()),
+            crate::recorded::installation::installations(module.py()),
         )?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }

@@ -1,18 +1,18 @@
-//! `Registry`: a core registry for Python, and the walk of its backward phases.
+//! `Registry`: a core registry for Python, and the hooks that scopes have for its module.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferrohook_core::{Phase, Placement};
+use ferrohook_core::{Phase, Placement, Work};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::backward;
-use crate::handle::{HookHandle, Timeout, wait_interruptibly};
-use crate::hook::{Callback, Hook, OnError, Options, PhaseName, Priority};
-use crate::recording::{InstallationBase, Reason, RecordedLayerBase, Recordings};
-use crate::scope::{self, ScopeArg, Scoped, Scopes};
+use crate::contexts::current::Scopes;
+use crate::contexts::scope::{self, ScopeArg};
+use crate::contexts::scoped::Scoped;
+use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
+use crate::hooks::hook::Hook;
+use crate::hooks::options::{OnError, Options, PhaseName, Priority};
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;
@@ -22,72 +22,53 @@ type Snapshot = ferrohook_core::Snapshot<Hook>;
 /// The only owner of the hooks' callables as far as Python's garbage collector is concerned.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Registry {
-    /// The module's number, by which scopes know it.
+    /// The module's id, by which scopes know it.
     module: u64,
     /// The hooks that fire in every context.
     hooks: CoreRegistry,
     scoped: Scoped,
-    recordings: Recordings,
-    /// How many hooks need to know how long the module runs.
-    clocks: Arc<AtomicUsize>,
     /// How often hooks raised, those of scopes and those removed since included.
     errors: AtomicU64,
 }
 
 impl Registry {
-    fn new(hooks: CoreRegistry, clocks: Arc<AtomicUsize>) -> Self {
+    fn new(hooks: CoreRegistry) -> Self {
         static MODULES: AtomicU64 = AtomicU64::new(0);
         Self {
-            // Relaxed: the numbers order nothing.
+            // Relaxed: the ids order nothing.
             module: MODULES.fetch_add(1, Ordering::Relaxed),
             hooks,
             scoped: Scoped::default(),
-            recordings: Recordings::default(),
-            clocks,
             errors: AtomicU64::default(),
         }
     }
 
     /// A registry without hooks.
     pub fn empty() -> Self {
-        Self::new(CoreRegistry::new(), Arc::default())
+        Self::new(CoreRegistry::new())
     }
 
     /// Removes the hooks of one phase or of all, those of scopes included.
-    pub fn clear_all(&self, phase: Option<Phase>) {
+    pub fn clear(&self, phase: Option<Phase>) {
         self.hooks.clear(phase);
         for scoped in self.scoped.hooks() {
             scoped.clear(phase);
         }
     }
 
-    pub fn count_error(&self) {
-        // Relaxed: a sum that orders nothing.
-        self.errors.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Whether a hook needs to know how long the module runs.
-    #[inline]
-    pub fn timed(&self) -> bool {
-        // Relaxed: see `Clock`.
-        self.clocks.load(Ordering::Relaxed) > 0
-    }
-
     pub fn module(&self) -> u64 {
         self.module
     }
 
-    /// Whether a call has nothing to do but to run the module: no hooks, no scope that has any, no
-    /// recording.
-    #[inline]
-    pub fn idle(&self) -> bool {
-        self.hooks.idle()
+    /// The count of hooks that raised.
+    pub fn errors(&self) -> &AtomicU64 {
+        &self.errors
     }
 
-    /// The recordings that the module is a layer of.
+    /// The work of a call, as it is now.
     #[inline]
-    pub fn recordings(&self) -> Option<Arc<[Py<RecordedLayerBase>]>> {
-        self.recordings.now()
+    pub fn work(&self) -> Work {
+        self.hooks.work()
     }
 
     /// Adds a hook, or refuses it and leaves all as it was.
@@ -100,13 +81,13 @@ impl Registry {
         scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         let py = hook.py();
-        let hook = Hook::new(hook, phase, options, &self.clocks)?;
+        let hook = Hook::new(hook, phase, options, &self.hooks)?;
         let Some(ScopeArg(scope)) = scope else {
-            return Ok(HookHandle(self.hooks.register(phase, hook, placement)));
+            return Ok(HookHandle(hook.register(phase, placement, &self.hooks)));
         };
         let scope = scope.get();
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
-        let handle = hooks.register(phase, hook, placement);
+        let handle = hook.register(phase, placement, &hooks);
         // It may have been closed in the meantime, without this hook.
         if let Err(closed) = scope.check_open(py) {
             handle.remove();
@@ -124,24 +105,24 @@ impl Registry {
         phase: Phase,
         scopes: &Scopes<'py>,
     ) -> PyResult<Option<Snapshot>> {
-        if self.scoped.any(phase)
+        let work = self.work();
+        if work.watched(phase)
             && let Some(scopes) = scopes.entered(py)?
         {
             return Ok(self.begin_in(phase, scopes));
         }
-        Ok(self.begin_outside(phase))
+        Ok(self.begin_outside(work, phase))
     }
 
-    fn begin_outside(&self, phase: Phase) -> Option<Snapshot> {
-        let occupied = self.hooks.occupied(phase);
-        occupied.then(|| self.hooks.snapshot(phase))
+    fn begin_outside(&self, work: Work, phase: Phase) -> Option<Snapshot> {
+        work.occupied(phase).then(|| self.hooks.snapshot(phase))
     }
 
     fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Snapshot> {
         let mut snapshots = scope::hooks(scopes, self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
-            .chain(self.begin_outside(phase));
+            .chain(self.begin_outside(self.work(), phase));
         let first = snapshots.next()?;
         let Some(second) = snapshots.next() else {
             return Some(first);
@@ -155,21 +136,22 @@ impl Registry {
         self.begin(py, phase, &Scopes::default())
     }
 
-    /// Whether `begin` would give a snapshot.
+    /// Whether a phase has hooks that fire in `scopes`; `work` is that of the call.
     #[inline]
-    pub fn occupied<'py>(
+    pub fn fires<'py>(
         &self,
         py: Python<'py>,
+        work: Work,
         phase: Phase,
         scopes: &Scopes<'py>,
     ) -> PyResult<bool> {
-        if self.scoped.any(phase)
+        if work.watched(phase)
             && let Some(scopes) = scopes.entered(py)?
             && scope::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
         {
             return Ok(true);
         }
-        Ok(self.hooks.occupied(phase))
+        Ok(work.occupied(phase))
     }
 }
 
@@ -180,7 +162,7 @@ impl Registry {
         Self::empty()
     }
 
-    /// The module's number, by which captures know it.
+    /// The module's id, by which captures know it.
     #[getter(module)]
     fn py_module(&self) -> u64 {
         self.module
@@ -238,11 +220,11 @@ impl Registry {
         let mut rows = Vec::new();
         for each in selected(phase) {
             for entry in self.firing(py, each)?.iter().flat_map(Snapshot::iter) {
-                if !entry.removed() {
+                if !entry.removed() && !entry.last() {
                     rows.push((
                         entry.id().get(),
                         each.name(),
-                        entry.hook().given().clone_ref(py),
+                        entry.hook().object().clone_ref(py),
                         entry.priority(),
                         entry.enabled(),
                         entry.calls(),
@@ -260,19 +242,19 @@ impl Registry {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
         let entries = snapshots.iter().flat_map(Snapshot::iter);
         let with_handle = |entry: &ferrohook_core::Entry<Hook>| {
-            let given = entry.hook().given().clone_ref(py);
-            (given, HookHandle(self.hooks.handle(entry)))
+            let object = entry.hook().object().clone_ref(py);
+            (object, HookHandle(self.hooks.handle(entry)))
         };
         entries
-            .filter(|entry| !entry.removed())
+            .filter(|entry| !entry.removed() && !entry.last())
             .map(with_handle)
             .collect()
     }
 
     /// Removes the hooks of one phase or of all, those of scopes included.
-    #[pyo3(signature = (phase = None))]
-    fn clear(&self, phase: Option<PhaseName>) {
-        self.clear_all(phase.map(|phase| phase.0));
+    #[pyo3(name = "clear", signature = (phase = None))]
+    fn py_clear(&self, phase: Option<PhaseName>) {
+        self.clear(phase.map(|phase| phase.0));
     }
 
     /// Waits until no thread is inside any of the hooks, those of scopes and those removed before
@@ -292,119 +274,56 @@ impl Registry {
 
     /// Another registry with the same hooks in the same order; `copy` makes their callables.
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let clocks = Arc::default();
-        let hooks = self.hooks.fork(|phase, hook| {
-            let copied = copy.call1((hook.given(),))?;
-            Hook::new(&copied, phase, hook.options, &clocks)
+        let hooks = self.hooks.fork(|fork, phase, hook| {
+            let copied = copy.call1((hook.object(),))?;
+            Hook::new(&copied, phase, hook.options, fork)
         })?;
-        Ok(Self::new(hooks, clocks))
+        Ok(Self::new(hooks))
     }
 
-    /// What `torch.compile` traces instead of a call in this context: for each phase the enabled
-    /// hooks in firing order, (callback, kind, with_kwargs) each; and whether tracing can do as
-    /// their options say. For a recorder the callback is the part that is recorded.
+    /// The hooks that `torch.compile` traces in place of a call in this context: for each phase the
+    /// enabled ones in firing order, (callback, kind, with_kwargs) each; and whether a trace of them
+    /// does as an eager call does. The callback of a recorder is the part that is recorded.
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
-        let mut traceable = true;
+        let mut faithful = true;
         let mut phases = Vec::new();
         for phase in Phase::ALL {
             let mut rows = Vec::new();
             for entry in self.firing(py, phase)?.iter().flat_map(Snapshot::iter) {
-                if !entry.enabled() || entry.removed() {
-                    continue;
+                if entry.enabled()
+                    && !entry.removed()
+                    && let Some(hook) = entry.hook().traced(py, phase)?
+                {
+                    faithful &= hook.faithful;
+                    let row = (hook.callback, hook.kind, hook.with_kwargs);
+                    rows.push(row.into_pyobject(py)?);
                 }
-                let hook = entry.hook();
-                traceable &= hook.options.traceable();
-                let (callback, kind) = match hook.callback(py) {
-                    Callback::Plain(callback) => (callback.clone(), "plain"),
-                    Callback::Point(hook) => (hook.as_any().clone(), "plain"),
-                    Callback::Typed(callback) => (callback.clone(), "typed"),
-                    Callback::Recorder(recorder) => {
-                        let (part, in_graph) = recorder.get().traced(py);
-                        traceable &= in_graph;
-                        (part, "recorder")
-                    }
-                    // Reads memory, which a graph knows nothing of.
-                    Callback::Detector(detector) => {
-                        traceable = false;
-                        (detector.as_any().clone(), "detector")
-                    }
-                };
-                rows.push((callback, kind, hook.options.with_kwargs).into_pyobject(py)?);
-            }
-            let recordings = self.recordings.now().filter(|_| phase == Phase::Forward);
-            for layer in recordings.iter().flat_map(|layers| layers.iter()) {
-                // What an eager call records, the native call has to.
-                let reason = layer.get().reason(py, &Scopes::default())?;
-                traceable &= !matches!(reason, Reason::Call(_));
-                rows.push((layer, "plain", true).into_pyobject(py)?);
             }
             phases.push(PyTuple::new(py, rows)?);
         }
-        Ok((PyTuple::new(py, phases)?, traceable))
+        Ok((PyTuple::new(py, phases)?, faithful))
     }
 
-    /// Whether the phases `backward_pre` and `backward` have hooks that fire in `scopes`.
-    fn occupied_backward(
-        &self,
-        py: Python<'_>,
-        scopes: Bound<'_, PyTuple>,
-    ) -> PyResult<(bool, bool)> {
-        let scopes = Scopes::given(scopes);
-        Ok((
-            self.occupied(py, Phase::BackwardPre, &scopes)?,
-            self.occupied(py, Phase::Backward, &scopes)?,
-        ))
-    }
-
-    /// Walks the `backward_pre` phase of one call that was made in `scopes`: the gradient of the
-    /// module's output as the hooks leave it, or None where none replaces it.
-    fn run_backward_pre<'py>(
-        &self,
-        scopes: Bound<'py, PyTuple>,
-        module: &Bound<'py, PyAny>,
-        grad_output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let snapshot = self.begin(module.py(), Phase::BackwardPre, &Scopes::given(scopes))?;
-        backward::run(self, snapshot, module, grad_output, None)
-    }
-
-    /// Walks the `backward` phase of one call that was made in `scopes`: the gradient of the
-    /// module's input as the hooks leave it, or None where none replaces it.
-    fn run_backward<'py>(
-        &self,
-        scopes: Bound<'py, PyTuple>,
-        module: &Bound<'py, PyAny>,
-        grad_input: &Bound<'py, PyAny>,
-        grad_output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let snapshot = self.begin(module.py(), Phase::Backward, &Scopes::given(scopes))?;
-        backward::run(self, snapshot, module, grad_input, Some(grad_output))
-    }
-
-    /// Has the module's outputs recorded, as a layer of a model.
-    fn record(&self, layer: &Bound<'_, RecordedLayerBase>) {
-        self.recordings.add(layer, &self.hooks);
-    }
-
-    /// Undoes it for the layers of an installation.
-    fn unrecord(&self, installation: &Bound<'_, InstallationBase>) {
-        self.recordings.remove(installation, &self.hooks);
-    }
-
-    /// Whether the module's outputs are recorded.
+    /// Whether a call in this context has forward hooks of any kind, those of recording included.
     #[getter]
-    fn recorded(&self) -> bool {
-        self.recordings.now().is_some()
+    fn hooked(&self, py: Python<'_>) -> PyResult<bool> {
+        for phase in [Phase::ForwardPre, Phase::Forward] {
+            let snapshot = self.firing(py, phase)?;
+            let mut entries = snapshot.iter().flat_map(Snapshot::iter);
+            if entries.any(|entry| !entry.removed()) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.recordings.traverse(&visit)?;
-        self.hooks.visit(|hook| visit.call(hook.given()))
+        self.hooks.visit(|hook| visit.call(hook.object()))
     }
 
     fn __clear__(&self) {
-        self.hooks.clear(None);
+        self.hooks.clear_all();
     }
 }
 

@@ -1,0 +1,301 @@
+//! Attachments: the modules instrumented and the hooks registered for one purpose.
+//!
+//! Native, since Python runs signal handlers in the middle of its functions: wherever Ctrl-C lands,
+//! a module is instrumented or it is not, and the attachment knows.
+
+use parking_lot::Mutex;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+
+use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, registry_of, release};
+use crate::contexts::scope::{Release, ScopeArg};
+use crate::error::{hook_error, is_hook_error};
+use crate::hooks::handle::HookHandle;
+use crate::hooks::options::{OnError, Options, PhaseName, Priority};
+
+/// The modules instrumented and the hooks registered for one purpose, released together and once.
+///
+/// Dropping it leaves all as it is.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct Attachment(Mutex<Option<Contents>>);
+
+/// Contents of an attachment that was not released.
+#[derive(Default)]
+struct Contents {
+    modules: Vec<AttachedModule>,
+    handles: Vec<Py<HookHandle>>,
+}
+
+struct AttachedModule {
+    /// Weak: scopes have attachments, and outlive models.
+    module: Py<PyWeakrefReference>,
+    /// Instrumented by a call of `instrument`, and not only for a hook or a capture.
+    explicit: bool,
+}
+
+impl Default for Attachment {
+    fn default() -> Self {
+        Self(Mutex::new(Some(Contents::default())))
+    }
+}
+
+impl Attachment {
+    /// Removes the hooks and gives the modules back, once, whichever threads ask for it. True for
+    /// the call that did so.
+    pub fn release(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(contents) = self.0.lock().take() else {
+            return Ok(false);
+        };
+        for handle in &contents.handles {
+            handle.get().0.remove();
+        }
+        let modules = contents.modules.iter().map(|attached| {
+            let module = attached.module.bind(py).upgrade();
+            module.map_or(Ok(()), |module| release(&module, attached.explicit))
+        });
+        // All of them, whatever becomes of one.
+        modules.fold(Ok(()), Result::and).map(|()| true)
+    }
+
+    pub fn released(&self) -> bool {
+        self.0.lock().is_none()
+    }
+
+    fn add(&self, py: Python<'_>, add: impl FnOnce(&mut Contents)) -> PyResult<()> {
+        if let Some(contents) = self.0.lock().as_mut() {
+            add(contents);
+            return Ok(());
+        }
+        Err(hook_error(
+            py,
+            "what this was for is over: its hooks were removed".to_owned(),
+        ))
+    }
+
+    fn instrument_one(
+        &self,
+        module: &Bound<'_, PyAny>,
+        make_class: &Bound<'_, PyAny>,
+        explicit: bool,
+    ) -> PyResult<()> {
+        let reference = PyWeakrefReference::new(module)?.unbind();
+        acquire(module, make_class, explicit)?;
+        let attached = AttachedModule {
+            module: reference,
+            explicit,
+        };
+        self.add(module.py(), |contents| contents.modules.push(attached))
+            .inspect_err(|_| drop(release(module, explicit)))
+    }
+}
+
+impl Release for Py<Attachment> {
+    fn release(&self, py: Python<'_>) -> PyResult<bool> {
+        self.get().release(py)
+    }
+
+    fn released(&self) -> bool {
+        self.get().released()
+    }
+}
+
+#[pymethods]
+impl Attachment {
+    #[new]
+    fn py_new() -> Self {
+        Self::default()
+    }
+
+    /// Instruments modules, each once more.
+    ///
+    /// Args:
+    ///     modules: the modules. Those that have their hooks elsewhere (wrappers) are left out.
+    ///     make_class: makes the class of a module that is not instrumented yet.
+    ///     explicit: by a call of `instrument`, and not only for a hook or a capture.
+    ///
+    /// Returns:
+    ///     The modules that could not be instrumented, by their places, each with its `HookError`.
+    ///
+    /// Raises:
+    ///     HookError: the attachment was released.
+    fn instrument(
+        &self,
+        modules: Vec<Bound<'_, PyAny>>,
+        make_class: &Bound<'_, PyAny>,
+        explicit: bool,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let mut refused = Vec::new();
+        for (place, module) in modules.iter().enumerate() {
+            if has_hooks_elsewhere(module)? {
+                continue;
+            }
+            match self.instrument_one(module, make_class, explicit) {
+                Err(error) if is_hook_error(module.py(), &error) && !self.released() => {
+                    refused.push((place, error));
+                }
+                done => done?,
+            }
+        }
+        Ok(refused)
+    }
+
+    /// Registers one hook with each of these modules, which are instrumented or wrapped.
+    ///
+    /// The options are those of `ferrohook.register`.
+    ///
+    /// Returns:
+    ///     The handles, in the order of the modules.
+    ///
+    /// Raises:
+    ///     HookTypeError, ValueError: the hook or an option is refused.
+    ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
+    ///         hooks before it are registered, and go with the attachment.
+    #[pyo3(
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
+    )]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "the options, by keyword"
+    )]
+    fn register(
+        &self,
+        py: Python<'_>,
+        modules: Vec<Bound<'_, PyAny>>,
+        phase: PhaseName,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        with_kwargs: bool,
+        always_call: bool,
+        priority: Priority,
+        on_error: OnError,
+        timed: bool,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<Vec<Py<HookHandle>>> {
+        let options = Options {
+            with_kwargs,
+            always_call,
+            on_error,
+            timed,
+        };
+        let placement = priority.place(prepend);
+        let register = |module: &Bound<'_, PyAny>| {
+            let registry = registry_of(module)?;
+            let registry = registry.get();
+            let handle = registry.register(phase.0, hook, placement, options, scope.as_ref())?;
+            let handle = Py::new(py, handle)?;
+            self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
+                .inspect_err(|_| {
+                    handle.get().0.remove();
+                })?;
+            Ok(handle)
+        };
+        modules.iter().map(register).collect()
+    }
+
+    /// Takes over modules that are instrumented for a hook, and the hooks on them.
+    ///
+    /// Raises:
+    ///     HookError: the attachment was released.
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        modules: Vec<Bound<'_, PyAny>>,
+        handles: Vec<Py<HookHandle>>,
+    ) -> PyResult<()> {
+        let mut attached = Vec::new();
+        for module in &modules {
+            if !has_hooks_elsewhere(module)? {
+                attached.push(AttachedModule {
+                    module: PyWeakrefReference::new(module)?.unbind(),
+                    explicit: false,
+                });
+            }
+        }
+        self.add(py, |contents| {
+            contents.modules.extend(attached);
+            contents.handles.extend(handles);
+        })
+    }
+
+    /// The instrumented modules that are alive, in the order in which they were added.
+    #[getter]
+    fn modules<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let references: Vec<_> = {
+            let contents = self.0.lock();
+            let modules = contents.iter().flat_map(|contents| &contents.modules);
+            modules.map(|each| each.module.clone_ref(py)).collect()
+        };
+        references
+            .iter()
+            .filter_map(|reference| reference.bind(py).upgrade())
+            .collect()
+    }
+
+    /// Has this released when a scope is closed.
+    ///
+    /// Raises:
+    ///     HookError: it is closed; this was released.
+    fn release_with(slf: Py<Self>, py: Python<'_>, scope: ScopeArg<'_>) -> PyResult<()> {
+        scope.0.get().release_at_end(py, Box::new(slf))
+    }
+
+    /// Removes the hooks and gives the modules back, once. True for the call that did so.
+    #[pyo3(name = "release")]
+    fn py_release(&self, py: Python<'_>) -> PyResult<bool> {
+        self.release(py)
+    }
+
+    /// True once it was released.
+    #[getter(released)]
+    fn py_released(&self) -> bool {
+        self.released()
+    }
+}
+
+/// The base of context managers that have an attachment and release it at exit.
+// In Python, Ctrl-C might land between the beginning of `__exit__` and the release.
+#[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
+pub struct AttachmentContext(Py<Attachment>);
+
+#[pymethods]
+impl AttachmentContext {
+    #[new]
+    #[pyo3(signature = (*_others, **_options))]
+    fn new(
+        py: Python<'_>,
+        _others: &Bound<'_, PyTuple>,
+        _options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        Ok(Self(Py::new(py, Attachment::default())?))
+    }
+
+    /// The modules and hooks that are released at exit.
+    #[getter]
+    fn attachment<'py>(&self, py: Python<'py>) -> &Bound<'py, Attachment> {
+        self.0.bind(py)
+    }
+
+    /// Runs first at exit, with True where no exception is on its way; for subclasses.
+    #[pyo3(name = "_leaving", signature = (_fine, /))]
+    #[expect(clippy::unused_self, reason = "a method of Python's")]
+    fn leaving(&self, _fine: bool) {}
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (error = None, *_others))]
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        error: Option<&Bound<'_, PyAny>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<()> {
+        let py = slf.py();
+        let left = slf.call_method1(intern!(py, "_leaving"), (error.is_none(),));
+        slf.get().0.get().release(py)?;
+        left.map(drop)
+    }
+}

@@ -1,0 +1,241 @@
+//! The call of an instrumented module: `__call__` and `_call_impl` of the class that it is given.
+
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::impl_::trampoline::get_trampoline_function;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple, PyType};
+
+use crate::call::call as call_with_hooks;
+use crate::cpython::dict::{get_last, instance_dict};
+use crate::registry::Registry;
+use crate::torch::cache::{CallCache, InstanceCache};
+use crate::torch::target::{Target, call_plain};
+
+/// The entry of an instrumented module in its `__dict__`: its hooks, and the inline caches of its
+/// calls.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct Dispatcher {
+    registry: Py<Registry>,
+    /// Shared by the modules of a class.
+    class_cache: Py<CallCache>,
+    cache: InstanceCache,
+    /// How many reasons there are for the module to be instrumented.
+    reasons: AtomicUsize,
+    /// How many of them are calls of `instrument`, and not only a hook or a capture.
+    explicit: AtomicUsize,
+    /// For a copy of an instrumented module that still is to be restored.
+    of_copy: AtomicBool,
+    /// Whether the hooks are those of the module that this one's is a shallow copy of.
+    shares_hooks: bool,
+}
+
+#[pymethods]
+impl Dispatcher {
+    /// True where `instrument` was called, and not only a hook or a capture needs the dispatcher.
+    #[getter]
+    pub fn explicit(&self) -> bool {
+        self.explicit.load(Ordering::Relaxed) != 0
+    }
+
+    /// For a shallow copy of the module, which shares the hooks.
+    fn __copy__(&self, py: Python<'_>) -> Self {
+        self.for_copy(self.registry.clone_ref(py), true, py)
+    }
+
+    /// The hooks.
+    #[getter]
+    pub fn registry<'py>(&self, py: Python<'py>) -> &Bound<'py, Registry> {
+        self.registry.bind(py)
+    }
+
+    /// The key in a module's `__dict__`.
+    #[classattr]
+    pub const KEY: &'static str = "_ferrohook_dispatcher";
+
+    /// The descriptors `__call__` and `_call_impl` for instances of `module`, which is `nn.Module`.
+    #[staticmethod]
+    fn methods<'py>(module: &Bound<'py, PyType>) -> PyResult<[Bound<'py, PyAny>; 2]> {
+        Ok([
+            method(
+                module,
+                c"__call__",
+                c"__call__($self, /, *args, **kwargs)\n--\n\nRuns the module with its hooks.",
+                get_trampoline_function!(cfunction_with_keywords, call),
+            )?,
+            method(
+                module,
+                c"_call_impl",
+                c"_call_impl($self, /, *args, **kwargs)\n--\n\nRuns the module with its hooks.",
+                get_trampoline_function!(cfunction_with_keywords, call_impl),
+            )?,
+        ])
+    }
+
+    /// For a deep copy of the module: with copies of the hooks, which act on the copy alone.
+    fn __deepcopy__(&self, py: Python<'_>, memo: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let options = PyDict::new(py);
+        options.set_item("memo", memo)?;
+        let deepcopy = py.import("copy")?.getattr("deepcopy")?;
+        let copy = py
+            .import("functools")?
+            .call_method("partial", (deepcopy,), Some(&options))?;
+        let registry = Py::new(py, self.registry.get().fork(&copy)?)?;
+        Ok(self.for_copy(registry, false, py))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.registry)?;
+        visit.call(&self.class_cache)
+    }
+}
+
+impl Dispatcher {
+    pub fn new(registry: Py<Registry>, class_cache: Py<CallCache>) -> Self {
+        Self {
+            registry,
+            class_cache,
+            cache: InstanceCache::default(),
+            reasons: AtomicUsize::new(0),
+            explicit: AtomicUsize::new(0),
+            of_copy: AtomicBool::new(false),
+            shares_hooks: false,
+        }
+    }
+
+    /// Counts one more reason for the module to be instrumented; `explicit`: a call of `instrument`.
+    pub fn acquire(&self, explicit: bool) {
+        // Relaxed, as below: under the lock of those that change the module's class.
+        self.reasons.fetch_add(1, Ordering::Relaxed);
+        self.explicit
+            .fetch_add(usize::from(explicit), Ordering::Relaxed);
+    }
+
+    /// Counts one reason less; how many are left.
+    pub fn release(&self, explicit: bool) -> usize {
+        self.explicit
+            .fetch_sub(usize::from(explicit), Ordering::Relaxed);
+        self.reasons.fetch_sub(1, Ordering::Relaxed) - 1
+    }
+
+    /// Whether its module is a copy that is to be restored: true once.
+    pub fn take_copy(&self) -> bool {
+        self.of_copy.swap(false, Ordering::Relaxed)
+    }
+
+    pub fn shares_hooks(&self) -> bool {
+        self.shares_hooks
+    }
+
+    fn for_copy(&self, registry: Py<Registry>, shares_hooks: bool, py: Python<'_>) -> Self {
+        let copy = Self {
+            of_copy: AtomicBool::new(true),
+            shares_hooks,
+            ..Self::new(registry, self.class_cache.clone_ref(py))
+        };
+        copy.acquire(self.explicit());
+        copy
+    }
+}
+
+/// `module(*args, **kwargs)`; through `nn.Module.__call__` where the class overrides that, which
+/// ends in `_call_impl`.
+fn dispatch<'py>(
+    module: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+    through_call: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    #[cfg(all(Py_3_12, not(Py_3_14)))]
+    let _depth = crate::cpython::depth::Depth::enter(py)?;
+    let state = instance_dict(module)?;
+    // What was put there last, more often than not.
+    let Some(dispatcher) = get_last(&state, intern!(py, Dispatcher::KEY))? else {
+        // Restored while the call was on its way here.
+        return call_plain(module, args, kwargs);
+    };
+    let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
+    let this = dispatcher.get();
+    let class_cache = this.class_cache.get();
+    let target = Target::of(module, state, class_cache, &this.cache, through_call)?;
+    if let Target::Outer(_) = target {
+        return target.call(module, args, kwargs);
+    }
+    call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
+}
+
+/// A method descriptor, which the interpreter calls without binding it first.
+fn method<'py>(
+    class: &Bound<'py, PyType>,
+    name: &'static CStr,
+    // In CPython's form, with the signature that `inspect` shows.
+    doc: &'static CStr,
+    function: ffi::PyCFunctionWithKeywords,
+) -> PyResult<Bound<'py, PyAny>> {
+    let definition = ffi::PyMethodDef {
+        ml_name: name.as_ptr(),
+        ml_meth: ffi::PyMethodDefPointer {
+            PyCFunctionWithKeywords: function,
+        },
+        ml_flags: ffi::METH_VARARGS | ffi::METH_KEYWORDS,
+        ml_doc: doc.as_ptr(),
+    };
+    // The descriptor refers to it for as long as it lives.
+    let definition = Box::leak(Box::new(definition));
+    // SAFETY: a live class and a definition that lives for ever; a new reference or null with an
+    // exception comes back.
+    unsafe {
+        Bound::from_owned_ptr_or_err(
+            class.py(),
+            ffi::PyDescr_NewMethod(class.as_type_ptr(), definition),
+        )
+    }
+}
+
+/// # Safety
+///
+/// A live object, a tuple, and a dict or null.
+unsafe fn enter(
+    py: Python<'_>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+    through_call: bool,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: the caller's promise.
+    let (module, args, kwargs) = unsafe {
+        (
+            Borrowed::from_ptr(py, module),
+            Borrowed::from_ptr(py, args),
+            Borrowed::from_ptr_or_opt(py, kwargs),
+        )
+    };
+    let args = Bound::cast::<PyTuple>(&args)?;
+    let kwargs = kwargs.as_deref().map(Bound::cast::<PyDict>).transpose()?;
+    dispatch(&module, args, kwargs, through_call).map(Bound::into_ptr)
+}
+
+unsafe fn call(
+    py: Python<'_>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: what the descriptor's flags make the interpreter pass.
+    unsafe { enter(py, module, args, kwargs, true) }
+}
+
+unsafe fn call_impl(
+    py: Python<'_>,
+    module: *mut ffi::PyObject,
+    args: *mut ffi::PyObject,
+    kwargs: *mut ffi::PyObject,
+) -> PyResult<*mut ffi::PyObject> {
+    // SAFETY: what the descriptor's flags make the interpreter pass.
+    unsafe { enter(py, module, args, kwargs, false) }
+}

@@ -1,0 +1,183 @@
+//! Instrumenting modules and giving them back: the change of class, counted.
+
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+
+use crate::attach::dispatcher::Dispatcher;
+use crate::attach::wrapper::HookedBase;
+use crate::cpython::dict::instance_dict;
+use crate::cpython::invoke;
+use crate::error::{hook_error, type_name};
+use crate::registry::Registry;
+use crate::torch;
+
+/// Undoes one `acquire` of a module; the last one gives it back as it was and removes its hooks.
+pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
+    let py = module.py();
+    let state = instance_dict(module)?;
+    let dispatcher = {
+        let _others_wait = one_at_a_time(py);
+        let Some(dispatcher) = dispatcher_in(&state)? else {
+            return Ok(());
+        };
+        if dispatcher.get().release(explicit) > 0 {
+            return Ok(());
+        }
+        if instrumented(module)? {
+            set_class(module, torch::plain_class(&module.get_type())?.as_any())?;
+        }
+        state.del_item(intern!(py, Dispatcher::KEY))?;
+        dispatcher
+    };
+    if !dispatcher.get().shares_hooks() {
+        dispatcher.get().registry(py).get().clear(None);
+    }
+    Ok(())
+}
+
+/// Undoes the `acquire` that a copy of an instrumented module was made with, once. True for the call
+/// that did so.
+#[pyfunction]
+pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
+    match dispatcher_in(&instance_dict(module)?)? {
+        Some(dispatcher) if dispatcher.get().take_copy() => {
+            release(module, dispatcher.get().explicit()).map(|()| true)
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Gives a module another class: `plain`, or `instrumented`, which is made from it, where the module
+/// is instrumented. False where that is so and none was given.
+#[pyfunction]
+pub fn assign_class(
+    module: &Bound<'_, PyAny>,
+    plain: &Bound<'_, PyAny>,
+    instrumented: Option<&Bound<'_, PyAny>>,
+) -> PyResult<bool> {
+    let py = module.py();
+    let state = instance_dict(module)?;
+    let _others_wait = one_at_a_time(py);
+    let class = if dispatcher_in(&state)?.is_some() {
+        instrumented
+    } else {
+        Some(plain)
+    };
+    class.map_or(Ok(false), |class| set_class(module, class).map(|()| true))
+}
+
+/// One thread at a time changes classes. Recursive: what is allocated meanwhile may have the garbage
+/// collector run a finaliser, which does so too.
+fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
+    static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
+    loop {
+        if let Some(guard) = CLASSES.try_lock() {
+            return guard;
+        }
+        // Taken by threads alone that have the interpreter, and so by none across a fork.
+        invoke::detached(py, || drop(CLASSES.lock()));
+    }
+}
+
+/// Instruments a module, once more; `make_class` makes its class where it is not instrumented yet.
+pub fn acquire(
+    module: &Bound<'_, PyAny>,
+    make_class: &Bound<'_, PyAny>,
+    explicit: bool,
+) -> PyResult<()> {
+    let py = module.py();
+    let state = instance_dict(module)?;
+    {
+        let _others_wait = one_at_a_time(py);
+        if let Some(dispatcher) = dispatcher_in(&state)?
+            && instrumented(module)?
+        {
+            dispatcher.get().acquire(explicit);
+            return Ok(());
+        }
+    }
+    // Python code, before anything is changed.
+    let class = make_class.call1((module,))?;
+    let class_cache = class.getattr(intern!(py, "_call_cache"))?.cast_into()?;
+    let registry = Py::new(py, Registry::empty())?;
+    let fresh = Bound::new(py, Dispatcher::new(registry, class_cache.unbind()))?;
+    let _others_wait = one_at_a_time(py);
+    let dispatcher = dispatcher_in(&state)?.unwrap_or(fresh);
+    state.set_item(intern!(py, Dispatcher::KEY), &dispatcher)?;
+    if !instrumented(module)?
+        && let Err(error) = set_class(module, &class)
+    {
+        state.del_item(intern!(py, Dispatcher::KEY))?;
+        return Err(error);
+    }
+    dispatcher.get().acquire(explicit);
+    Ok(())
+}
+
+/// True for modules that are never instrumented: wrappers have a registry, and
+/// `HookedRootModule.wrap` has that of the model inside.
+pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if module.cast::<HookedBase>().is_ok() {
+        return Ok(true);
+    }
+    let calls_inner = intern!(module.py(), "_calls_inner");
+    let found = module.get_type().getattr_opt(calls_inner)?;
+    found.map_or(Ok(false), |found| found.is_truthy())
+}
+
+/// The hooks of a module that is instrumented or wrapped.
+pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Registry>> {
+    let py = module.py();
+    if let Ok(wrapper) = module.cast::<HookedBase>() {
+        return wrapper.get().registry(py).cloned();
+    }
+    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
+        return Err(hook_error(
+            py,
+            format!(
+                "this {} is no longer instrumented: its hooks were removed",
+                type_name(module)
+            ),
+        ));
+    };
+    Ok(dispatcher.get().registry(py).clone())
+}
+
+fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
+    let found = state.get_item(intern!(state.py(), Dispatcher::KEY))?;
+    // Where somebody else has saved the dict it came back as None.
+    Ok(found.and_then(|found| found.cast_into().ok()))
+}
+
+/// Whether the module's class is one that was made for instrumented modules.
+fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let made_from = intern!(module.py(), "_made_from");
+    Ok(module.get_type().getattr_opt(made_from)?.is_some())
+}
+
+/// Changes the class itself: `__class__` of an instrumented module is the plain one.
+fn set_class(module: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<()> {
+    static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = module.py();
+    let own = CLASS.get_or_try_init(py, || {
+        let object = py.get_type::<PyAny>();
+        let namespace = object.getattr(intern!(py, "__dict__"))?;
+        namespace.get_item("__class__").map(Bound::unbind)
+    })?;
+    let set = own.call_method1(py, intern!(py, "__set__"), (module, class));
+    set.map(drop).map_err(|error| {
+        if !error.is_instance_of::<PyTypeError>(py) {
+            return error;
+        }
+        let refused = hook_error(
+            py,
+            format!("its class cannot be changed: {}", error.value(py)),
+        );
+        refused.set_cause(py, Some(error));
+        refused
+    })
+}

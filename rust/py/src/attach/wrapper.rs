@@ -1,0 +1,327 @@
+//! `HookedBase`: the native part of a `HookedModule`.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrohook_core::{Phase, Placement};
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::call;
+use crate::contexts::scope::ScopeArg;
+use crate::error::hook_error;
+use crate::hooks::handle::HookHandle;
+use crate::hooks::options::{OnError, Options, Priority};
+use crate::registry::Registry;
+use crate::torch::cache::{CallCache, InstanceCache};
+use crate::torch::target::Target;
+
+/// The call of a `HookedModule`, its registry and the module inside.
+///
+/// A class `(HookedBase, nn.Module)` inherits the call as its `tp_call`: no Python frame stands
+/// between `hooked(x)` and the first hook.
+#[pyclass(frozen, subclass, module = "ferrohook._core")]
+pub struct HookedBase {
+    inner: OnceLock<Py<PyAny>>,
+    class_cache: CallCache,
+    cache: InstanceCache,
+    released: AtomicBool,
+    registry: OnceLock<Py<Registry>>,
+}
+
+impl HookedBase {
+    fn inner<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, PyAny>> {
+        if self.released.load(Ordering::Acquire) {
+            return Err(hook_error(
+                py,
+                "this HookedModule gave its module back: into_inner() was called, wrap the module anew"
+                    .to_owned(),
+            ));
+        }
+        self.inner
+            .get()
+            .map(|inner| inner.bind(py))
+            .ok_or_else(|| not_initialised(py))
+    }
+
+    pub fn registry<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, Registry>> {
+        self.registry
+            .get()
+            .map(|registry| registry.bind(py))
+            .ok_or_else(|| not_initialised(py))
+    }
+
+    fn register(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        phase: Phase,
+        placement: Placement,
+        options: Options,
+        scope: Option<&ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        // Refused after into_inner, where nothing could ever fire.
+        self.inner(hook.py())?;
+        let registry = self.registry(hook.py())?;
+        registry
+            .get()
+            .register(phase, hook, placement, options, scope)
+    }
+}
+
+fn not_initialised(py: Python<'_>) -> PyErr {
+    hook_error(
+        py,
+        "this HookedModule wraps no module: HookedModule.__init__ was not called".to_owned(),
+    )
+}
+
+#[pymethods]
+impl HookedBase {
+    #[new]
+    #[pyo3(signature = (*_args, **_kwargs))]
+    fn new(_args: &Bound<'_, PyTuple>, _kwargs: Option<&Bound<'_, PyDict>>) -> Self {
+        Self {
+            inner: OnceLock::new(),
+            class_cache: CallCache::default(),
+            cache: InstanceCache::default(),
+            released: AtomicBool::new(false),
+            registry: OnceLock::new(),
+        }
+    }
+
+    /// Puts the module inside, once.
+    fn _wrap(
+        slf: &Bound<'_, Self>,
+        inner: &Bound<'_, PyAny>,
+        registry: &Bound<'_, Registry>,
+    ) -> PyResult<()> {
+        let this = slf.get();
+        let first = this.inner.set(inner.clone().unbind()).is_ok();
+        let first = this.registry.set(registry.clone().unbind()).is_ok() && first;
+        if first {
+            return Ok(());
+        }
+        Err(hook_error(
+            inner.py(),
+            "this HookedModule wraps a module already".to_owned(),
+        ))
+    }
+
+    /// Marks the module as given back.
+    fn _release(&self) {
+        self.released.store(true, Ordering::Release);
+    }
+
+    /// The wrapped module.
+    #[getter]
+    fn _inner<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, PyAny>> {
+        self.inner(py)
+    }
+
+    /// The hooks.
+    #[getter]
+    fn _registry<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, Registry>> {
+        self.registry(py)
+    }
+
+    #[pyo3(signature = (*args, **kwargs))]
+    fn __call__<'py>(
+        slf: &Bound<'py, Self>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        #[cfg(all(Py_3_12, not(Py_3_14)))]
+        let _depth = crate::cpython::depth::Depth::enter(slf.py())?;
+        let this = slf.get();
+        let inner = this.inner(slf.py())?;
+        let registry = this.registry(slf.py())?;
+        let target = Target::Module(inner, &this.class_cache, &this.cache);
+        call::call(slf.as_any(), &target, registry, args, kwargs)
+    }
+
+    /// Registers a hook that runs before the module and may replace its input.
+    ///
+    /// Args:
+    ///     hook: a plain callable with PyTorch's contract, `hook(module, args)` or, with
+    ///         `with_kwargs`, `hook(module, args, kwargs)`; or a `ForwardPreHook`.
+    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     with_kwargs: pass the keyword arguments too, and expect `(args, kwargs)` back.
+    ///     priority: higher fires first.
+    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
+    ///
+    /// Returns:
+    ///     The handle that removes the hook.
+    ///
+    /// Raises:
+    ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
+    ///         type.
+    ///     ValueError: an unknown `on_error`.
+    #[pyo3(
+        signature = (hook, *, prepend = false, with_kwargs = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, priority=0, on_error='raise', scope=None)"
+    )]
+    fn register_forward_pre_hook(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        with_kwargs: bool,
+        priority: Priority,
+        on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        let options = Options {
+            with_kwargs,
+            always_call: false,
+            on_error,
+            timed: false,
+        };
+        let placement = priority.place(prepend);
+        self.register(hook, Phase::ForwardPre, placement, options, scope.as_ref())
+    }
+
+    /// Registers a hook that runs after the module and may replace its output.
+    ///
+    /// Args:
+    ///     hook: a plain callable with PyTorch's contract, `hook(module, args, output)` or, with
+    ///         `with_kwargs`, `hook(module, args, kwargs, output)`; or a `ForwardHook`.
+    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     with_kwargs: pass the keyword arguments too.
+    ///     always_call: run the hook also when the call fails, for every exception; its output is
+    ///         None where the module did not return.
+    ///     priority: higher fires first.
+    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
+    ///
+    /// Returns:
+    ///     The handle that removes the hook.
+    ///
+    /// Raises:
+    ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
+    ///         type.
+    ///     ValueError: an unknown `on_error`.
+    #[pyo3(
+        signature = (hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', scope=None)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
+    fn register_forward_hook(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        with_kwargs: bool,
+        always_call: bool,
+        priority: Priority,
+        on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        let options = Options {
+            with_kwargs,
+            always_call,
+            on_error,
+            timed: false,
+        };
+        let placement = priority.place(prepend);
+        self.register(hook, Phase::Forward, placement, options, scope.as_ref())
+    }
+
+    /// Registers a hook that runs before gradients flow into the module and may replace the
+    /// gradient of its output.
+    ///
+    /// Args:
+    ///     hook: a plain callable with PyTorch's contract, `hook(module, grad_output)`, where
+    ///         `grad_output` is a tuple with an entry for each output, None for non-tensors.
+    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     priority: higher fires first.
+    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
+    ///
+    /// Returns:
+    ///     The handle that removes the hook.
+    ///
+    /// Raises:
+    ///     HookTypeError: not a callable, a typed hook, or an option of the wrong type.
+    ///     ValueError: an unknown `on_error`.
+    #[pyo3(
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
+    )]
+    fn register_full_backward_pre_hook(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        priority: Priority,
+        on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        let placement = priority.place(prepend);
+        let options = on_error.into();
+        self.register(hook, Phase::BackwardPre, placement, options, scope.as_ref())
+    }
+
+    /// Registers a hook that runs after gradients flowed through the module and may replace the
+    /// gradient of its input.
+    ///
+    /// Args:
+    ///     hook: a plain callable with PyTorch's contract, `hook(module, grad_input,
+    ///         grad_output)`, both tuples with an entry for each positional input and each output,
+    ///         None for non-tensors; or a `BackwardHook`. In a call with keyword arguments alone
+    ///         `grad_input` has an entry for each of those (PyTorch: an empty tuple).
+    ///     prepend: ahead of all others of its priority, instead of behind them.
+    ///     priority: higher fires first.
+    ///     on_error: what a call does about the hook's exception: `raise` it, `disable` the hook
+    ///         (logged once) and go on, or `ignore` it.
+    ///     scope: the hook fires only in the contexts that entered this scope, until it is left.
+    ///
+    /// Returns:
+    ///     The handle that removes the hook.
+    ///
+    /// Raises:
+    ///     HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
+    ///         type.
+    ///     ValueError: an unknown `on_error`.
+    #[pyo3(
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
+    )]
+    fn register_full_backward_hook(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        priority: Priority,
+        on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        let placement = priority.place(prepend);
+        let options = on_error.into();
+        self.register(hook, Phase::Backward, placement, options, scope.as_ref())
+    }
+
+    /// `register_full_backward_hook` under ferrotorch's name. PyTorch's method of this name
+    /// registers a deprecated kind of hook that misses gradients; that kind is not offered.
+    #[pyo3(
+        signature = (hook, prepend = false, *, priority = Priority(0), on_error = OnError::Raise, scope = None),
+        text_signature = "($self, hook, prepend=False, *, priority=0, on_error='raise', scope=None)"
+    )]
+    fn register_backward_hook(
+        &self,
+        hook: &Bound<'_, PyAny>,
+        prepend: bool,
+        priority: Priority,
+        on_error: OnError,
+        scope: Option<ScopeArg<'_>>,
+    ) -> PyResult<HookHandle> {
+        self.register_full_backward_hook(hook, prepend, priority, on_error, scope)
+    }
+
+    // No `__clear__`: a cycle through the module or the registry can be cut there.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(self.inner.get())?;
+        self.class_cache.traverse(&visit)?;
+        visit.call(self.registry.get())
+    }
+}

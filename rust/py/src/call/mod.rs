@@ -1,0 +1,500 @@
+//! One call of a hooked module, from its arguments to its output.
+
+pub mod backward;
+pub mod stop;
+
+use std::time::{Duration, Instant};
+
+use ferrohook_core::{Entry, Inside, Phase, Snapshot};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::call::backward::Tap;
+use crate::contexts::current::Scopes;
+use crate::cpython::invoke;
+use crate::hooks::hook::Hook;
+use crate::hooks::native::{AnyNative, Turn, input_of};
+use crate::hooks::site::Site;
+use crate::registry::Registry;
+use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
+use crate::torch::target::Target;
+
+/// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.
+pub fn call<'py>(
+    module: &Bound<'py, PyAny>,
+    target: &Target<'_, 'py>,
+    registry: &Bound<'py, Registry>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let call = Call {
+        module,
+        registry,
+        scopes: Scopes::default(),
+        args: args.clone(),
+        kwargs: kwargs.cloned(),
+        took: None,
+    };
+    call.run(target)
+        .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
+}
+
+struct Call<'a, 'py> {
+    module: &'a Bound<'py, PyAny>,
+    registry: &'a Bound<'py, Registry>,
+    scopes: Scopes<'py>,
+    args: Bound<'py, PyTuple>,
+    kwargs: Option<Bound<'py, PyDict>>,
+    /// How long the module ran, where a hook needs to know and it returned.
+    took: Option<Duration>,
+}
+
+/// A hook whose turn it is: torch's hooks of a phase come first.
+#[derive(Clone, Copy)]
+enum Step<'s, 'py> {
+    Torch(&'s TorchHook<'py>),
+    Own(&'s Entry<Hook>),
+}
+
+fn steps<'s, 'py>(
+    torch_hooks: &'s [TorchHook<'py>],
+    snapshot: Option<&'s Snapshot<Hook>>,
+) -> impl Iterator<Item = Step<'s, 'py>> {
+    let own = snapshot.into_iter().flat_map(Snapshot::iter);
+    torch_hooks
+        .iter()
+        .map(Step::Torch)
+        .chain(own.map(Step::Own))
+}
+
+// What a hook of PyTorch's contract takes is inlined into the walk of the forward phase, which is most
+// of what such a hook costs beside its own run; what the other kinds take is kept out of it.
+impl<'py> Call<'_, 'py> {
+    fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+        if target.torch_hooks().is_none() && self.registry.get().work().is_none() {
+            let output = target.call(self.module, &self.args, self.kwargs.as_ref());
+            // A hook that was registered meanwhile fires in the phase that begins now.
+            if self.registry.get().work().is_none() {
+                return output;
+            }
+            return self.run_after(target, output.map(|output| (output, None)));
+        }
+        let ran = self.run_module(target);
+        self.run_after(target, ran)
+    }
+
+    /// From the module's output to what the caller gets.
+    fn run_after(
+        &mut self,
+        target: &Target<'_, 'py>,
+        ran: PyResult<Ran<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let snapshot = self.begin(Phase::Forward)?;
+        let torch_hooks = match target.torch_hooks() {
+            Some(hooks) => hooks.forward()?,
+            None => Vec::new(),
+        };
+        let (output, tap) = match ran {
+            Ok(output) => output,
+            Err(error) => {
+                self.run_always_called(&mut steps(&torch_hooks, snapshot.as_ref()), None);
+                return Err(error);
+            }
+        };
+        let output = match (&snapshot, &*torch_hooks) {
+            (None, []) => output,
+            (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
+            _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
+        };
+        match tap {
+            None => Ok(output),
+            Some(tap) => tap.output(self.module, &self.args, output),
+        }
+    }
+
+    /// Up to the module's output.
+    fn run_module(&mut self, target: &Target<'_, 'py>) -> PyResult<Ran<'py>> {
+        let torch_backward = match target.torch_hooks() {
+            Some(hooks) => Some(self.torch_pre(hooks, target)?),
+            None => None,
+        };
+        if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
+            self.forward_pre(&snapshot, target)?;
+        }
+        let (py, registry) = (self.module.py(), self.registry.get());
+        let work = registry.work();
+        let pre = registry.fires(py, work, Phase::BackwardPre, &self.scopes)?;
+        let full = registry.fires(py, work, Phase::Backward, &self.scopes)?;
+        let tap = if torch_backward.is_some() || pre || full {
+            self.tap_input(torch_backward.unwrap_or_default(), pre, full)?
+        } else {
+            None
+        };
+        let since = work.timed().then(Instant::now);
+        let output = target.call(self.module, &self.args, self.kwargs.as_ref())?;
+        self.took = since.map(|since| since.elapsed());
+        Ok((output, tap))
+    }
+
+    /// Torch's own hooks before the module; those for backward, as they are then.
+    #[cold]
+    fn torch_pre(
+        &mut self,
+        hooks: &TorchHooks<'py>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<TorchBackward<'py>> {
+        let backward = hooks.backward()?;
+        for hook in hooks.forward_pre()? {
+            let replaced = self.invoke_plain_pre(&hook.callback, hook.with_kwargs, target)?;
+            self.replace_input(replaced);
+        }
+        Ok(backward)
+    }
+
+    fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
+        let py = self.module.py();
+        self.registry.get().begin(py, phase, &self.scopes)
+    }
+
+    fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
+        Site {
+            entry,
+            module: self.module,
+            errors: self.registry.get().errors(),
+        }
+    }
+
+    /// The keyword arguments as a dict that with_kwargs hooks may keep or change.
+    fn kwargs(&mut self) -> Bound<'py, PyDict> {
+        self.kwargs
+            .get_or_insert_with(|| PyDict::new(self.module.py()))
+            .clone()
+    }
+
+    fn forward_pre(&mut self, snapshot: &Snapshot<Hook>, target: &Target<'_, 'py>) -> PyResult<()> {
+        let inside = Inside::here();
+        for entry in snapshot.iter() {
+            let Some(invocation) = entry.enter(&inside) else {
+                continue;
+            };
+            let timer = entry.hook().start();
+            let result = self.invoke_forward_pre(entry, target);
+            drop((timer, invocation));
+            let replaced = match result {
+                Ok(replaced) => replaced,
+                error => self.site(entry).apply_on_error(error)?,
+            };
+            self.replace_input(replaced);
+        }
+        Ok(())
+    }
+
+    fn replace_input(&mut self, replaced: Option<Replaced<'py>>) {
+        if let Some((args, kwargs)) = replaced {
+            self.args = args;
+            if kwargs.is_some() {
+                self.kwargs = kwargs;
+            }
+        }
+    }
+
+    fn invoke_forward_pre(
+        &mut self,
+        entry: &Entry<Hook>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        let hook = entry.hook();
+        let callback = hook.object().bind(self.module.py());
+        let Some(native) = hook.native() else {
+            return self.invoke_plain_pre(callback, hook.options.with_kwargs, target);
+        };
+        let input = match &self.kwargs {
+            Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
+            _ => input_of(&self.args),
+        };
+        let replaced = self.invoke_native(native, entry, Phase::ForwardPre, &input)?;
+        let args = replaced.map(Bound::cast_into).transpose()?;
+        Ok(args.map(|args| (args, None)))
+    }
+
+    /// Calls a hook of PyTorch's contract.
+    fn invoke_plain_pre(
+        &mut self,
+        callback: &Bound<'py, PyAny>,
+        with_kwargs: bool,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        if with_kwargs {
+            let kwargs = self.kwargs();
+            let result = invoke::call(callback, [self.module, &self.args, &kwargs])?;
+            return args_and_kwargs(&result, target.module(self.module));
+        }
+        let result = invoke::call(callback, [self.module, &self.args])?;
+        Ok(if result.is_none() {
+            None
+        } else {
+            Some((into_args(result)?, None))
+        })
+    }
+
+    fn forward<'s>(
+        &mut self,
+        mut steps: impl Iterator<Item = Step<'s, 'py>>,
+        mut output: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>>
+    where
+        'py: 's,
+    {
+        let inside = Inside::here();
+        while let Some(step) = steps.next() {
+            match self.take(step, &inside, Some(&output)) {
+                Ok(None) => {}
+                Ok(Some(replaced)) => output = replaced,
+                Err(error) => {
+                    self.run_always_called(&mut steps, Some(output));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(output)
+    }
+
+    /// Gives one forward hook its turn; `output` is None where the module did not return.
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
+    fn take(
+        &mut self,
+        step: Step<'_, 'py>,
+        inside: &Inside,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let none;
+        let output = if let Some(output) = output {
+            output
+        } else {
+            none = self.module.py().None().into_bound(self.module.py());
+            &none
+        };
+        let entry = match step {
+            Step::Own(entry) => entry,
+            Step::Torch(hook) => {
+                return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
+            }
+        };
+        let Some(invocation) = entry.enter(inside) else {
+            return Ok(None);
+        };
+        let timer = entry.hook().start();
+        let result = self.invoke_forward(entry, output);
+        drop((timer, invocation));
+        match result {
+            Ok(replaced) => Ok(replaced),
+            error => self.site(entry).apply_on_error(error),
+        }
+    }
+
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
+    fn invoke_forward(
+        &mut self,
+        entry: &Entry<Hook>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let hook = entry.hook();
+        match hook.native() {
+            None => {
+                let callback = hook.object().bind(self.module.py());
+                self.invoke_plain(callback, hook.options.with_kwargs, output)
+            }
+            Some(native) => self.invoke_native(native, entry, Phase::Forward, output),
+        }
+    }
+
+    #[inline(never)]
+    fn invoke_native(
+        &self,
+        native: &dyn AnyNative,
+        entry: &Entry<Hook>,
+        phase: Phase,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let turn = Turn {
+            phase,
+            module: self.module,
+            args: &self.args,
+            kwargs: self.kwargs.as_ref(),
+            value,
+            grad_output: None,
+            took: self.took,
+            describe: &|| self.site(entry).describe(),
+        };
+        native.run(entry.hook().object().bind(self.module.py()), &turn)
+    }
+
+    /// Calls a hook of PyTorch's contract.
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time a hook"
+    )]
+    #[inline(always)]
+    fn invoke_plain(
+        &mut self,
+        callback: &Bound<'py, PyAny>,
+        with_kwargs: bool,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let result = if with_kwargs {
+            let kwargs = self.kwargs();
+            invoke::call(callback, [self.module, &self.args, &kwargs, output])?
+        } else {
+            invoke::call(callback, [self.module, &self.args, output])?
+        };
+        Ok((!result.is_none()).then_some(result))
+    }
+
+    /// After an exception, whichever: those of the hooks not reached that are `always_call`. What
+    /// they raise is told in a warning and never replaces the exception.
+    #[cold]
+    fn run_always_called<'s>(
+        &mut self,
+        steps: &mut dyn Iterator<Item = Step<'s, 'py>>,
+        mut output: Option<Bound<'py, PyAny>>,
+    ) where
+        'py: 's,
+    {
+        let inside = Inside::here();
+        for step in steps {
+            let always = match step {
+                Step::Own(entry) => entry.hook().options.always_call,
+                Step::Torch(hook) => hook.always_call,
+            };
+            if !always {
+                continue;
+            }
+            match self.take(step, &inside, output.as_ref()) {
+                Ok(None) => {}
+                Ok(replaced) => output = replaced,
+                Err(error) => match step {
+                    Step::Own(entry) => self.site(entry).warn_silenced(&error),
+                    Step::Torch(hook) => hook.warn_silenced(&error),
+                },
+            }
+        }
+    }
+
+    /// Puts the inputs through the autograd node that backward hooks fire from, if gradients are
+    /// recorded; `pre` and `full` tell of which phases the call has hooks.
+    #[cold]
+    fn tap_input(
+        &mut self,
+        torch_hooks: TorchBackward<'py>,
+        pre: bool,
+        full: bool,
+    ) -> PyResult<Option<Box<Tap<'py>>>> {
+        let Some(tap) = Tap::new(
+            self.module,
+            self.registry,
+            &self.scopes,
+            torch_hooks,
+            [pre, full],
+        )?
+        else {
+            return Ok(None);
+        };
+        if let Some((args, kwargs)) = tap.input(&self.args, self.kwargs.as_ref())? {
+            self.args = args;
+            self.kwargs = Some(kwargs);
+        }
+        Ok(Some(Box::new(tap)))
+    }
+}
+
+/// A module's output, with what taps its gradients where a backward hook wants them.
+type Ran<'py> = (Bound<'py, PyAny>, Option<Box<Tap<'py>>>);
+
+/// New positional arguments, and new keyword arguments where the hook returned those too.
+type Replaced<'py> = (Bound<'py, PyTuple>, Option<Bound<'py, PyDict>>);
+
+/// What a plain pre-hook returned, as PyTorch takes it: a tuple, or a single argument.
+fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {
+    match result.cast_into::<PyTuple>() {
+        Ok(args) => Ok(args),
+        Err(error) => {
+            let only = error.into_inner();
+            PyTuple::new(only.py(), [&only])
+        }
+    }
+}
+
+/// What a plain `with_kwargs` pre-hook returned, with PyTorch's errors.
+fn args_and_kwargs<'py>(
+    result: &Bound<'py, PyAny>,
+    inner: &Bound<'py, PyAny>,
+) -> PyResult<Option<Replaced<'py>>> {
+    if result.is_none() {
+        return Ok(None);
+    }
+    let py = result.py();
+    let Ok((args, kwargs)) = result
+        .cast::<PyTuple>()
+        .map_err(PyErr::from)
+        .and_then(|pair| pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>())
+    else {
+        return Err(PyRuntimeError::new_err(format!(
+            "forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got {}.",
+            result.str()?
+        )));
+    };
+    // PyTorch hands both to `forward(*args, **kwargs)`, which says what is wrong with them.
+    let args = match args.cast_into::<PyTuple>() {
+        Ok(args) => args,
+        Err(error) => {
+            let args = error.into_inner();
+            let items = args.try_iter().map_err(|_| {
+                PyTypeError::new_err(format!(
+                    "{} argument after * must be an iterable, not {}",
+                    forward_name(inner),
+                    crate::error::type_name(&args)
+                ))
+            })?;
+            PyTuple::new(py, items.collect::<PyResult<Vec<_>>>()?)?
+        }
+    };
+    let kwargs = match kwargs.cast_into::<PyDict>() {
+        Ok(kwargs) => kwargs,
+        Err(error) => {
+            let given = error.into_inner();
+            let kwargs = PyDict::new(py);
+            given
+                .cast::<pyo3::types::PyMapping>()
+                .map_err(PyErr::from)
+                .and_then(|mapping| kwargs.update(mapping))
+                .map_err(|_| {
+                    PyTypeError::new_err(format!(
+                        "{} argument after ** must be a mapping, not {}",
+                        forward_name(inner),
+                        crate::error::type_name(&given)
+                    ))
+                })?;
+            kwargs
+        }
+    };
+    Ok(Some((args, Some(kwargs))))
+}
+
+/// `forward` of `inner`, as Python's own errors about calling it begin.
+fn forward_name(inner: &Bound<'_, PyAny>) -> String {
+    let name = || -> PyResult<String> {
+        let forward = inner.getattr("forward")?;
+        let module = forward.getattr("__module__")?;
+        Ok(format!("{module}.{}()", forward.getattr("__qualname__")?))
+    };
+    name().unwrap_or_else(|_| "forward()".to_owned())
+}

@@ -1,0 +1,380 @@
+//! `Collector`: stores the values of one capture, and says how.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use rustc_hash::FxHashSet;
+
+use crate::call::stop::Stop;
+use crate::capture::keeping::{GradientSlot, Keeping};
+use crate::capture::store::{Gradient, Kept, KeptTensor, RootCall, Store};
+use crate::error;
+use crate::torch;
+use crate::torch::tensors::{requires_grad, version};
+
+/// How long a captured tensor stays what it was.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum CopyMode {
+    /// A reference and its version.
+    Checked,
+    Clone,
+    Ref,
+}
+
+/// What one `capture` keeps, and how.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct Collector {
+    names: Vec<String>,
+    detach: bool,
+    copy: CopyMode,
+    /// How many calls of a module are kept.
+    keep: usize,
+    /// Applied to each tensor, and to each gradient.
+    convert: Option<Py<PyAny>>,
+    gradients: bool,
+    max_bytes: Option<usize>,
+    /// The id of the registry of the module whose call ends when all names have run.
+    stop: Option<u64>,
+    inference: AtomicBool,
+    store: Mutex<Store>,
+}
+
+#[pymethods]
+impl Collector {
+    #[new]
+    #[pyo3(signature = (names, *, detach, copy, keep, convert, grads, max_bytes, stop))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the options of capture, by keyword"
+    )]
+    fn new(
+        names: Vec<String>,
+        detach: bool,
+        copy: &str,
+        keep: Option<usize>,
+        convert: Option<Py<PyAny>>,
+        grads: bool,
+        max_bytes: Option<usize>,
+        stop: Option<u64>,
+    ) -> PyResult<Self> {
+        let copy = match copy {
+            "checked" => CopyMode::Checked,
+            "clone" => CopyMode::Clone,
+            "ref" => CopyMode::Ref,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "unknown copy {other:?}: expected one of checked, clone, ref"
+                )));
+            }
+        };
+        let store = Mutex::new(Store::of(names.len()));
+        Ok(Self {
+            names,
+            detach,
+            copy,
+            keep: keep.unwrap_or(usize::MAX),
+            convert,
+            gradients: grads,
+            max_bytes,
+            stop,
+            inference: AtomicBool::new(false),
+            store,
+        })
+    }
+
+    /// The indices of the names that ran, in the order of their first calls.
+    fn ran(&self) -> Vec<usize> {
+        self.store.lock().ran.clone()
+    }
+
+    /// What the calls of a name left, the oldest first.
+    ///
+    /// Raises:
+    ///     StaleActivationError: a tensor was changed in place since, unless `stale` allows it.
+    #[pyo3(signature = (index, *, stale = false))]
+    fn values<'py>(
+        &self,
+        py: Python<'py>,
+        index: usize,
+        stale: bool,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let mut versions = Vec::new();
+        let values = {
+            let store = self.store.lock();
+            let kept = &store.kept[index];
+            for each in kept.iter().flat_map(|kept| &kept.tensors) {
+                if !stale && let Some(version) = each.version {
+                    versions.push((each.value.bind(py).clone(), version));
+                }
+            }
+            kept.iter()
+                .map(|kept| kept.value.bind(py).clone())
+                .collect()
+        };
+        for (tensor, captured) in versions {
+            if version(&tensor)? != captured {
+                return Err(error::stale_activation(
+                    py,
+                    format!(
+                        "{:?} was changed in place after it was captured: capture with \
+                         copy=\"clone\" to keep what it was",
+                        self.names[index]
+                    ),
+                ));
+            }
+        }
+        Ok(values)
+    }
+
+    /// The gradients of what `values` gives: a list for each call, with an entry for each of its
+    /// tensors, None where no gradient came.
+    fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
+        let store = self.store.lock();
+        let gradient = |tensor: &KeptTensor| Some(tensor.gradient.as_ref()?.value.bind(py).clone());
+        store.kept[index]
+            .iter()
+            .map(|kept| kept.tensors.iter().map(gradient).collect())
+            .collect()
+    }
+
+    /// A forward pre-hook: a call begins of the module whose calls end when all names have run.
+    fn begin(&self, _module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) {
+        self.store.lock().calls.push(RootCall {
+            thread: thread::current().id(),
+            ran: FxHashSet::default(),
+        });
+    }
+
+    /// A forward hook, always called: it is over.
+    fn end(
+        &self,
+        _module: &Bound<'_, PyAny>,
+        _args: &Bound<'_, PyAny>,
+        _output: &Bound<'_, PyAny>,
+    ) {
+        let thread = thread::current().id();
+        let mut store = self.store.lock();
+        if let Some(at) = store.calls.iter().rposition(|call| call.thread == thread) {
+            store.calls.remove(at);
+        }
+    }
+
+    /// Lets all go that was kept.
+    fn clear(&self) {
+        let fresh = Store::of(self.names.len());
+        // Dropped after the lock was released: tensors run code when they go.
+        let _old = std::mem::replace(&mut *self.store.lock(), fresh);
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.convert)?;
+        for kept in self.store.lock().kept.iter().flatten() {
+            visit.call(&kept.value)?;
+            for each in &kept.tensors {
+                visit.call(&each.value)?;
+                visit.call(each.gradient.as_ref().map(|gradient| &gradient.value))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn __clear__(&self) {
+        self.clear();
+    }
+}
+
+impl Collector {
+    /// What its only name is called.
+    pub fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// `value` as it is kept under its only name.
+    pub fn kept<'py>(
+        slf: &Bound<'py, Self>,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        Keeping::of(slf, 0).keep(value)
+    }
+
+    pub fn next_serial(&self) -> u64 {
+        let mut store = self.store.lock();
+        store.serial += 1;
+        store.serial
+    }
+
+    /// Keeps `value` under a name.
+    pub fn record<'py>(
+        slf: &Bound<'py, Self>,
+        index: usize,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = value.py();
+        let this = slf.get();
+        let mut keeping = Keeping::of(slf, index);
+        let value = keeping.keep(value)?.unbind();
+        let kept = Kept {
+            serial: keeping.serial,
+            value,
+            tensors: keeping.tensors,
+            bytes: keeping.bytes,
+        };
+        let bytes = kept.bytes;
+        match this.put(index, kept) {
+            Put::OverBudget(_refused) => Err(this.over_budget(py, index, bytes)),
+            Put::Kept {
+                ends_call: true, ..
+            } => Err(Stop::new_err((this.stop, torch::stopped(py)?.unbind()))),
+            Put::Kept { .. } => Ok(()),
+        }
+    }
+
+    pub fn over_budget(&self, py: Python<'_>, index: usize, bytes: usize) -> PyErr {
+        error::capture_budget(
+            py,
+            format!(
+                "keeping {bytes} more bytes of {:?} would exceed max_bytes={}: what was captured \
+                 before stays readable",
+                self.names[index],
+                self.max_bytes.unwrap_or_default()
+            ),
+        )
+    }
+
+    /// The bytes of a tensor, where they are counted.
+    pub fn bytes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if self.max_bytes.is_none() {
+            return Ok(0);
+        }
+        tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
+    }
+
+    fn put(&self, index: usize, kept: Kept) -> Put {
+        let mut store = self.store.lock();
+        let slot = &mut store.kept[index];
+        let first = slot.is_empty();
+        let replaced = if slot.len() >= self.keep {
+            slot.pop_front()
+        } else {
+            None
+        };
+        let freed = replaced.as_ref().map_or(0, |oldest| oldest.bytes);
+        if !store.afford(kept.bytes, freed, self.max_bytes) {
+            if let Some(oldest) = replaced {
+                store.kept[index].push_front(oldest);
+            }
+            return Put::OverBudget(kept);
+        }
+        store.kept[index].push_back(kept);
+        if first {
+            store.ran.push(index);
+        }
+        Put::Kept {
+            ends_call: self.stop.is_some() && store.ends_call(index, self.names.len()),
+            _replaced: replaced,
+        }
+    }
+
+    /// Keeps a gradient where its tensor is kept; what it replaces.
+    pub fn put_gradient(
+        &self,
+        slot: &GradientSlot,
+        gradient: Gradient,
+    ) -> Result<Option<Gradient>, OverBudget> {
+        let mut store = self.store.lock();
+        let calls = &store.kept[slot.index];
+        let Some(at) = calls.iter().position(|kept| kept.serial == slot.serial) else {
+            return Ok(None);
+        };
+        // A second backward leaves another.
+        let earlier = &calls[at].tensors[slot.position].gradient;
+        let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
+        if !store.afford(gradient.bytes, freed, self.max_bytes) {
+            return Err(OverBudget);
+        }
+        let kept = &mut store.kept[slot.index][at];
+        kept.bytes = kept.bytes - freed + gradient.bytes;
+        Ok(kept.tensors[slot.position].gradient.replace(gradient))
+    }
+
+    /// What `convert` makes of a tensor.
+    pub fn converted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.convert {
+            Some(convert) => convert.bind(tensor.py()).call1((tensor,)),
+            None => Ok(tensor.clone()),
+        }
+    }
+
+    /// Whether gradients are kept too.
+    pub fn keeps_gradients(&self) -> bool {
+        self.gradients
+    }
+
+    /// Whether an operator in a graph can record for it: neither the graph nor gradients are kept.
+    pub fn records_in_graph(&self) -> bool {
+        self.detach && !self.gradients
+    }
+
+    /// Its names.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// A tensor as it is to be kept.
+    pub fn keep_tensor<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let mut kept = tensor.clone();
+        // What needs no gradient is detached already.
+        if self.detach && requires_grad(tensor)? {
+            kept = kept.call_method0(intern!(py, "detach"))?;
+        }
+        if self.convert.is_some() {
+            kept = self.converted(&kept)?;
+        } else if self.copy == CopyMode::Clone {
+            kept = kept.call_method0(intern!(py, "clone"))?;
+        }
+        Ok(kept)
+    }
+
+    /// The tensor with its version, or a copy where none is counted.
+    pub fn checked<'py>(
+        &self,
+        tensor: Bound<'py, PyAny>,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<i64>)> {
+        if self.copy != CopyMode::Checked {
+            return Ok((tensor, None));
+        }
+        let py = tensor.py();
+        // Inference tensors count no versions. Raising and catching takes longer than asking.
+        if self.inference.load(Ordering::Relaxed)
+            && tensor
+                .call_method0(intern!(py, "is_inference"))?
+                .is_truthy()?
+        {
+            return Ok((tensor.call_method0(intern!(py, "clone"))?, None));
+        }
+        if let Ok(version) = version(&tensor) {
+            return Ok((tensor, Some(version)));
+        }
+        self.inference.store(true, Ordering::Relaxed);
+        Ok((tensor.call_method0(intern!(py, "clone"))?, None))
+    }
+}
+
+/// It would exceed `max_bytes`.
+pub struct OverBudget;
+
+/// What became of what was to be kept. What it holds is dropped after the lock was released:
+/// tensors run code when they go.
+enum Put {
+    Kept {
+        ends_call: bool,
+        _replaced: Option<Kept>,
+    },
+    OverBudget(Kept),
+}

@@ -1,0 +1,92 @@
+//! A value on its way into a collector, tensor by tensor, and the gradients that come later.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+
+use crate::capture::collector::{Collector, OverBudget};
+use crate::capture::store::{Gradient, KeptTensor};
+use crate::torch::tensors::{map_tensors, requires_grad};
+
+/// The keeping of one value, tensor by tensor.
+pub struct Keeping<'a, 'py> {
+    collector: &'a Bound<'py, Collector>,
+    index: usize,
+    pub serial: u64,
+    pub tensors: Vec<KeptTensor>,
+    pub bytes: usize,
+}
+
+impl<'a, 'py> Keeping<'a, 'py> {
+    pub fn of(collector: &'a Bound<'py, Collector>, index: usize) -> Self {
+        Self {
+            collector,
+            index,
+            serial: collector.get().next_serial(),
+            tensors: Vec::new(),
+            bytes: 0,
+        }
+    }
+
+    /// The same structure around tensors as they are to be kept.
+    pub fn keep(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        map_tensors(value, &mut |tensor| self.keep_tensor(tensor))
+    }
+
+    fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let this = self.collector.get();
+        let (kept, version) = this.checked(this.keep_tensor(tensor)?)?;
+        if this.keeps_gradients() && requires_grad(tensor)? {
+            let slot = GradientSlot {
+                collector: PyWeakrefReference::new(self.collector)?.unbind(),
+                index: self.index,
+                serial: self.serial,
+                position: self.tensors.len(),
+            };
+            tensor.call_method1(intern!(py, "register_hook"), (Bound::new(py, slot)?,))?;
+        }
+        self.bytes += this.bytes(&kept)?;
+        self.tensors.push(KeptTensor {
+            value: kept.clone().unbind(),
+            version,
+            gradient: None,
+        });
+        Ok(kept)
+    }
+}
+
+/// Takes the gradient of a tensor that was kept.
+#[pyclass(frozen)]
+pub struct GradientSlot {
+    /// Weak: autograd's graph, which holds this, may outlive what was captured, or be part of it.
+    collector: Py<PyWeakrefReference>,
+    pub index: usize,
+    pub serial: u64,
+    pub position: usize,
+}
+
+#[pymethods]
+impl GradientSlot {
+    fn __call__(&self, gradient: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = gradient.py();
+        let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
+            return Ok(());
+        };
+        let collector = collector.get();
+        let mut gradient = collector.converted(gradient)?;
+        // The tensor itself where that is possible: autograd adds in place to what nobody else has.
+        if requires_grad(&gradient)? {
+            gradient = gradient.call_method0(intern!(py, "detach"))?;
+        }
+        let bytes = collector.bytes(&gradient)?;
+        let gradient = Gradient {
+            value: gradient.unbind(),
+            bytes,
+        };
+        match collector.put_gradient(self, gradient) {
+            Ok(_replaced) => Ok(()),
+            Err(OverBudget) => Err(collector.over_budget(py, self.index, bytes)),
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! `Recorder`: the native hook that records the input or the output of a module.
+
+use ferrohook_core::{Entry, Inside, Phase, Snapshot};
+use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use crate::attach::instrumenting::registry_of;
+use crate::capture::collector::Collector;
+use crate::contexts::current::Scopes;
+use crate::contexts::scope::{self, ScopeArg};
+use crate::error;
+use crate::hooks::handle::HookHandle;
+use crate::hooks::hook::Hook;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::options::{OnError, PhaseName, Priority};
+
+/// The native hook: records what a module takes or returns.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct Recorder {
+    collector: Py<Collector>,
+    index: usize,
+    inputs: bool,
+    /// Records `value[part]` of what passes, or the attribute of that name; None: all of it.
+    part: Option<Py<PyAny>>,
+}
+
+#[pymethods]
+impl Recorder {
+    #[new]
+    pub fn new(
+        collector: Py<Collector>,
+        index: usize,
+        inputs: bool,
+        part: Option<Py<PyAny>>,
+    ) -> PyResult<(Self, NativeHook)> {
+        if index >= collector.get().names().len() {
+            return Err(PyValueError::new_err("the collector has no such name"));
+        }
+        let recorder = Self {
+            collector,
+            index,
+            inputs,
+            part,
+        };
+        Ok((recorder, NativeHook::of::<Self>()))
+    }
+
+    /// The phase that it is registered for.
+    #[getter(phase)]
+    fn phase_name(&self) -> &'static str {
+        self.only_phase().name()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("capture of {:?}", self.collector.get().names()[self.index])
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.collector)?;
+        visit.call(&self.part)
+    }
+}
+
+impl Native for Recorder {
+    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
+        Some(slf.get().only_phase())
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        slf.get().record(turn.value)?;
+        Ok(None)
+    }
+
+    /// The part that is recorded, which does not differ from one capture to the next.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        let (py, this) = (slf.py(), slf.get());
+        let part = this.part.as_ref().map(|part| part.bind(py).clone());
+        Ok(Some(Traced {
+            callback: part.unwrap_or_else(|| py.None().into_bound(py)),
+            kind: "recorder",
+            with_kwargs: false,
+            faithful: this.collector.get().records_in_graph(),
+        }))
+    }
+}
+
+impl Recorder {
+    /// Records a value that was picked from what passes.
+    fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        Collector::record(self.collector.bind(value.py()), self.index, value)
+    }
+
+    pub fn only_phase(&self) -> Phase {
+        if self.inputs {
+            Phase::ForwardPre
+        } else {
+            Phase::Forward
+        }
+    }
+
+    fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        match &self.part {
+            None => self.record_picked(value),
+            Some(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
+        }
+    }
+
+    fn part<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        part: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let found = match value.get_item(part) {
+            Ok(found) => Ok(found),
+            Err(error) => match part.cast::<PyString>() {
+                Ok(name) => value.getattr(name).map_err(|_| error),
+                Err(_) => Err(error),
+            },
+        };
+        found.map_err(|cause| {
+            let error = error::selection_error(
+                value.py(),
+                format!(
+                    "{:?} has no output_index {}: it is of type {}",
+                    self.collector.get().names()[self.index],
+                    part.repr()
+                        .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
+                    error::type_name(value)
+                ),
+            );
+            error.set_cause(value.py(), Some(cause));
+            error
+        })
+    }
+}
+
+/// Records a value in a compiled region: by the recorder at `position` among those that fire in this
+/// context for the module of the registry with this id.
+#[pyfunction]
+pub fn record(
+    py: Python<'_>,
+    module: u64,
+    phase: PhaseName,
+    position: usize,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let scopes = Scopes::default();
+    let Some(scopes) = scopes.entered(py)? else {
+        return Ok(());
+    };
+    let snapshots: Vec<_> = scope::hooks(scopes, module)
+        .map(|hooks| hooks.snapshot(phase.0))
+        .collect();
+    let merged = Snapshot::merged(&snapshots);
+    let recorder = |entry| {
+        let recorder = Entry::<Hook>::hook(entry)
+            .object()
+            .bind(py)
+            .cast::<Recorder>();
+        let fires = entry.enabled() && !entry.removed();
+        recorder
+            .ok()
+            .filter(|_| fires)
+            .map(|recorder| (entry, recorder))
+    };
+    if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
+        && let Some(_invocation) = entry.enter(&Inside::here())
+    {
+        return recorder.get().record_picked(value);
+    }
+    Ok(())
+}
+
+/// Has what instrumented modules take (`inputs`) or return, or the `part` of it, recorded under the
+/// collector's names, in order.
+///
+/// Raises:
+///     HookError: a module is not instrumented, or the scope was left; those before it are
+///         recorded.
+#[pyfunction]
+#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
+pub fn record_all(
+    collector: &Bound<'_, Collector>,
+    modules: Vec<Bound<'_, PyAny>>,
+    priority: Priority,
+    scope: ScopeArg<'_>,
+    inputs: bool,
+    part: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Vec<HookHandle>> {
+    let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
+        let part = part.cloned().map(Bound::unbind);
+        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part)?;
+        let recorder = Bound::new(module.py(), recorder)?;
+        let (phase, options) = (recorder.get().only_phase(), OnError::Raise.into());
+        let placement = priority.place(false);
+        let registry = registry_of(module)?;
+        let registry = registry.get();
+        registry.register(phase, recorder.as_any(), placement, options, Some(&scope))
+    };
+    modules.iter().enumerate().map(record).collect()
+}

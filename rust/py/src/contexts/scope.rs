@@ -1,0 +1,303 @@
+//! Scopes: hooks that fire for the calls of the contexts that entered them, and for no others.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrohook_core::{Phase, Registry};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::contexts::current::{self, Entered, active, same, variable};
+use crate::contexts::scoped::{Modules, Scoped};
+use crate::error::{hook_error, hook_type_error, type_name};
+use crate::hooks::hook::Hook;
+
+/// Modules and hooks that are released together and once.
+pub trait Release: Send + Sync {
+    /// True for the call that did so.
+    fn release(&self, py: Python<'_>) -> PyResult<bool>;
+    fn released(&self) -> bool;
+}
+
+/// The hooks of a scope, until it is closed.
+///
+/// Stored here and not with the modules, so that a call never walks hooks of other contexts.
+/// Entering and leaving is native: in Python, Ctrl-C might land in the middle.
+#[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
+#[derive(Default)]
+pub struct ScopeBase {
+    /// None when it is closed.
+    modules: Mutex<Option<Modules>>,
+    /// Whether it was entered, if only for a moment.
+    once: AtomicBool,
+    entered: Mutex<Option<Entered>>,
+    /// Released when it is closed.
+    attachments: Mutex<Vec<Box<dyn Release>>>,
+}
+
+impl ScopeBase {
+    pub fn new() -> Self {
+        Self {
+            modules: Mutex::new(Some(Modules::default())),
+            ..Self::default()
+        }
+    }
+
+    fn closed(&self) -> bool {
+        self.modules.lock().is_none()
+    }
+
+    /// Removes the hooks. Returns whether it was this call that did so.
+    fn remove_hooks(&self) -> bool {
+        // Taken under the lock, and removed and dropped after it: that runs Python code.
+        let modules = self.modules.lock().take();
+        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
+            scoped.hooks.clear_all();
+        }
+        modules.is_some()
+    }
+
+    fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
+        let not_entered = || {
+            let message = "this scope is not entered, or was left before";
+            hook_error(py, message.to_owned())
+        };
+        if this.closed() {
+            return Err(not_entered());
+        }
+        let token = this
+            .entered
+            .lock()
+            .as_ref()
+            .map(|it| it.token.clone_ref(py));
+        let token = token.ok_or_else(not_entered)?;
+        let active = active(py)?;
+        // Contexts are copied, scopes and all: only the token tells which one it was.
+        let variable = variable(py)?;
+        let reset = variable.call_method1(intern!(py, "reset"), (token,));
+        reset.map_err(|error| {
+            if !error.is_instance_of::<PyValueError>(py) {
+                return error;
+            }
+            let elsewhere = hook_error(
+                py,
+                "a scope is left where it was entered, in the same thread and task: it is still \
+                 entered there"
+                    .to_owned(),
+            );
+            elsewhere.set_cause(py, Some(error));
+            elsewhere
+        })?;
+        let others = active.iter_borrowed().filter(|each| !each.is(slf));
+        let others = PyTuple::new(py, others.collect::<Vec<_>>())?;
+        // Left out of order, this one or one inside it?
+        if !same(&current::active(py)?, &others) {
+            variable.call_method1(intern!(py, "set"), (others,))?;
+        }
+        this.close(py)?;
+        if active
+            .iter_borrowed()
+            .last()
+            .is_none_or(|last| !last.is(slf))
+        {
+            return Err(hook_error(
+                py,
+                "a scope is left after the scopes that were entered inside it: it was left all \
+                 the same, and they were not"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The hooks for the module with this id, if the scope has any.
+    fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
+        let scope = self.modules.lock();
+        Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
+    }
+
+    /// The hooks for the module with this id, to register with; `others` fire in every context.
+    pub fn hooks_to_change(
+        &self,
+        py: Python<'_>,
+        module: u64,
+        phase: Phase,
+        scoped: &Scoped,
+        others: &Registry<Hook>,
+    ) -> PyResult<Arc<Registry<Hook>>> {
+        let mut scope = self.modules.lock();
+        let Some(modules) = scope.as_mut() else {
+            drop(scope);
+            return Err(closed(py));
+        };
+        let gone = modules.take_gone();
+        let hooks = modules.hooks_to_change(module, phase, scoped, others);
+        drop(scope);
+        drop(gone); // runs Python code
+        Ok(hooks)
+    }
+
+    /// Releases an attachment when the scope is closed; at once, with an error, if it was.
+    pub fn release_at_end(&self, py: Python<'_>, attachment: Box<dyn Release>) -> PyResult<()> {
+        if let Err(closed) = self.check_open(py) {
+            attachment.release(py)?;
+            return Err(closed);
+        }
+        {
+            let mut attachments = self.attachments.lock();
+            // Forgets released ones when the list is full: adding stays amortised constant-time.
+            if attachments.len() == attachments.capacity() {
+                attachments.retain(|each| !each.released());
+            }
+            attachments.push(attachment);
+        }
+        // It may have been closed in the meantime, without this one.
+        self.check_open(py)
+            .inspect_err(|_| drop(self.release_attachments(py)))
+    }
+
+    fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
+        let attachments = std::mem::take(&mut *self.attachments.lock());
+        // All of them, whatever becomes of one.
+        let released = attachments.iter().map(|each| each.release(py).map(drop));
+        released.fold(Ok(()), Result::and)
+    }
+
+    /// An error if the scope was closed.
+    pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
+        if self.closed() {
+            return Err(closed(py));
+        }
+        Ok(())
+    }
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    hook_error(
+        py,
+        "this scope was left, and its hooks with it: open another by scope()".to_owned(),
+    )
+}
+
+#[pymethods]
+impl ScopeBase {
+    #[new]
+    #[pyo3(signature = (*_others, **_options))]
+    fn py_new(_others: &Bound<'_, PyTuple>, _options: Option<&Bound<'_, PyDict>>) -> Self {
+        Self::new()
+    }
+
+    /// Whether the scope was closed.
+    #[getter(closed)]
+    fn py_closed(&self) -> bool {
+        self.closed()
+    }
+
+    /// The scopes of the context that entered it, this one the last; None where none did, or left.
+    #[getter(_entered)]
+    fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
+        let entered = self.entered.lock();
+        Some(entered.as_ref()?.scopes.bind(py).clone())
+    }
+
+    /// For subclasses: what they do first when the scope is entered, and give to `with`.
+    #[pyo3(name = "_begin")]
+    fn begin(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// For subclasses: what they do when it was left, and whether no exception is on its way.
+    #[pyo3(name = "_left", signature = (_fine, /))]
+    #[expect(clippy::unused_self, reason = "a method of Python's")]
+    fn left(&self, _fine: bool) {}
+
+    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        if this.closed() || this.once.swap(true, Ordering::Relaxed) {
+            let message = slf.getattr(intern!(py, "_ONCE"))?.extract()?;
+            return Err(hook_error(py, message));
+        }
+        let enter = || {
+            let given = slf.call_method0(intern!(py, "_begin"))?;
+            *this.entered.lock() = Some(current::enter(slf.as_any(), None)?);
+            Ok(given)
+        };
+        enter().inspect_err(|_| drop(this.close(py)))
+    }
+
+    #[pyo3(signature = (error = None, *_others))]
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        error: Option<&Bound<'_, PyAny>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<()> {
+        Self::leave(slf)?;
+        let py = slf.py();
+        slf.call_method1(intern!(py, "_left"), (error.is_none(),))?;
+        Ok(())
+    }
+
+    /// Removes the scope's hooks, for good, and releases its attachments. True for the call that did
+    /// so.
+    #[pyo3(name = "_close")]
+    fn close(&self, py: Python<'_>) -> PyResult<bool> {
+        let closed = self.remove_hooks();
+        let _entered = self.entered.lock().take();
+        self.release_attachments(py).map(|()| closed)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for scoped in self
+            .modules
+            .lock()
+            .iter()
+            .flat_map(|modules| modules.hooks.values())
+        {
+            scoped.hooks.visit(|hook| visit.call(hook.object()))?;
+        }
+        if let Some(entered) = &*self.entered.lock() {
+            visit.call(&entered.scopes)?;
+            visit.call(&entered.token)?;
+        }
+        Ok(())
+    }
+
+    fn __clear__(&self) {
+        self.remove_hooks();
+        let _entered = self.entered.lock().take();
+    }
+}
+
+/// What `scope=` takes.
+pub struct ScopeArg<'py>(pub Bound<'py, ScopeBase>);
+
+impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        object
+            .cast::<ScopeBase>()
+            .map(|scope| Self((*scope).clone()))
+            .map_err(|_| {
+                hook_type_error(
+                    object.py(),
+                    format!("scope is what scope() returned, got {}", type_name(&object)),
+                )
+            })
+    }
+}
+
+/// What `scopes` have for the module with this id.
+pub fn hooks(
+    scopes: &Bound<'_, PyTuple>,
+    module: u64,
+) -> impl Iterator<Item = Arc<Registry<Hook>>> {
+    scopes
+        .iter_borrowed()
+        .filter_map(move |scope| scope.cast::<ScopeBase>().ok()?.get().hooks(module))
+}

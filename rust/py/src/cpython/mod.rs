@@ -1,0 +1,8 @@
+//! CPython's C interface, where pyo3 has none or a slower one.
+
+#[cfg(all(Py_3_12, not(Py_3_14)))]
+pub mod depth;
+pub mod dict;
+pub mod dict_version;
+pub mod heap_type;
+pub mod invoke;

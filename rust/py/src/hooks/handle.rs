@@ -1,0 +1,191 @@
+//! `HookHandle`: a core handle for Python.
+
+use std::time::{Duration, Instant};
+
+use ferrohook_core::{Handle, Placement, WaitError};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use crate::cpython::invoke::detached;
+use crate::error::{hook_type_error, type_name, wait_error};
+use crate::hooks::hook::Hook;
+use crate::hooks::options::{OnError, PhaseName, Priority};
+
+/// What registering a hook returns; the only thing that can remove, disable or describe it.
+///
+/// Used as a context manager it removes the hook at exit. Dropping it leaves the hook registered.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
+pub struct HookHandle(pub Handle<Hook>);
+
+#[pymethods]
+impl HookHandle {
+    /// The hook's number: unique in the process, increasing, never reused.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.0.id().get()
+    }
+
+    /// `forward_pre`, `forward`, `backward_pre` or `backward`.
+    #[getter]
+    fn phase(&self) -> &'static str {
+        self.0.phase().name()
+    }
+
+    /// Whether the hook was removed.
+    #[getter]
+    fn removed(&self) -> bool {
+        self.0.removed()
+    }
+
+    /// Whether the hook fires when its turn comes.
+    #[getter]
+    fn enabled(&self) -> bool {
+        self.0.enabled()
+    }
+
+    /// How often the hook was called and has returned or raised.
+    #[getter]
+    fn calls(&self) -> u64 {
+        self.0.calls()
+    }
+
+    /// Higher fires first; can be set, phases that have begun keep their order.
+    #[getter]
+    fn priority(&self) -> i64 {
+        self.0.priority()
+    }
+
+    #[setter]
+    fn set_priority(&self, priority: Priority) {
+        self.0.set_priority(priority.0);
+    }
+
+    /// Removes the hook; removing it again does nothing.
+    ///
+    /// Args:
+    ///     wait: return only when no thread is still inside the hook, so that what it uses can be
+    ///         freed.
+    ///     timeout: how many seconds to wait at most; None waits for ever.
+    ///
+    /// Raises:
+    ///     HookError: `wait=True` from inside the hook itself; the hook stays registered.
+    ///     TimeoutError: a thread was still inside; the hook is removed.
+    ///     ValueError: a `timeout` without `wait=True`, or a negative one.
+    #[pyo3(signature = (*, wait = false, timeout = None))]
+    fn remove(&self, py: Python<'_>, wait: bool, timeout: Option<Timeout>) -> PyResult<()> {
+        if !wait {
+            if timeout.is_some() {
+                return Err(PyValueError::new_err("timeout is for remove(wait=True)"));
+            }
+            self.0.remove();
+            return Ok(());
+        }
+        if self.0.inside() {
+            return Err(wait_error(py, WaitError::Inside));
+        }
+        self.0.remove();
+        wait_interruptibly(py, timeout, |timeout| self.0.wait_idle(timeout))
+    }
+
+    /// Keeps the hook and its place in the order, and skips it until `enable`.
+    fn disable(&self) {
+        self.0.set_enabled(false);
+    }
+
+    /// Lets the hook fire again, at its old place.
+    fn enable(&self) {
+        self.0.set_enabled(true);
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*exc_info))]
+    fn __exit__(&self, exc_info: &Bound<'_, PyAny>) {
+        let _ = exc_info;
+        self.0.remove();
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.0.removed() {
+            "removed"
+        } else if self.0.enabled() {
+            "enabled"
+        } else {
+            "disabled"
+        };
+        format!(
+            "<HookHandle id={} phase={} {state}, calls={}>",
+            self.0.id(),
+            self.0.phase(),
+            self.0.calls()
+        )
+    }
+
+    /// A copied or unpickled handle is a removed one: a handle acts on the hook that it was
+    /// returned for and on no other, and modules that keep their handles stay picklable.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (&'static str,))> {
+        Ok((slf.get_type().getattr("_removed")?, (slf.get().phase(),)))
+    }
+
+    /// The handle of a hook that is not there.
+    #[staticmethod]
+    #[pyo3(name = "_removed")]
+    pub fn none(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
+        // Any callable will do: it is never called.
+        let placeholder = py.get_type::<PyString>();
+        let registry = ferrohook_core::Registry::new();
+        let options = OnError::Raise.into();
+        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry)?;
+        let handle = registry.register(phase.0, hook, Placement::default());
+        handle.remove();
+        Ok(Self(handle))
+    }
+}
+
+/// A time limit in seconds.
+pub struct Timeout(Duration);
+
+impl<'py> FromPyObject<'_, 'py> for Timeout {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let seconds: f64 = object.extract().map_err(|_| {
+            hook_type_error(
+                object.py(),
+                format!("timeout is a number of seconds, got {}", type_name(&object)),
+            )
+        })?;
+        if seconds.is_nan() || seconds < 0.0 {
+            return Err(PyValueError::new_err(format!(
+                "timeout is a number of seconds from 0, got {seconds}"
+            )));
+        }
+        Ok(Self(
+            Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX),
+        ))
+    }
+}
+
+/// Waits with the interpreter released, in slices, so that Ctrl-C gets through.
+pub fn wait_interruptibly(
+    py: Python<'_>,
+    timeout: Option<Timeout>,
+    wait: impl Fn(Option<Duration>) -> Result<(), WaitError> + Sync,
+) -> PyResult<()> {
+    const SLICE: Duration = Duration::from_millis(50);
+    let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout.0));
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let slice = left.map_or(SLICE, |left| left.min(SLICE));
+        match detached(py, || wait(Some(slice))) {
+            Ok(()) => return Ok(()),
+            Err(WaitError::TimedOut) if left.is_none_or(|left| left > SLICE) => {
+                py.check_signals()?;
+            }
+            Err(error) => return Err(wait_error(py, error)),
+        }
+    }
+}

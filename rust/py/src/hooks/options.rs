@@ -1,0 +1,120 @@
+//! Options that a hook is registered with, as Python gives them.
+
+use ferrohook_core::{Phase, Placement};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyInt, PyString};
+
+use crate::error::{hook_type_error, type_name};
+
+/// A phase, from its name.
+pub struct PhaseName(pub Phase);
+
+impl<'py> FromPyObject<'_, 'py> for PhaseName {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let name = object.cast::<PyString>().map_err(|_| {
+            hook_type_error(
+                object.py(),
+                format!("phase is a str, got {}", type_name(&object)),
+            )
+        })?;
+        Phase::from_name(&name.to_cow()?).map(Self).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "unknown phase {:?}: expected one of {}",
+                name.to_string(),
+                Phase::ALL.map(Phase::name).join(", ")
+            ))
+        })
+    }
+}
+
+/// Reaction of a call to a hook's exception.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum OnError {
+    Raise,
+    Disable,
+    Ignore,
+}
+
+impl<'py> FromPyObject<'_, 'py> for OnError {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let name = object.cast::<PyString>().map_err(|_| {
+            hook_type_error(
+                object.py(),
+                format!("on_error is a str, got {}", type_name(&object)),
+            )
+        })?;
+        match &*name.to_cow()? {
+            "raise" => Ok(Self::Raise),
+            "disable" => Ok(Self::Disable),
+            "ignore" => Ok(Self::Ignore),
+            other => Err(PyValueError::new_err(format!(
+                "unknown on_error {other:?}: expected one of raise, disable, ignore"
+            ))),
+        }
+    }
+}
+
+/// A priority: an int, and no bool.
+#[derive(Clone, Copy)]
+pub struct Priority(pub i64);
+
+impl<'py> FromPyObject<'_, 'py> for Priority {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
+            return object.extract().map(Self).map_err(|_| {
+                PyValueError::new_err(format!(
+                    "priority lies between -2**63 and 2**63 - 1, got {}",
+                    *object
+                ))
+            });
+        }
+        Err(hook_type_error(
+            object.py(),
+            format!("priority is an int, got {}", type_name(&object)),
+        ))
+    }
+}
+
+impl Priority {
+    pub fn place(self, prepend: bool) -> Placement {
+        Placement {
+            priority: self.0,
+            prepend,
+        }
+    }
+}
+
+/// Options of one hook.
+#[derive(Clone, Copy)]
+pub struct Options {
+    pub with_kwargs: bool,
+    pub always_call: bool,
+    pub on_error: OnError,
+    /// Count the time spent in the hook.
+    pub timed: bool,
+}
+
+impl Options {
+    /// Whether a trace of the calls alone, without what happens when they fail, is true to these.
+    pub fn traceable(self) -> bool {
+        !self.always_call && self.on_error == OnError::Raise
+    }
+}
+
+impl From<OnError> for Options {
+    fn from(on_error: OnError) -> Self {
+        Self {
+            with_kwargs: false,
+            always_call: false,
+            on_error,
+            timed: false,
+        }
+    }
+}

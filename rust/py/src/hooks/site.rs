@@ -1,0 +1,120 @@
+//! A hook at its place in a call: its name in errors, and its `on_error`.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrohook_core::Entry;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use crate::error::type_name;
+use crate::hooks::hook::Hook;
+use crate::hooks::options::OnError;
+
+/// A hook whose turn it is.
+pub struct Site<'a, 'py> {
+    pub entry: &'a Entry<Hook>,
+    pub module: &'a Bound<'py, PyAny>,
+    /// Counts the hooks of the module that raised.
+    pub errors: &'a AtomicU64,
+}
+
+impl Site<'_, '_> {
+    fn py(&self) -> Python<'_> {
+        self.module.py()
+    }
+
+    /// Names hook, phase and module.
+    pub fn describe(&self) -> String {
+        let hook = self.entry.hook();
+        let named = hook.named(self.py());
+        let named = named.unwrap_or_else(|_| hook.object().bind(self.py()).clone());
+        let name = named
+            .getattr("__qualname__")
+            .and_then(|name| name.extract::<String>())
+            .unwrap_or_else(|_| format!("an instance of {}", type_name(&named)));
+        let module = self
+            .module
+            .call_method0("_get_name")
+            .and_then(|name| name.extract::<String>())
+            .unwrap_or_else(|_| type_name(self.module));
+        format!(
+            "the {} hook {name} (id {}) of {module}",
+            self.entry.phase(),
+            self.entry.id()
+        )
+    }
+
+    /// Puts the note on an exception that left the hook.
+    fn annotate(&self, error: &PyErr) {
+        let note = format!("ferrohook: raised by {}", self.describe());
+        // An exception class may forbid notes; the exception itself matters more.
+        let _ = error.value(self.py()).call_method1("add_note", (note,));
+    }
+
+    /// Applies the hook's `on_error` to its result; `None` where the call goes on without the hook.
+    pub fn apply_on_error<T>(&self, result: PyResult<Option<T>>) -> PyResult<Option<T>> {
+        let error = match result {
+            Ok(value) => return Ok(value),
+            Err(error) => error,
+        };
+        let py = self.py();
+        if self.entry.last() {
+            return Err(error);
+        }
+        self.annotate(&error);
+        // What is no Exception (KeyboardInterrupt, SystemExit) is not the hook's fault.
+        if !error.is_instance_of::<PyException>(py) {
+            return Err(error);
+        }
+        // Relaxed: a sum that orders nothing.
+        self.errors.fetch_add(1, Ordering::Relaxed);
+        let policy = self.entry.hook().options.on_error;
+        if policy == OnError::Raise {
+            return Err(error);
+        }
+        // Several threads may fail at once: one of them disables, and that one logs.
+        if policy == OnError::Disable && self.entry.disable() {
+            let message = format!("disabled {}: it raised", self.describe());
+            if let Err(unlogged) = log_error(py, &message, &error) {
+                unlogged.write_unraisable(py, None);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Says that a hook failed while another exception was on its way, which stays the one that
+    /// the caller gets.
+    pub fn warn_silenced(&self, error: &PyErr) {
+        let py = self.py();
+        let text = format!(
+            "{} raised {}, silenced as another exception was raised before",
+            self.describe(),
+            error
+                .value(py)
+                .repr()
+                .map_or_else(|_| "?".to_owned(), |repr| repr.to_string())
+        );
+        let warned = py
+            .import("warnings")
+            .and_then(|warnings| warnings.call_method1("warn", (text,)));
+        if let Err(error) = warned {
+            error.write_unraisable(py, None);
+        }
+    }
+}
+
+fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
+    static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let logger = LOGGER.get_or_try_init(py, || {
+        py.import("logging")?
+            .call_method1("getLogger", ("ferrohook",))
+            .map(Bound::unbind)
+    })?;
+    let kwargs = pyo3::types::PyDict::new(py);
+    kwargs.set_item("exc_info", error.value(py))?;
+    logger
+        .bind(py)
+        .call_method("error", ("%s", message), Some(&kwargs))?;
+    Ok(())
+}

@@ -1,0 +1,369 @@
+//! Detectors of the numbers in tensors: those that are none, and how the others are distributed.
+//!
+//! Tensors of floating point, complex ones included, are looked at, and no others. What the memory
+//! of a contiguous CPU tensor holds is read here, without the interpreter where that is much; for
+//! everything else torch computes the same, on its device and beside what that computes next.
+
+#![expect(
+    clippy::inline_always,
+    reason = "what calls it decides for which processors the loop is compiled"
+)]
+
+use std::collections::VecDeque;
+
+use ferrohook_statistics::{Float, Moments, NonFinite};
+use parking_lot::Mutex;
+use pyo3::PyClassInitializer;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::memory::{self, Memory, Numbers};
+use super::{NativeDetector, Shared, Statistics};
+use crate::cpython::invoke;
+use crate::hooks::native::Turn;
+use crate::torch::tensors;
+
+/// From this many numbers on letting go of the interpreter costs nothing beside reading them.
+const MANY: usize = 1 << 14;
+
+/// With so many awaited, those that are there are added.
+const MANY_AWAITED: usize = 64;
+
+/// With so many awaited, some are waited for: this bounds the memory.
+const MOST_AWAITED: usize = 1024;
+
+/// Finds infinities and what is no number.
+///
+/// `snapshot()` has `tensors` (how many were looked at), `affected` (how many had any), `nan` and
+/// `inf` (how many numbers were which).
+///
+/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
+/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
+/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
+/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct NonFiniteDetector;
+
+#[pymethods]
+impl NonFiniteDetector {
+    #[new]
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Found::default())
+    }
+}
+
+/// Keeps how the numbers in tensors are distributed.
+///
+/// `snapshot()` has `tensors` (how many were looked at), `count` (of finite numbers), their `mean`,
+/// `variance` (as `torch.var` has it), `rms`, `min` and `max` (None where there are too few), and
+/// `not_finite`, how many were left out as they are infinite or no number.
+///
+/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
+/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
+/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
+/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
+#[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
+pub struct NormDetector;
+
+#[pymethods]
+impl NormDetector {
+    #[new]
+    fn new() -> PyClassInitializer<Self> {
+        NativeDetector::with(Self, Norms::default())
+    }
+}
+
+/// Statistics that are sums over the numbers of tensors.
+trait OfElements: Statistics {
+    /// The function of `ferrohook.reductions` that computes them by torch.
+    const BY_TORCH: &str;
+
+    /// What it computes.
+    type Reduced: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr>;
+
+    /// Of one tensor.
+    fn of<T: Float>(values: &[T]) -> Self;
+
+    /// Of one tensor that torch has reduced.
+    fn of_reduced(reduced: Self::Reduced) -> Self;
+}
+
+#[derive(Clone, Default)]
+struct Found {
+    tensors: u64,
+    affected: u64,
+    numbers: NonFinite,
+}
+
+impl From<NonFinite> for Found {
+    fn from(numbers: NonFinite) -> Self {
+        Self {
+            tensors: 1,
+            affected: u64::from(numbers != NonFinite::default()),
+            numbers,
+        }
+    }
+}
+
+impl OfElements for Found {
+    const BY_TORCH: &str = "non_finite";
+    type Reduced = (u64, u64);
+
+    #[inline(always)]
+    fn of<T: Float>(values: &[T]) -> Self {
+        NonFinite::of(values).into()
+    }
+
+    fn of_reduced((nan, infinite): (u64, u64)) -> Self {
+        NonFinite { nan, infinite }.into()
+    }
+}
+
+impl Statistics for Found {
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+        observe(shared, turn)
+    }
+
+    fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+        settle(shared, py, true)
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.tensors += other.tensors;
+        self.affected += other.affected;
+        self.numbers.merge(&other.numbers);
+    }
+
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        into.set_item("tensors", self.tensors)?;
+        into.set_item("affected", self.affected)?;
+        into.set_item("nan", self.numbers.nan)?;
+        into.set_item("inf", self.numbers.infinite)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let NonFinite { nan, infinite } = self.numbers;
+        Ok((self.tensors, self.affected, nan, infinite)
+            .into_pyobject(py)?
+            .into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (tensors, affected, nan, infinite) = saved.extract()?;
+        Ok(Self {
+            tensors,
+            affected,
+            numbers: NonFinite { nan, infinite },
+        })
+    }
+}
+
+#[derive(Clone, Default)]
+struct Norms {
+    tensors: u64,
+    moments: Moments,
+}
+
+impl OfElements for Norms {
+    const BY_TORCH: &str = "moments";
+    type Reduced = (u64, f64, f64, f64, f64, u64);
+
+    #[inline(always)]
+    fn of<T: Float>(values: &[T]) -> Self {
+        Self {
+            tensors: 1,
+            moments: Moments::of(values),
+        }
+    }
+
+    fn of_reduced((count, mean, squares, min, max, not_finite): Self::Reduced) -> Self {
+        Self {
+            tensors: 1,
+            moments: Moments {
+                count,
+                mean,
+                squares,
+                min,
+                max,
+                not_finite,
+            },
+        }
+    }
+}
+
+impl Statistics for Norms {
+    fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
+        observe(shared, turn)
+    }
+
+    fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+        settle(shared, py, true)
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.tensors += other.tensors;
+        self.moments.merge(&other.moments);
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "a divisor may round")]
+    fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
+        let moments = &self.moments;
+        let count = moments.count as f64;
+        let any = |value: f64| (moments.count > 0).then_some(value);
+        into.set_item("tensors", self.tensors)?;
+        into.set_item("count", moments.count)?;
+        into.set_item("mean", any(moments.mean))?;
+        let variance = (moments.count > 1).then(|| moments.squares / (count - 1.0));
+        into.set_item("variance", variance)?;
+        let mean_square = moments.squares / count + moments.mean * moments.mean;
+        into.set_item("rms", any(mean_square.sqrt()))?;
+        into.set_item("min", any(moments.min))?;
+        into.set_item("max", any(moments.max))?;
+        into.set_item("not_finite", moments.not_finite)
+    }
+
+    fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let Moments {
+            count,
+            mean,
+            squares,
+            min,
+            max,
+            not_finite,
+        } = self.moments;
+        let moments = (count, mean, squares, min, max, not_finite);
+        Ok((self.tensors, moments).into_pyobject(py)?.into_any())
+    }
+
+    fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (tensors, reduced) = saved.extract()?;
+        Ok(Self {
+            tensors,
+            ..Self::of_reduced(reduced)
+        })
+    }
+}
+
+fn observe<S: OfElements>(shared: &Shared<S>, turn: &Turn<'_, '_>) -> PyResult<()> {
+    tensors::for_each_tensor(turn.value, &mut |tensor| look_at(shared, tensor))
+}
+
+fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = tensor.py();
+    if let Some(memory) = Memory::of(tensor, MANY)? {
+        shared.add(&read(py, &memory));
+        return Ok(());
+    }
+    let result = memory::reduce(S::BY_TORCH, tensor)?;
+    if result.is_none() {
+        return Ok(()); // no numbers of floating point
+    }
+    if let Ok(numbers) = result.cast::<PyTuple>() {
+        shared.add(&S::of_reduced(numbers.extract()?));
+    } else if shared.awaited.push(result.unbind()) >= MANY_AWAITED {
+        settle(shared, py, false)?;
+    }
+    Ok(())
+}
+
+impl<S: Statistics> Shared<S> {
+    fn add(&self, more: &S) {
+        self.statistics.lock().merge(more);
+    }
+}
+
+fn read<S: OfElements>(py: Python<'_>, memory: &Memory<'_>) -> S {
+    // SAFETY: no Rust reference to the memory is mutable. A thread that writes the tensor meanwhile,
+    // or resizes its storage, races with this as it would with torch's own kernels, which read
+    // without the interpreter too; that no thread does is asked of those who call a model.
+    let numbers = unsafe { memory.numbers() };
+    if memory.count() >= MANY {
+        invoke::detached(py, || reduce(numbers))
+    } else {
+        reduce(numbers)
+    }
+}
+
+fn reduce<S: OfElements>(numbers: Numbers<'_>) -> S {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has the instructions.
+        return unsafe { reduce_by_avx2(numbers) };
+    }
+    reduce_by_any(numbers)
+}
+
+/// The same compiled for vectors twice as wide as those that each processor has.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn reduce_by_avx2<S: OfElements>(numbers: Numbers<'_>) -> S {
+    reduce_by_any(numbers)
+}
+
+#[inline(always)]
+fn reduce_by_any<S: OfElements>(numbers: Numbers<'_>) -> S {
+    match numbers {
+        Numbers::F32(values) => S::of(values),
+        Numbers::F64(values) => S::of(values),
+        Numbers::F16(values) => S::of(values),
+        Numbers::Bf16(values) => S::of(values),
+    }
+}
+
+/// Results that devices were asked for, the oldest first: objects of `ferrohook.reductions`, which
+/// know whether theirs is there. Not shown to the garbage collector: they hold nothing that could be
+/// part of a cycle.
+#[derive(Default)]
+pub struct Awaited(Mutex<Waiting>);
+
+#[derive(Default)]
+struct Waiting {
+    serial: u64,
+    results: VecDeque<(u64, Py<PyAny>)>,
+}
+
+impl Awaited {
+    /// Notes one more; how many there are.
+    fn push(&self, result: Py<PyAny>) -> usize {
+        let mut waiting = self.0.lock();
+        waiting.serial += 1;
+        let serial = waiting.serial;
+        waiting.results.push_back((serial, result));
+        waiting.results.len()
+    }
+
+    fn list(&self, py: Python<'_>) -> Vec<(u64, Py<PyAny>)> {
+        let waiting = self.0.lock();
+        let results = waiting.results.iter();
+        results
+            .map(|(serial, result)| (*serial, result.clone_ref(py)))
+            .collect()
+    }
+}
+
+/// Adds the results that are there, or waits for all.
+///
+/// Each stays in the list until it is added, so that whoever reads meanwhile waits for it too.
+fn settle<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyResult<()> {
+    let results = shared.awaited.list(py);
+    let too_many = results.len() >= MOST_AWAITED;
+    for (number, (serial, result)) in results.into_iter().enumerate() {
+        let result = result.bind(py);
+        let wait = wait || too_many && number < MOST_AWAITED / 2;
+        let numbers = result.call_method1(intern!(py, "numbers"), (wait,))?;
+        if numbers.is_none() {
+            break;
+        }
+        let more = S::of_reduced(numbers.extract()?);
+        let mut waiting = shared.awaited.0.lock();
+        // Unless another thread was first.
+        if let Some(at) = waiting.results.iter().position(|(each, _)| *each == serial) {
+            let removed = waiting.results.remove(at);
+            shared.add(&more);
+            drop(waiting);
+            drop(removed);
+        }
+    }
+    Ok(())
+}

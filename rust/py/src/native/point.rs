@@ -1,0 +1,154 @@
+//! Hooks of hook points: native around a Python callable of another form than PyTorch's.
+
+use std::sync::OnceLock;
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyTuple;
+
+use crate::attach::instrumenting::registry_of;
+use crate::contexts::scope::ScopeArg;
+use crate::cpython::dict::instance_dict;
+use crate::cpython::invoke;
+use crate::hooks::handle::HookHandle;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::options::{OnError, PhaseName, Priority};
+
+/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
+/// it was added.
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
+pub struct PointHook {
+    user_hook: Py<PyAny>,
+    is_permanent: bool,
+    context_level: Option<Py<PyAny>>,
+    aliases: Option<Py<PyAny>>,
+    /// Once it is registered.
+    handle: OnceLock<Py<HookHandle>>,
+}
+
+#[pymethods]
+impl PointHook {
+    #[new]
+    #[pyo3(signature = (user_hook, is_permanent = false, context_level = None, aliases = None))]
+    fn new(
+        user_hook: Py<PyAny>,
+        is_permanent: bool,
+        context_level: Option<Py<PyAny>>,
+        aliases: Option<Py<PyAny>>,
+    ) -> (Self, NativeHook) {
+        let hook = Self {
+            user_hook,
+            is_permanent,
+            context_level,
+            aliases,
+            handle: OnceLock::new(),
+        };
+        (hook, NativeHook::of::<Self>())
+    }
+
+    /// What was added.
+    #[getter]
+    fn user_hook<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.user_hook.bind(py)
+    }
+
+    /// Whether it stays when hooks are removed, unless permanent ones are asked for.
+    #[getter]
+    fn is_permanent(&self) -> bool {
+        self.is_permanent
+    }
+
+    /// How many `hooks` contexts were open around it, its own included; None for what was added
+    /// without.
+    #[getter]
+    fn context_level<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.context_level.as_ref()?.bind(py))
+    }
+
+    /// The names that it is called under, in place of the point's own.
+    #[getter]
+    fn _aliases<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.aliases.as_ref()?.bind(py))
+    }
+
+    /// The registry's handle: removes, disables and describes the hook. A removed one until there
+    /// is one.
+    #[getter]
+    fn hook<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, HookHandle>> {
+        static NOT_YET: PyOnceLock<Py<HookHandle>> = PyOnceLock::new();
+        let handle = match self.handle.get() {
+            Some(handle) => handle,
+            None => NOT_YET.get_or_try_init(py, || {
+                Py::new(py, HookHandle::none(py, PhaseName(Phase::Forward))?)
+            })?,
+        };
+        Ok(handle.bind(py))
+    }
+
+    /// Tells it its handle, once.
+    #[pyo3(name = "_registered")]
+    pub fn registered(&self, handle: Py<HookHandle>) {
+        let _ = self.handle.set(handle);
+    }
+
+    // No `__clear__`: the hook never changes, so a cycle through it has another edge to cut.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.user_hook)?;
+        visit.call(&self.context_level)?;
+        visit.call(&self.aliases)
+    }
+}
+
+impl Native for PointHook {
+    /// Only what hears the point's own name: Python sees to aliases and gradients.
+    fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
+        phase == Phase::Forward && slf.get().aliases.is_none()
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        static KEYWORDS: PyOnceLock<Py<PyTuple>> = PyOnceLock::new();
+        let py = slf.py();
+        let point = turn.module;
+        let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
+        let result = if conversion.is_some_and(|conversion| !conversion.is_none()) {
+            // In another layout, which Python sees to.
+            invoke::call(slf.as_any(), [point, turn.args.as_any(), turn.value])?
+        } else {
+            let keywords = KEYWORDS.get_or_try_init(py, || {
+                PyTuple::new(py, [intern!(py, "hook")]).map(Bound::unbind)
+            })?;
+            let user_hook = slf.get().user_hook.bind(py);
+            invoke::call_with_keyword(user_hook, turn.value, keywords.bind(py), point)?
+        };
+        Ok((!result.is_none()).then_some(result))
+    }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced::plain(slf.as_any().clone(), false)))
+    }
+}
+
+/// Registers hooks of hook points, (point, hook) each, for one phase and scope.
+///
+/// Raises:
+///     HookError: a module is not instrumented, or the scope was left; those before it are
+///         registered.
+#[pyfunction]
+pub fn register_all(
+    py: Python<'_>,
+    hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PointHook>)>,
+    phase: PhaseName,
+    scope: ScopeArg<'_>,
+) -> PyResult<()> {
+    for (point, hook) in &hooks {
+        let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
+        let registry = registry_of(point)?;
+        let registry = registry.get();
+        let handle = registry.register(phase.0, hook.as_any(), placement, options, Some(&scope))?;
+        hook.get().registered(Py::new(py, handle)?);
+    }
+    Ok(())
+}

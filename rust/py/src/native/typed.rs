@@ -1,0 +1,127 @@
+//! Typed hooks: native around a Python callable.
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyTuple, PyType};
+
+use crate::cpython::invoke;
+use crate::error::{hook_type_error, type_name};
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::options::PhaseName;
+use crate::torch;
+
+/// The base of the typed hooks: a callback and the phase that its class belongs to.
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
+pub struct TypedHook {
+    phase: Phase,
+    callback: Py<PyAny>,
+}
+
+#[pymethods]
+impl TypedHook {
+    #[new]
+    #[pyo3(text_signature = "(phase, fn, /)")]
+    fn new(py: Python<'_>, phase: PhaseName, r#fn: Py<PyAny>) -> PyResult<(Self, NativeHook)> {
+        let callback = r#fn.bind(py);
+        if !callback.is_callable() {
+            return Err(hook_type_error(
+                py,
+                format!(
+                    "a typed {} hook wraps a callable, got {}",
+                    phase.0,
+                    type_name(callback)
+                ),
+            ));
+        }
+        let hook = Self {
+            phase: phase.0,
+            callback: r#fn,
+        };
+        Ok((hook, NativeHook::of::<Self>()))
+    }
+
+    /// The callback.
+    #[getter]
+    fn r#fn<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.callback.bind(py)
+    }
+
+    /// The phase that hooks of this type are registered for.
+    #[getter]
+    fn phase(&self) -> &'static str {
+        self.phase.name()
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let callback = slf.get().callback.bind(slf.py()).repr()?;
+        Ok(format!("{}({callback})", type_name(slf)))
+    }
+
+    /// Copies and pickles as its class called with the callback.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (Bound<'py, PyAny>,)) {
+        let callback = slf.get().callback.bind(slf.py()).clone();
+        (slf.get_type(), (callback,))
+    }
+
+    // No `__clear__`: the callback never changes, so a cycle through it has another edge to cut
+    // (a function's closure, an object's attributes).
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.callback)
+    }
+}
+
+impl Native for TypedHook {
+    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
+        Some(slf.get().phase)
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let callback = slf.get().callback.bind(slf.py());
+        let input = turn.input();
+        let result = match (turn.phase, turn.grad_output) {
+            (Phase::ForwardPre, _) => {
+                let result = invoke::call(callback, [&input])?;
+                return input_of(turn, result).map(Some);
+            }
+            (Phase::Forward, _) => invoke::call(callback, [&input, turn.value])?,
+            (_, Some(grad_output)) => invoke::call(callback, [turn.value, grad_output])?,
+            (_, None) => invoke::call(callback, [turn.value])?,
+        };
+        if result.is_none() {
+            return Ok(None);
+        }
+        Err(turn.type_error("observes and returns None", &result))
+    }
+
+    fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
+        slf.get().callback.bind(slf.py()).clone()
+    }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            callback: Self::named(slf),
+            kind: "typed",
+            with_kwargs: false,
+            faithful: true,
+        }))
+    }
+}
+
+/// The arguments that a `ForwardPreHook` returned, if they have the call's shape.
+fn input_of<'py>(turn: &Turn<'_, 'py>, result: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let arity = turn.args.len();
+    if let Ok(args) = result.cast::<PyTuple>() {
+        if args.len() == arity {
+            return Ok(result);
+        }
+    } else if arity == 1 && torch::is_tensor(&result)? {
+        return Ok(PyTuple::new(result.py(), [&result])?.into_any());
+    }
+    let expected = if arity == 1 {
+        "returns a tensor or a tuple of one".to_owned()
+    } else {
+        format!("returns a tuple of {arity}, as many as the call has arguments")
+    };
+    Err(turn.type_error(&expected, &result))
+}

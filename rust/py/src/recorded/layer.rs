@@ -1,0 +1,120 @@
+//! `RecordedLayerBase`: the native hook that records a layer for the calls of its model.
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::contexts::current::Scopes;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::recorded::call::{Call, innermost};
+use crate::recorded::installation::InstallationBase;
+
+/// One key that a layer is recorded for.
+#[derive(FromPyObject)]
+pub struct Task {
+    /// Its place among the keys of the installation.
+    pub key: usize,
+    /// The item of a tuple that is recorded.
+    pub index: isize,
+    /// For hidden states alone: whether they begin with what the first layer took.
+    pub initial: Option<bool>,
+}
+
+/// The native half of a `RecordedLayer`: a hook of a recorded layer, behind all others. In the phase
+/// `forward_pre` for a layer with other recorded ones inside.
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
+pub struct RecordedLayerBase {
+    installation: Py<InstallationBase>,
+    pub tasks: Vec<Task>,
+}
+
+/// The call that a layer runs for.
+enum Owner<'py> {
+    Call(Bound<'py, Call>),
+    /// One of another model, or one that nobody records.
+    Other,
+    /// The context has none: Python looks for it.
+    Unknown,
+}
+
+#[pymethods]
+impl RecordedLayerBase {
+    #[new]
+    #[pyo3(signature = (installation, tasks, *_others, **_options))]
+    fn new(
+        installation: Py<InstallationBase>,
+        tasks: Vec<Task>,
+        _others: &Bound<'_, PyTuple>,
+        _options: Option<&Bound<'_, PyDict>>,
+    ) -> (Self, NativeHook) {
+        let layer = Self {
+            installation,
+            tasks,
+        };
+        (layer, NativeHook::of::<Self>())
+    }
+
+    /// The installation that it is part of.
+    #[getter]
+    fn installation<'py>(&self, py: Python<'py>) -> &Bound<'py, InstallationBase> {
+        self.installation.bind(py)
+    }
+
+    // No `__clear__`: it never changes, so a cycle through it has another edge to cut.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.installation)
+    }
+}
+
+impl RecordedLayerBase {
+    fn owner<'py>(&self, py: Python<'py>) -> PyResult<Owner<'py>> {
+        if !self.installation.get().watched() {
+            return Ok(Owner::Other);
+        }
+        let Some(call) = innermost(py, &Scopes::default())? else {
+            return Ok(Owner::Unknown);
+        };
+        Ok(match call.get().installation(py) {
+            Some(installation) if installation.is(&self.installation) => Owner::Call(call),
+            _ => Owner::Other,
+        })
+    }
+}
+
+impl Native for RecordedLayerBase {
+    const LAST: bool = true;
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = slf.py();
+        let kwargs = || turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
+        match (turn.phase, slf.get().owner(py)?) {
+            (Phase::Forward, Owner::Call(call)) => {
+                call.get().record(slf, turn.args, turn.kwargs, turn.value)?;
+            }
+            (Phase::Forward, Owner::Unknown) => {
+                let arguments = (turn.module, turn.args, kwargs(), turn.value);
+                slf.call_method1(intern!(py, "end"), arguments)?;
+            }
+            (Phase::ForwardPre, Owner::Unknown) => {
+                let arguments = (turn.module, turn.args, kwargs());
+                slf.call_method1(intern!(py, "begin"), arguments)?;
+            }
+            _ => {}
+        }
+        Ok(None)
+    }
+
+    // An eager call's outputs are recorded by the native call.
+    fn traced<'py>(slf: &Bound<'py, Self>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        if phase != Phase::Forward {
+            return Ok(None);
+        }
+        let owner = slf.get().owner(slf.py())?;
+        Ok(Some(Traced {
+            faithful: !matches!(owner, Owner::Call(_)),
+            ..Traced::plain(slf.as_any().clone(), true)
+        }))
+    }
+}

@@ -1,0 +1,247 @@
+//! Inline caches of a call's way to `forward`, guarded by CPython's version tags.
+
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+
+use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFunction, PyType};
+
+use crate::cpython::dict::none_or_empty;
+use crate::cpython::dict_version::{DictGuard, DictVersion, VERSIONS};
+use crate::torch::{Torch, plain_class};
+
+/// Inline cache for calls of the instances of one class.
+///
+/// CPython gives a class (its bases included) a new version tag when it changes, and never the same
+/// tag twice: an equal tag means that looking up again would find the same.
+#[pyclass(frozen, module = "ferrohook._core")]
+#[derive(Default)]
+pub struct CallCache {
+    /// One entry for each version of the class, in order. When all are used, nothing is cached any
+    /// more.
+    examined: [OnceLock<CachedClass>; 4],
+    latest: AtomicUsize,
+}
+
+/// A class whose `forward` is a plain function.
+pub struct CachedClass {
+    version: u32,
+    pub forward: Py<PyFunction>,
+    /// Whether `__call__` is `nn.Module`'s.
+    pub calls_forward: bool,
+    /// Whether it is for the class that an instrumented module had before.
+    called_by_torch: bool,
+    /// Whether `_call_impl` is, there.
+    call_impl_by_torch: bool,
+}
+
+impl CallCache {
+    /// The entry for `class` as it is now.
+    pub fn get(&self, torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<&CachedClass>> {
+        // Acquire pairs with the release below.
+        let latest = self.latest.load(Ordering::Acquire);
+        let mut free = latest;
+        if let Some(plain) = self.examined[latest].get() {
+            if plain.version == version(class) {
+                return Ok(Some(plain));
+            }
+            free = latest + 1;
+        }
+        self.examine(torch, class, free)
+    }
+
+    #[cold]
+    fn examine(
+        &self,
+        torch: &Torch,
+        class: &Bound<'_, PyType>,
+        free: usize,
+    ) -> PyResult<Option<&CachedClass>> {
+        let Some(slot) = self.examined.get(free) else {
+            return Ok(None);
+        };
+        let Some(plain) = CachedClass::examine(torch, class)? else {
+            return Ok(None);
+        };
+        let plain = slot.get_or_init(|| plain);
+        self.latest.fetch_max(free, Ordering::Release);
+        // Another thread may have examined another version.
+        Ok((plain.version == version(class)).then_some(plain))
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut examined = self.examined.iter().filter_map(OnceLock::get);
+        examined.try_for_each(|plain| visit.call(&plain.forward))
+    }
+}
+
+#[pymethods]
+impl CallCache {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.traverse(&visit)
+    }
+}
+
+impl CachedClass {
+    /// Whether nothing but `nn.Module`'s own methods stands between a call of the module, or of its
+    /// `_call_impl`, and `forward`.
+    pub fn by_torch(&self, through_call: bool) -> bool {
+        if through_call {
+            self.called_by_torch
+        } else {
+            self.call_impl_by_torch
+        }
+    }
+
+    fn examine(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
+        let py = class.py();
+        let getattribute = class.getattr(intern!(py, "__getattribute__"))?;
+        let version_before = version(class);
+        if !getattribute.is(&torch.plain_getattribute) {
+            return Ok(None);
+        }
+        let plain = plain_class(class)?;
+        let called_by_torch = calls_forward(torch, &plain)?;
+        let call_impl_by_torch = has_call_impl(torch, &plain)?;
+        let calls_forward = calls_forward(torch, class)?;
+        let forward = raw_attribute(class, "forward")?;
+        Ok(match forward.map(Bound::cast_into::<PyFunction>) {
+            // 0 is the tag of a class that has none.
+            Some(Ok(forward)) if version_before != 0 && version_before == version(class) => {
+                Some(Self {
+                    version: version_before,
+                    forward: forward.unbind(),
+                    calls_forward,
+                    called_by_torch,
+                    call_impl_by_torch,
+                })
+            }
+            _ => None,
+        })
+    }
+}
+
+/// Whether instances of the class are called by `nn.Module`'s own methods.
+pub fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
+    let call = class.getattr(intern!(class.py(), "__call__"))?;
+    Ok(call.is(&torch.module_call) && has_call_impl(torch, class)?)
+}
+
+fn has_call_impl(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
+    let call_impl = class.getattr(intern!(class.py(), "_call_impl"))?;
+    Ok(call_impl.is(&torch.module_call_impl))
+}
+
+/// The attribute of the class or the nearest of its bases that has it, unbound.
+fn raw_attribute<'py>(
+    class: &Bound<'py, PyType>,
+    name: &str,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    for base in class.mro() {
+        let namespace = base.getattr(intern!(class.py(), "__dict__"))?;
+        if namespace.contains(name)? {
+            return namespace.get_item(name).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+/// CPython's version tag of a class; 0 where it has none.
+fn version(class: &Bound<'_, PyType>) -> u32 {
+    // SAFETY: a `PyTypeObject` is alive behind `class`, and other threads only ever access the
+    // aligned field as one word.
+    let version = unsafe { AtomicU32::from_ptr(&raw mut (*class.as_type_ptr()).tp_version_tag) };
+    // Relaxed: a class changed on another thread without synchronisation may be seen as it was.
+    version.load(Ordering::Relaxed)
+}
+
+/// The way of a call, by the module's instance dict and torch's own dicts.
+pub enum Route {
+    /// `nn.Module.__call__` would do nothing but call the class's `forward`.
+    Forward,
+    /// The same with a `forward` that somebody put into the instance dict.
+    OwnForward,
+    /// There is more to do.
+    More,
+}
+
+impl Route {
+    fn of(empty: bool, own_forward: bool) -> Self {
+        match (empty, own_forward) {
+            (false, _) => Self::More,
+            (true, false) => Self::Forward,
+            (true, true) => Self::OwnForward,
+        }
+    }
+}
+
+/// Inline cache for calls of one module, valid while its instance dict does not change.
+#[derive(Default)]
+pub struct InstanceCache {
+    guard: DictGuard,
+    /// The dicts of torch's hooks, and whatever else was neither missing nor None. The instance dict
+    /// keeps them alive.
+    present: [AtomicPtr<ffi::PyObject>; 4],
+    own_forward: AtomicBool,
+}
+
+// Relaxed: under the GIL; without it no dict is ever known to be as it was.
+impl InstanceCache {
+    pub fn route(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Route> {
+        let py = state.py();
+        let mut global = torch.global_hooks.iter();
+        if !global.all(|hooks| hooks.bind(py).is_empty())
+            || !torch
+                .trace_map
+                .missing_or_empty(torch.trace_globals.bind(py))?
+        {
+            return Ok(Route::More);
+        }
+        if !self.guard.holds(state) {
+            return self.look(torch, state);
+        }
+        let empty = self.present.iter().all(|value| {
+            let value = value.load(Ordering::Relaxed);
+            // SAFETY: the dict, which is as it was, keeps it alive.
+            let value = unsafe { Borrowed::from_ptr_or_opt(py, value) };
+            value.is_none_or(|value| none_or_empty(&value))
+        });
+        Ok(Route::of(empty, self.own_forward.load(Ordering::Relaxed)))
+    }
+
+    fn look(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Route> {
+        let now = DictVersion::of(state);
+        let replaced = [&torch.compiled_call, &torch.own_call_impl];
+        let mut present = [ptr::null_mut(); 4];
+        let mut places = present.iter_mut();
+        let (mut empty, mut fits) = (true, true);
+        for variable in torch.module_hooks.iter().chain(replaced) {
+            let Some(value) = variable.get(state)?.filter(|value| !value.is_none()) else {
+                continue;
+            };
+            empty &= none_or_empty(&value);
+            match places.next() {
+                Some(place) => *place = value.as_ptr(),
+                None => fits = false,
+            }
+        }
+        let own_forward = !torch.own_forward.missing_or_empty(state)?;
+        if VERSIONS && fits {
+            self.guard.set(&now);
+            for (place, value) in self.present.iter().zip(present) {
+                place.store(value, Ordering::Relaxed);
+            }
+            self.own_forward.store(own_forward, Ordering::Relaxed);
+        }
+        Ok(Route::of(empty, own_forward))
+    }
+}

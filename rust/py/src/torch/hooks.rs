@@ -1,0 +1,176 @@
+//! Torch's own hooks: those in its dicts.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+
+use crate::torch::Torch;
+
+/// A hook from one of torch's dicts.
+pub struct TorchHook<'py> {
+    pub callback: Bound<'py, PyAny>,
+    pub with_kwargs: bool,
+    pub always_call: bool,
+}
+
+impl TorchHook<'_> {
+    /// The warning of `nn.Module` where an `always_call` hook fails after something else did.
+    pub fn warn_silenced(&self, error: &PyErr) {
+        let py = self.callback.py();
+        let text = format!(
+            "forward hook with ``always_call=True`` raised an exception that was silenced as \
+             another error was raised in forward: {error}"
+        );
+        let warned = py
+            .import("warnings")
+            .and_then(|warnings| warnings.call_method1("warn", (text,)));
+        if let Err(error) = warned {
+            error.write_unraisable(py, None);
+        }
+    }
+}
+
+/// The hooks that torch's dicts hold for one module, whose instance dict this is, read when their
+/// phase begins: those for all modules go ahead of its own.
+pub struct TorchHooks<'py>(Option<Bound<'py, PyDict>>);
+
+/// Torch's backward hooks for one call.
+#[derive(Default)]
+pub struct TorchBackward<'py> {
+    pub pre: Vec<Bound<'py, PyAny>>,
+    pub full: Vec<Bound<'py, PyAny>>,
+    /// Of the deprecated kind, which hangs on the autograd node that made the output.
+    pub non_full: Vec<Bound<'py, PyAny>>,
+}
+
+impl<'py> TorchHooks<'py> {
+    /// None: the target runs them by itself.
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// Those of the module whose instance dict is `state`.
+    pub fn of(state: Bound<'py, PyDict>) -> Self {
+        Self(Some(state))
+    }
+
+    pub fn any(&self) -> bool {
+        self.0.is_some()
+    }
+
+    pub fn forward_pre(&self) -> PyResult<Vec<TorchHook<'py>>> {
+        let Some(state) = &self.0 else {
+            return Ok(Vec::new());
+        };
+        let torch = Torch::get(state.py())?;
+        let hooks = torch.hooks_in(state, FORWARD_PRE)?.into_iter();
+        hooks
+            .map(|(id, callback)| {
+                Ok(TorchHook {
+                    with_kwargs: lists(state, "_forward_pre_hooks_with_kwargs", &id)?,
+                    always_call: false,
+                    callback,
+                })
+            })
+            .collect()
+    }
+
+    pub fn forward(&self) -> PyResult<Vec<TorchHook<'py>>> {
+        let Some(state) = &self.0 else {
+            return Ok(Vec::new());
+        };
+        let torch = Torch::get(state.py())?;
+        let global = torch.module.bind(state.py()).dict();
+        let hooks = torch.hooks_in(state, FORWARD)?.into_iter();
+        hooks
+            .map(|(id, callback)| {
+                Ok(TorchHook {
+                    with_kwargs: lists(state, "_forward_hooks_with_kwargs", &id)?
+                        || lists(&global, "_global_forward_hooks_with_kwargs", &id)?,
+                    always_call: lists(state, "_forward_hooks_always_called", &id)?
+                        || lists(&global, "_global_forward_hooks_always_called", &id)?,
+                    callback,
+                })
+            })
+            .collect()
+    }
+
+    pub fn backward(&self) -> PyResult<TorchBackward<'py>> {
+        let Some(state) = &self.0 else {
+            return Ok(TorchBackward::default());
+        };
+        let py = state.py();
+        let torch = Torch::get(py)?;
+        let mut hooks = TorchBackward::default();
+        let pre = torch.hooks_in(state, BACKWARD_PRE)?;
+        hooks.pre = pre.into_iter().map(|(_, hook)| hook).collect();
+        let global = torch.global_hooks[BACKWARD].bind(py).clone();
+        let own = dict_in(state, torch.module_hooks[BACKWARD].name.bind(py))?;
+        let is_full = [
+            torch
+                .module
+                .bind(py)
+                .dict()
+                .get_item("_global_is_full_backward_hook")?,
+            state.get_item("_is_full_backward_hook")?,
+        ];
+        for (dict, is_full) in [Some(global), own].into_iter().zip(is_full) {
+            let non_full = is_full.is_some_and(|full| full.is(PyBool::new(py, false)));
+            let kind = if non_full {
+                &mut hooks.non_full
+            } else {
+                &mut hooks.full
+            };
+            kind.extend(dict.iter().flat_map(PyDictMethods::values));
+        }
+        Ok(hooks)
+    }
+}
+
+/// The places of the kinds of hooks in [`Torch::global_hooks`] and [`Torch::module_hooks`].
+const FORWARD: usize = 0;
+const FORWARD_PRE: usize = 1;
+const BACKWARD: usize = 2;
+const BACKWARD_PRE: usize = 3;
+
+impl Torch {
+    /// The (id, hook) pairs of a kind, for the module whose instance dict is `state`.
+    fn hooks_in<'py>(
+        &self,
+        state: &Bound<'py, PyDict>,
+        kind: usize,
+    ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        let global = self.global_hooks[kind].bind(state.py()).clone();
+        let own = dict_in(state, self.module_hooks[kind].name.bind(state.py()))?;
+        let dicts = [Some(global), own].into_iter().flatten();
+        dicts
+            .flat_map(|dict| dict.items())
+            .map(|item| item.extract())
+            .collect()
+    }
+}
+
+/// Whether the dict that `namespace` has under `name` has `id`.
+fn lists(namespace: &Bound<'_, PyDict>, name: &str, id: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let ids = dict_in(namespace, PyString::new(namespace.py(), name).as_any())?;
+    ids.map_or(Ok(false), |ids| ids.contains(id))
+}
+
+fn dict_in<'py>(
+    namespace: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyAny>,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let found = namespace.get_item(name)?;
+    Ok(found.and_then(|found| found.cast_into().ok()))
+}
+
+/// Hangs torch's deprecated backward hooks on the autograd node that made the output.
+pub fn hook_non_full<'py>(
+    module: &Bound<'py, PyAny>,
+    hooks: &[Bound<'py, PyAny>],
+    args: &Bound<'py, PyTuple>,
+    output: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let backward = module.py().import("ferrohook.backward")?;
+    backward.call_method1("hook_non_full", (module, hooks, args, output))?;
+    Ok(())
+}

@@ -1,0 +1,118 @@
+//! torch, as far as this crate knows it. Imported at first use: the extension itself needs no torch.
+//!
+//! Nothing that can change is relied on from one call to the next. Changes that another library makes
+//! to the module's hook dicts, to torch's global ones, to `forward` on the instance or the class, or
+//! to `nn.Module.__call__` are seen by the next call.
+
+pub mod cache;
+pub mod hooks;
+pub mod target;
+pub mod tensors;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyModule, PyType};
+
+use crate::cpython::dict::{Variable, instance_dict};
+
+pub struct Torch {
+    /// `torch.nn.modules.module`.
+    module: Py<PyModule>,
+    /// `nn.Module.__call__` as torch defines it, and what that calls.
+    module_call: Py<PyAny>,
+    module_call_impl: Py<PyAny>,
+    /// `object.__getattribute__`.
+    plain_getattribute: Py<PyAny>,
+    /// The dicts of hooks for all modules, which torch changes in place.
+    global_hooks: [Py<PyDict>; 4],
+    /// The hooks of one module, in its instance dict.
+    module_hooks: [Variable; 4],
+    /// The attribute that `nn.Module.compile` sets in the instance dict.
+    compiled_call: Variable,
+    /// One that somebody may have put into the instance dict in place of the class's.
+    own_call_impl: Variable,
+    /// A `forward` that somebody put into the instance dict.
+    own_forward: Variable,
+    /// A module's children.
+    children: Variable,
+    /// The variables of `torch.jit._trace`, and the one that is set while it traces.
+    trace_globals: Py<PyDict>,
+    trace_map: Variable,
+    tensor: Py<PyAny>,
+    is_grad_enabled: Py<PyAny>,
+}
+
+impl Torch {
+    fn get(py: Python<'_>) -> PyResult<&'static Self> {
+        static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+        TORCH.get_or_try_init(py, || {
+            let module = py.import("torch.nn.modules.module")?;
+            let torch = py.import("torch")?;
+            let global = |name| -> PyResult<_> { Ok(module.getattr(name)?.cast_into()?.unbind()) };
+            let example = instance_dict(&module.getattr("Module")?.call0()?)?;
+            let trace_globals = py.import("torch.jit._trace")?.dict();
+            Ok(Self {
+                module: module.clone().unbind(),
+                module_call: module.getattr("Module")?.getattr("__call__")?.unbind(),
+                module_call_impl: module.getattr("Module")?.getattr("_call_impl")?.unbind(),
+                plain_getattribute: py.get_type::<PyAny>().getattr("__getattribute__")?.unbind(),
+                global_hooks: [
+                    global("_global_forward_hooks")?,
+                    global("_global_forward_pre_hooks")?,
+                    global("_global_backward_hooks")?,
+                    global("_global_backward_pre_hooks")?,
+                ],
+                module_hooks: [
+                    "_forward_hooks",
+                    "_forward_pre_hooks",
+                    "_backward_hooks",
+                    "_backward_pre_hooks",
+                ]
+                .map(|name| Variable::like_in(&example, name)),
+                compiled_call: Variable::like_in(&example, "_compiled_call_impl"),
+                own_call_impl: Variable::like_in(&example, "_call_impl"),
+                own_forward: Variable::like_in(&example, "forward"),
+                children: Variable::like_in(&example, "_modules"),
+                trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
+                trace_globals: trace_globals.unbind(),
+                tensor: torch.getattr("Tensor")?.unbind(),
+                is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
+            })
+        })
+    }
+}
+
+/// The class that the modules of an instrumented class had before; any other class itself.
+pub fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
+    match class.getattr_opt(intern!(class.py(), "_made_from"))? {
+        Some(bases) => Ok(bases.get_item(1)?.cast_into()?),
+        None => Ok(class.clone()),
+    }
+}
+
+/// What a module whose instance dict is `state` has as its children; None for one that keeps them
+/// elsewhere.
+pub fn children<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let children = Torch::get(state.py())?.children.get(state)?;
+    Ok(children.and_then(|children| children.cast_into().ok()))
+}
+
+/// Whether `value` is a `torch.Tensor`.
+pub fn is_tensor(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    value.is_instance(Torch::get(value.py())?.tensor.bind(value.py()))
+}
+
+/// Whether this thread records gradients.
+pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
+    Torch::get(py)?
+        .is_grad_enabled
+        .bind(py)
+        .call0()?
+        .is_truthy()
+}
+
+/// What a call returns that a capture has ended.
+pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    py.import("ferrohook.activations")?.getattr("STOPPED")
+}

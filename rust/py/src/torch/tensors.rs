@@ -1,0 +1,171 @@
+//! Tensors, and structures of them: tuples, lists, dicts and dataclasses.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
+
+use crate::torch::is_tensor;
+
+/// Structures below this depth are leaves.
+const DEEPEST: usize = 64;
+
+/// One level of a structure.
+enum Structure<'py> {
+    Tensor,
+    Tuple(Bound<'py, PyTuple>),
+    List(Bound<'py, PyList>),
+    Dict(Bound<'py, PyDict>),
+    /// With the names of the fields that it has.
+    Dataclass(Vec<Bound<'py, PyString>>),
+    Leaf,
+}
+
+impl<'py> Structure<'py> {
+    fn of(value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Self> {
+        if is_tensor(value)? {
+            return Ok(Self::Tensor);
+        }
+        if depth > DEEPEST {
+            return Ok(Self::Leaf);
+        }
+        if let Ok(tuple) = value.cast::<PyTuple>() {
+            return Ok(Self::Tuple(tuple.clone()));
+        }
+        if let Ok(list) = value.cast::<PyList>() {
+            return Ok(Self::List(list.clone()));
+        }
+        if let Ok(dict) = value.cast::<PyDict>() {
+            return Ok(Self::Dict(dict.clone()));
+        }
+        let fields = value.getattr_opt(intern!(value.py(), "__dataclass_fields__"))?;
+        let Some(fields) = fields.filter(|_| !value.is_instance_of::<PyType>()) else {
+            return Ok(Self::Leaf);
+        };
+        let mut names = Vec::new();
+        for name in fields.try_iter()? {
+            let name = name?.cast_into::<PyString>()?;
+            if value.hasattr(&name)? {
+                names.push(name);
+            }
+        }
+        Ok(Self::Dataclass(names))
+    }
+
+    fn items(&self, value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        match self {
+            Self::Tensor | Self::Leaf => Ok(Vec::new()),
+            Self::Tuple(tuple) => Ok(tuple.iter().collect()),
+            Self::List(list) => Ok(list.iter().collect()),
+            Self::Dict(dict) => Ok(dict.values().iter().collect()),
+            Self::Dataclass(names) => names.iter().map(|name| value.getattr(name)).collect(),
+        }
+    }
+
+    /// The same structure around other items.
+    fn with_items(
+        &self,
+        value: &Bound<'py, PyAny>,
+        items: Vec<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = value.py();
+        // A copy keeps the class (a transformers ModelOutput is a dict) and spares the model's own.
+        let copy = || py.import("copy")?.call_method1("copy", (value,));
+        match self {
+            Self::Tensor | Self::Leaf => Ok(value.clone()),
+            Self::Tuple(tuple) => tuple_with_items(tuple, items),
+            Self::List(_) => Ok(PyList::new(py, items)?.into_any()),
+            Self::Dict(dict) => {
+                let copy = copy()?;
+                for (key, item) in dict.keys().iter().zip(items) {
+                    copy.set_item(key, item)?;
+                }
+                Ok(copy)
+            }
+            Self::Dataclass(names) => {
+                let copy = copy()?;
+                // A frozen one too.
+                let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
+                for (name, item) in names.iter().zip(items) {
+                    set.call1((&copy, name, item))?;
+                }
+                Ok(copy)
+            }
+        }
+    }
+}
+
+fn tuple_with_items<'py>(
+    tuple: &Bound<'py, PyTuple>,
+    items: Vec<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tuple.py();
+    let items = PyTuple::new(py, items)?;
+    if tuple.is_exact_instance_of::<PyTuple>() {
+        Ok(items.into_any())
+    } else if let Some(make) = tuple.getattr_opt(intern!(py, "_make"))? {
+        make.call1((items,)) // a named tuple
+    } else if tuple.hasattr(intern!(py, "n_sequence_fields"))? {
+        tuple.get_type().call1((items,)) // one of torch.return_types
+    } else {
+        Ok(items.into_any()) // how others are made, they alone know
+    }
+}
+
+/// Calls `look` with each tensor of a structure.
+pub fn for_each_tensor<'py>(
+    value: &Bound<'py, PyAny>,
+    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<()> {
+    for_each_below(value, 0, look)
+}
+
+fn for_each_below<'py>(
+    value: &Bound<'py, PyAny>,
+    depth: usize,
+    look: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<()> {
+    match Structure::of(value, depth)? {
+        Structure::Tensor => look(value),
+        structure => {
+            let mut items = structure.items(value)?.into_iter();
+            items.try_for_each(|item| for_each_below(&item, depth + 1, look))
+        }
+    }
+}
+
+/// The same structure around what `change` makes of its tensors.
+pub fn map_tensors<'py>(
+    value: &Bound<'py, PyAny>,
+    change: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    map_below(value, 0, change)
+}
+
+fn map_below<'py>(
+    value: &Bound<'py, PyAny>,
+    depth: usize,
+    change: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match Structure::of(value, depth)? {
+        Structure::Tensor => change(value),
+        Structure::Leaf => Ok(value.clone()),
+        structure => {
+            let items = structure.items(value)?.into_iter();
+            let changed = items.map(|item| map_below(&item, depth + 1, change));
+            let changed = changed.collect::<PyResult<_>>()?;
+            structure.with_items(value, changed)
+        }
+    }
+}
+
+/// Whether autograd computes a gradient for the tensor.
+pub fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor
+        .getattr(intern!(tensor.py(), "requires_grad"))?
+        .is_truthy()
+}
+
+/// The count of changes in place; an error for an inference tensor, which has none.
+pub fn version(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
+    tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
+}
