@@ -58,7 +58,7 @@ class CapturedOutputs(Source):
 
     def __init__(self, model: nn.Module, what: Selector) -> None:
         # Of its own memory: the rest of the forward may compute in place.
-        self._session = capture(model, what, keep="all", copy="clone", device="cpu").session
+        self._session = capture(model, what, keep="all", copy="clone", device="cpu").tag.session
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ferrohook._core import ScopeBase
+    from ferrohook._core import Frame
     from ferrohook.points.hook_point import HookPoint
     from ferrohook.points.slices import Slice
 
@@ -215,7 +215,7 @@ class Recording:
     """The native recording of hook points, for the calls of one scope."""
 
     def __init__(
-        self, points: dict[str, HookPoint], keeping: Keeping, scope: ScopeBase, *, grads: bool
+        self, points: dict[str, HookPoint], keeping: Keeping, scope: Frame, *, grads: bool
     ) -> None:
         self._keeping = keeping
         self._grads = grads
@@ -236,7 +236,7 @@ class Recording:
         self,
         points: dict[str, HookPoint],
         convert: Callable[[Tensor], Tensor] | None,
-        scope: ScopeBase,
+        scope: Frame,
     ) -> Collector:
         collector = Collector(
             list(points),

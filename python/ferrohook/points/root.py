@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Recorder, ScopeBase, active_scopes, register_all
+from ferrohook._core import Frame, Recorder, frames, register_all
 from ferrohook.arguments import check_copy, describe
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
@@ -41,37 +41,25 @@ Which: TypeAlias = "str | Callable[[str], bool]"
 Hooks: TypeAlias = "Iterable[tuple[Which, HookFunction]]"
 
 
-class _Level(Scope):
-    """What one `hooks` of a model entered."""
+class _Level:
+    """The tag of a scope that `hooks` of a model entered."""
 
-    model: nn.Module
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        scope = cls()
-        scope.model = model
-        return scope
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
 
-class _Lasting(ScopeBase):
-    """The hooks of a `hooks(reset_hooks_end=False)`: in its context until they are removed."""
+class _Lasting:
+    """The tag of the hooks of a `hooks(reset_hooks_end=False)`: there until they are removed."""
 
     def __init__(self) -> None:
         self.handles: list[LensHandle] = []
 
-    def enter(self) -> None:
-        # Ahead of the others, which are left one inside the other.
-        active_scopes.set((self, *active_scopes.get()))
-
-    def leave(self) -> None:
-        self._close()
-        active_scopes.set(tuple(scope for scope in active_scopes.get() if scope is not self))
-
 
 def _leave_empty_ones() -> None:
-    for scope in active_scopes.get():
-        if isinstance(scope, _Lasting) and all(handle.hook.removed for handle in scope.handles):
-            scope.leave()
+    for frame in frames.get():
+        tag = frame.tag
+        if isinstance(tag, _Lasting) and all(handle.hook.removed for handle in tag.handles):
+            frame.take_out()
 
 
 class HookedRootModule(nn.Module):
@@ -156,8 +144,8 @@ class HookedRootModule(nn.Module):
     @property
     def context_level(self) -> int:
         """How many `hooks` of this model are open in this context."""
-        open_ones = (scope for scope in active_scopes.get() if isinstance(scope, _Level))
-        return sum(scope.model is self for scope in open_ones)
+        tags = (frame.tag for frame in frames.get())
+        return sum(isinstance(tag, _Level) and tag.model is self for tag in tags)
 
     @property
     def is_caching(self) -> bool:
@@ -301,25 +289,25 @@ class HookedRootModule(nn.Module):
             >>> with model.hooks(fwd_hooks=[("blocks.0.hook_out", ablate)]):
             ...     model(ids)
         """
-        with _Level.of(self) as level:
-            lasting = None if reset_hooks_end else _Lasting()
+        with Scope(_Level(self)) as level:
+            lasting = None if reset_hooks_end else Frame(_Lasting())
             if lasting is not None:
-                lasting.enter()
+                lasting.enter_outermost()
             try:
                 handles = self._add_all(fwd_hooks, bwd_hooks, lasting or level)
             except BaseException:
                 if lasting is not None:
-                    lasting.leave()
+                    lasting.take_out()
                 raise
             if lasting is not None:
-                lasting.handles = handles
+                lasting.tag.handles = handles
             try:
                 yield self
             finally:
                 if reset_hooks_end and clear_contexts:
                     self.clear_contexts()
 
-    def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: ScopeBase) -> list[LensHandle]:
+    def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: Frame) -> list[LensHandle]:
         level = self.context_level
         points = self.hook_dict
         handles: list[LensHandle] = []
@@ -432,7 +420,7 @@ class HookedRootModule(nn.Module):
             cache, fwd, bwd = self._saving(points, keeping, None, incl_bwd=incl_bwd)
             with self.hooks(fwd, bwd, reset_hooks_end=False):
                 return self._call(model_args, model_kwargs, backward=incl_bwd), cache
-        with _Level.of(self) as level:
+        with Scope(_Level(self)) as level:
             recording = Recording(points, keeping, level, grads=incl_bwd)
             try:
                 output = self._call(model_args, model_kwargs, backward=incl_bwd)
