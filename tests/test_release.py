@@ -41,6 +41,11 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert first[1] == fh.__version__
 
 
+def test_the_wheel_holds_no_benchmarks() -> None:
+    assert [*(ROOT / "python").rglob("*bench*")] == []
+    assert "bench" not in tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+
+
 def test_public_ci_runs_each_lane_once() -> None:
     lanes = re.search(r"^for lane in (.+); do$", read(".ci/run"), re.MULTILINE)
     assert lanes is not None
