@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
 RANKS = 2
-LIMIT = 100.0
+LIMIT = 250.0
 """Seconds that a check takes at most, the start of the processes included."""
 
 
