@@ -224,9 +224,7 @@ def registry_of(module: nn.Module) -> Registry:
 
 def _has_forward_hooks(module: nn.Module) -> bool:
     registry = find_registry(module)
-    return registry is not None and bool(
-        registry.hooked
-    )
+    return registry is not None and bool(registry.hooked)
 
 
 def _instrumented_class(plain: type[nn.Module]) -> Any:

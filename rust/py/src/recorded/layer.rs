@@ -4,7 +4,7 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
 use crate::contexts::current::Scopes;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
@@ -17,7 +17,7 @@ pub struct Task {
     /// Its place among the keys of the installation.
     pub key: usize,
     /// The item of a tuple that is recorded.
-    pub index: isize,
+    pub item: isize,
     /// For hidden states alone: whether they begin with what the first layer took.
     pub initial: Option<bool>,
 }
@@ -42,13 +42,7 @@ enum Owner<'py> {
 #[pymethods]
 impl RecordedLayerBase {
     #[new]
-    #[pyo3(signature = (installation, tasks, *_others, **_options))]
-    fn new(
-        installation: Py<InstallationBase>,
-        tasks: Vec<Task>,
-        _others: &Bound<'_, PyTuple>,
-        _options: Option<&Bound<'_, PyDict>>,
-    ) -> (Self, NativeHook) {
+    fn new(installation: Py<InstallationBase>, tasks: Vec<Task>) -> (Self, NativeHook) {
         let layer = Self {
             installation,
             tasks,
