@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test lint bench load loom free-threaded wheels docs build format clean
+.PHONY: help demo service test lint bench figures load loom free-threaded wheels docs build format clean
 
 help: ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -38,7 +38,11 @@ lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/servic
 
 bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: ratios side by side in one run
 	@mkdir -p bench-results
-	$(BIN)/ferrohook bench --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).png
+	$(BIN)/python -m benches --json bench-results/$(STAMP).json --plot bench-results/$(STAMP).svg
+
+figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
+	$(BIN)/python -m benches --json docs/benchmarks.json
+	$(BIN)/python -m benches.figures
 
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
 	$(BIN)/python -m benches.load

@@ -1,1 +1,1 @@
-"""The load test of the example; the benchmarks that are installed stand in `ferrohook.benches`."""
+"""Benchmarks of ferrohook against PyTorch and others (`python -m benches`), and the load test."""

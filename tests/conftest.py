@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import sysconfig
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +14,23 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytest.register_assert_rewrite("support")
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Inductor takes kernels of any capability from its cache, and cannot compile some of them.
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{capability}")  # noqa: PTH118
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--other-blas", action="store_true", help="round matrix products otherwise for each shape"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("other_blas"):
+        import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +45,15 @@ def switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def collect_cheaply() -> Iterator[None]:
+    """Leaves what lives already (all of torch) out of the collections of a test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

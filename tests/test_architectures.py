@@ -10,12 +10,10 @@ import copy
 import os
 import pickle
 import re
-import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import pytest
@@ -23,16 +21,14 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook._core import active_scopes
+from support.internals import in_no_scope
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
-
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 
 
 # --- The models ---------------------------------------------------------------------------------
@@ -405,7 +401,7 @@ def test_a_capture_of_everything_is_what_torch_hooks_see(name: str, inputs: bool
     assert warned.names == silent[:5]
     assert len(warned.names) + warned.more == len(silent)
     assert anatomy(model) == before
-    assert active_scopes.get() == ()
+    assert in_no_scope()
 
     kept = [weakref.ref(leaf) for each in acts for leaf in tensors(acts[each])]
     assert kept
@@ -610,12 +606,10 @@ def test_minilm_is_steered_and_captured_in_threads(
         )
     assert len({str(each) for each in expected}) == len(own)
 
-    barrier = threading.Barrier(len(own))
     right: Counter[int] = Counter()
 
     def call(thread: int) -> None:
         layer, strength = own[thread]
-        barrier.wait(LIMIT)
         for _ in range(calls):
             with torch.no_grad(), fh.scope() as scope, contextlib.ExitStack() as stack:
                 if strength:
@@ -625,13 +619,9 @@ def test_minilm_is_steered_and_captured_in_threads(
                 output = bits(model(**batch))
             right[thread] += expected[thread] == (output, {each: bits(acts[each]) for each in acts})
 
-    with (
-        fh.instrument(model) if instrumented else contextlib.nullcontext(),
-        ThreadPoolExecutor(len(own)) as pool,
-    ):
-        for done in [pool.submit(call, thread) for thread in range(len(own))]:
-            done.result(LIMIT)
+    with fh.instrument(model) if instrumented else contextlib.nullcontext():
+        in_threads(len(own), call)
 
     assert right == dict.fromkeys(range(len(own)), calls)
     assert anatomy(model) == before
-    assert active_scopes.get() == ()
+    assert in_no_scope()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.threads import in_threads
 
 
 class Shaped(nn.Module):
@@ -277,19 +278,13 @@ def test_each_thread_s_backward_sees_its_own_gradients() -> None:
         )
 
     handle = hooked.register_full_backward_hook(check)
-    barrier = threading.Barrier(4, timeout=30)
 
-    def work(value: float) -> None:
-        local.value = value
-        barrier.wait()
+    def work(number: int) -> None:
+        local.value = number + 1.0
         for _ in range(200):
             x = torch.zeros(2, requires_grad=True)
-            (hooked(x) * value).sum().backward()
+            (hooked(x) * local.value).sum().backward()
 
-    threads = [threading.Thread(target=work, args=(float(value),)) for value in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    in_threads(4, work)
     assert handle.calls == 800
     assert not wrong

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.benches import running
-from ferrohook.benches.harness import QUICK, Contest, Row, expect, measure
 from ferrohook.cli import COMMANDS, main
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str
 
 MISTAKES = {
     "": "COMMAND",
-    "fly": "'fly'.*bench.*tree.*capture.*doctor",
+    "fly": "'fly'.*tree.*capture.*doctor",
     "tree": "MODEL",
     "tree nothing": "'nothing' is neither module:factory nor a file or folder",
     "tree cli_model:hooked": "No module named 'cli_model'; is it installed, or in this folder",
@@ -124,11 +122,6 @@ MISTAKES = {
     "tree junk.pt --trust": "junk.pt is no model",
     "tree x.safetensors": "x.safetensors is no model",
     "tree empty": "empty has no config.json: give a folder that save_pretrained wrote",
-    "bench --only zebra": "no row and no file has 'zebra' in its name",
-    "bench --json there/x.json": "there is no folder there, make it first",
-    "bench --plot empty": "format .png",
-    "bench --plot empty.jpg": "format .png",
-    "bench --quick 3": "3",
     "doctor now": "now",
     "capture cli_models:hooked": "--select, --input, --out",
     f"tree {'long' * 99}": "OSError: .*File name too long",
@@ -183,10 +176,7 @@ def test_a_mistake_of_capture_is_told_and_nothing_written(
     ("package", "argv"),
     [
         ("rich", "tree cli_models:ready"),
-        ("rich", "bench --quick"),
-        ("matplotlib", "bench --plot plot.png"),
         ("safetensors", " ".join(arguments("cli_models:hooked", "x.safetensors"))),
-        ("torch", "bench"),
     ],
 )
 def test_a_missing_package_is_told_in_one_line(
@@ -218,7 +208,7 @@ def test_a_reader_that_leaves_sees_no_traceback() -> None:
 
 
 def test_the_command_is_not_imported_with_the_package() -> None:
-    heavy = {"argparse", "rich", "matplotlib", "torch", "ferrohook.cli", "ferrohook.benches"}
+    heavy = {"argparse", "rich", "torch", "ferrohook.cli"}
     code = f"import sys, ferrohook; print({heavy!r} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
@@ -339,90 +329,6 @@ def test_the_doctor_works_without_torch(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
     assert re.search(r"^torch +not installed", capsys.readouterr().out, re.MULTILINE)
-
-
-# bench
-
-
-def contest() -> Contest:
-    return Contest(lambda _: 1.0, lambda _: 2.0)
-
-
-def wrong() -> Contest:
-    expect(False, "the right result")
-    return contest()
-
-
-def outdated() -> Contest:
-    msg = "its interface changed"
-    raise AttributeError(msg)
-
-
-ROWS = [
-    Row(name="fast / PyTorch", bar=1, setup=contest),
-    Row(name="slow / PyTorch", bar=0.1, setup=contest),
-    Row(name="other / rival", bar=1, setup=contest, needs="no_such_rival"),
-]
-
-
-def test_every_row_has_a_name_of_its_own_and_tells_its_rival() -> None:
-    rows = running.find_rows()
-    assert len({row.name for row in rows}) == len(rows) > 20
-    rivals = {"nnsight", "transformer_lens", "transformers", "mi_crow"}
-    assert {row.needs for row in rows} - {None} <= rivals
-    assert all(row.needs for row in rows if row.name.endswith(("/ nnsight", "/ TransformerLens")))
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are measured in this process: another does not know those of the test."""
-    monkeypatch.setattr(running, "alone", measure)
-
-
-@pytest.mark.usefixtures("here")
-def test_bench_writes_table_json_and_plot(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(running, "find_rows", lambda _pattern: ROWS)
-    assert main(["bench", "--json", "b.json", "--plot", "b.png"]) == 0
-    told = capsys.readouterr()
-    assert re.search(r"fast / PyTorch.*0\.500.*yes", told.out)
-    assert re.search(r"slow / PyTorch.*0\.500.*NO", told.out)
-    assert re.search(r"other / rival.*no_such_rival is not", told.out)
-    assert "not measured: other / rival: no_such_rival is not installed" in told.err
-    written = json.loads(Path("b.json").read_text())
-    assert [row["ok"] for row in written["rows"]] == [True, False]
-    assert written["not_installed"] == {"other / rival": "no_such_rival"}
-    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("here")
-def test_a_row_that_fails_is_told_and_the_others_are_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing = [Row(name=setup.__name__, bar=1, setup=setup) for setup in (wrong, outdated)]
-    monkeypatch.setattr(running, "find_rows", lambda _pattern: failing + ROWS)
-    assert main(["bench", "--quick", "--markdown"]) == 1
-    told = capsys.readouterr()
-    assert "FAILED: wrong: wrong result, expected the right result" in told.err
-    assert "FAILED: outdated: AttributeError: its interface changed" in told.err
-    assert "| fast / PyTorch | 1 ns | 2 ns | 0.500 | 0.500 to 0.500 | ≤ 1 | yes |" in told.out
-
-
-def test_a_row_whose_process_fails_is_told() -> None:
-    unknown = Row(name="in no file", bar=1, setup=contest)
-    results = running.run([unknown], QUICK, begin=lambda row: None)
-    assert "not enough values" in results.failed["in no file"]
-
-
-def test_a_real_row_is_measured_in_a_process_of_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "measure", outdated)  # here alone
-    assert main(["bench", "--quick", "--markdown", "--only", "register + remove"]) == 0
-    row = r"\| register \+ remove / PyTorch \| \d+ ns \| [\d,]+ ns \| 0\.\d"
-    assert re.search(row, capsys.readouterr().out)
 
 
 def test_the_command_is_installed() -> None:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.stores import LocalStore, MemoryStore, Store
+from support.limits import LIMIT
+from support.modules import Returning
+from support.threads import in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
 
 
 @pytest.fixture
@@ -40,17 +40,6 @@ def model() -> nn.Sequential:
 @pytest.fixture
 def batches() -> list[Tensor]:
     return [torch.randn(5, 3) for _ in range(6)]
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of what it takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def stored(store: Store, run: str = "run") -> dict[tuple[int, str, str], Tensor]:
@@ -302,21 +291,14 @@ def test_detectors_are_stopped_and_resumed(
 
 def test_threads_collect_from_one_model_at_once(model: nn.Sequential, switch_often: None) -> None:
     threads, store = 6, MemoryStore()
-    barrier = threading.Barrier(threads, timeout=LIMIT)
     batches = [[torch.randn(5, 3) for _ in range(20)] for _ in range(threads)]
     done = []
 
     def work(number: int) -> None:
-        barrier.wait()
         watched = [fi.LayerActivationDetector("0"), fi.ModelOutputDetector(), "1"]
         done.append(fh.collect(model, batches[number], watched, store, run=f"run{number}"))
 
-    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT)
-        assert not worker.is_alive()
+    in_threads(threads, work)
     assert done == [(20, 0)] * threads
     for number in range(threads):
         for batch, x in enumerate(batches[number]):

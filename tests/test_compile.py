@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-import sysconfig
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,28 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import ferrohook as fh
+from support.compiling import compiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Dynamo and Inductor warn about themselves while they work.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),
-        reason="torch.compile does not support free-threaded CPython 3.13",
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    # Each change of the hooks is a recompilation, of which a test makes more than eight.
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch._dynamo.reset()
+pytestmark = compiles
 
 
 def graphs() -> int:

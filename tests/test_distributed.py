@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import RANKS, Pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,6 +24,7 @@ import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook.detectors import NormDetector
 from ferrohook.recording import capture_outputs
+from support.gloo import RANKS, Pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -68,6 +68,25 @@ def test_a_subclass_of_it_is_a_class_of_its_own(hooked: nn.Sequential) -> None:
     assert Mine != nn.ReLU
 
 
+class Base(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Derived(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_dynamo_follows_super() -> None:
+    model = nn.Sequential(Derived(), Derived())
+    expected = model(X)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    handles = fh.register(model, "*", lambda *_: None)
+    assert torch.equal(compiled(X), expected)
+    handles.remove()
+
+
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 @pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
 def test_captum_deep_lift(model: nn.Sequential, hooked: nn.Sequential) -> None:

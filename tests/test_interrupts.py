@@ -24,9 +24,10 @@ from ferrohook import interventions as fi
 from ferrohook import recording
 from ferrohook._core import active_scopes
 from ferrohook.stores import LocalStore, MemoryStore
+from support.limits import LIMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -192,23 +193,15 @@ def store_two(folder: Path) -> None:
 
 def opened(folder: Path) -> LocalStore:
     """As soon as one that was never handed out, as it was interrupted, lets go of the folder."""
-    for _ in range(100):
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
         with suppress(fh.StoreError):
             return LocalStore(folder)
         time.sleep(0.01)
     return LocalStore(folder)
 
 
-@pytest.fixture
-def _few_objects() -> Iterator[None]:
-    """Lets the garbage collector see no more than what a test makes."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_few_objects")
+@pytest.mark.usefixtures("collect_cheaply")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_leaves_a_folder_to_the_next_store(tmp_path: Path) -> None:
     store_two(tmp_path / "once")

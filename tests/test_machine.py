@@ -1,4 +1,4 @@
-"""Random sequences of all operations, on a HookedModule and on PyTorch side by side.
+"""Random sequences of all operations, on a hooked module and on PyTorch side by side.
 
 PyTorch is the oracle for order, arguments, results, exceptions and gradients. What it lacks
 (priorities, disabling, `on_error`) is put on top of it: a sorted list tells where a hook goes, and
@@ -21,17 +21,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.service import list_hooks
+from support.hooks import TYPED
+from support.internals import registry_of
 
 if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable
 
 PHASES = ("forward_pre", "forward", "backward_pre", "backward")
-TYPED: dict[str, Any] = {
-    "forward_pre": fh.ForwardPreHook,
-    "forward": fh.ForwardHook,
-    "backward": fh.BackwardHook,
-}
 ACTIONS = (
     "observe",
     "replace",
@@ -203,11 +201,17 @@ class Side:
 
 
 class Ours(Side):
-    """The HookedModule."""
+    """A module of ferrohook's."""
 
-    def __init__(self) -> None:
-        super().__init__(fh.HookedModule(Toy()))
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.handles: list[fh.HookHandle] = []
+
+    def clear(self, index: int, phase: str | None) -> None:
+        raise NotImplementedError
+
+    def rows(self, index: int) -> list[fh.HookInfo]:
+        raise NotImplementedError
 
     def register(self, index: int, spec: Spec) -> None:
         key = len(self.specs)
@@ -237,6 +241,34 @@ class Ours(Side):
 
     def enable(self, key: int) -> None:
         self.handles[key].enable()
+
+
+class Wrapped(Ours):
+    """A HookedModule."""
+
+    def __init__(self) -> None:
+        super().__init__(fh.HookedModule(Toy()))
+
+    def clear(self, index: int, phase: str | None) -> None:
+        self.modules[index].clear_hooks(phase)
+
+    def rows(self, index: int) -> list[fh.HookInfo]:
+        return self.modules[index].hooks()
+
+
+class Instrumented(Ours):
+    """An instrumented module."""
+
+    def __init__(self) -> None:
+        module = Toy()
+        fh.instrument(module)
+        super().__init__(module)
+
+    def clear(self, index: int, phase: str | None) -> None:
+        registry_of(self.modules[index]).clear(phase)
+
+    def rows(self, index: int) -> list[fh.HookInfo]:
+        return list_hooks(self.modules[index]).get("", [])
 
 
 @dataclass
@@ -507,11 +539,13 @@ class Records(logging.Handler):
 
 
 class HookedAndPlain(RuleBasedStateMachine):
-    """The operations; what both sides show is compared after each."""
+    """The operations; after each, all that can be seen of both sides is compared."""
+
+    hooked: type[Wrapped | Instrumented]
 
     def __init__(self) -> None:
         super().__init__()
-        self.ours = Ours()
+        self.ours = self.hooked()
         self.plain = Oracle()
         self.records = Records()
         logging.getLogger("ferrohook").addHandler(self.records)
@@ -563,7 +597,7 @@ class HookedAndPlain(RuleBasedStateMachine):
     @rule(index=indices, phase=st.sampled_from((None, *PHASES)))
     def clear(self, index: int, phase: str | None) -> None:
         index %= len(self.ours.modules)
-        self.ours.modules[index].clear_hooks(phase)
+        self.ours.clear(index, phase)
         self.plain.clear(index, phase)
 
     @precondition(lambda self: len(self.ours.modules) < MOST_MODULES)
@@ -585,9 +619,10 @@ class HookedAndPlain(RuleBasedStateMachine):
 
     @invariant()
     def the_same_hooks_are_listed(self) -> None:
-        for index, module in enumerate(self.ours.modules):
-            rows = [(row.phase, row.priority, row.enabled, row.calls) for row in module.hooks()]
-            assert rows == self.plain.listing(index)
+        for index in range(len(self.ours.modules)):
+            rows = self.ours.rows(index)
+            shown = [(row.phase, row.priority, row.enabled, row.calls) for row in rows]
+            assert shown == self.plain.listing(index)
 
     @invariant()
     def handles_tell_the_truth(self) -> None:
@@ -602,10 +637,20 @@ class HookedAndPlain(RuleBasedStateMachine):
         assert self.records.count == self.plain.disabled_by_errors
 
 
-HookedAndPlain.TestCase.settings = settings(
-    max_examples=400,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestHookedAndPlain = HookedAndPlain.TestCase
+class WrappedAndPlain(HookedAndPlain):
+    hooked = Wrapped
+
+
+class InstrumentedAndPlain(HookedAndPlain):
+    hooked = Instrumented
+
+
+for _machine in (WrappedAndPlain, InstrumentedAndPlain):
+    _machine.TestCase.settings = settings(
+        max_examples=250,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+TestWrappedAndPlain = WrappedAndPlain.TestCase
+TestInstrumentedAndPlain = InstrumentedAndPlain.TestCase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.threads import in_threads
 
 REGISTER = {
     "forward_pre": "register_forward_pre_hook",
@@ -171,32 +171,16 @@ def test_an_id_is_never_used_again() -> None:
 @pytest.mark.usefixtures("switch_often")
 def test_ids_and_order_are_the_same_whoever_registers() -> None:
     ordered = Ordered("forward")
-    barrier = threading.Barrier(8, timeout=30)
-    handles: list[fh.HookHandle] = []
 
-    def work() -> None:
-        barrier.wait()
-        handles.extend([ordered.add("x", prepend=False) for _ in range(100)])
+    def work(_thread: int) -> list[fh.HookHandle]:
+        return [ordered.add("x", prepend=False) for _ in range(100)]
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
+    handles = [handle for each in in_threads(8, work) for handle in each]
     ids = [row.id for row in ordered.hooked.hooks()]
     assert ids == sorted(handle.id for handle in handles)
     assert len(set(ids)) == 800
     # Every thread walks the same order.
-    lists: list[list[int]] = []
-    threads = [
-        threading.Thread(target=lambda: lists.append([row.id for row in ordered.hooked.hooks()]))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    lists = in_threads(4, lambda _thread: [row.id for row in ordered.hooked.hooks()])
     assert lists == [ids] * 4
 
 

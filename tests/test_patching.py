@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,10 @@ from ferrohook.patching import (
     unregister_patch_mapping,
 )
 from ferrohook.recording import OutputRecorder, capture_outputs
+from support.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-LIMIT = 60.0
-"""Seconds that any wait of these tests may take."""
 
 
 class Attention(nn.Module):
@@ -196,22 +193,15 @@ def test_blocks_that_overlap(package: Any, *, first_in_is_first_out: bool) -> No
 @pytest.mark.usefixtures("switch_often")
 def test_threads_that_patch_at_once_leave_what_was_there(package: Any) -> None:
     register_patch_mapping({"Attention": Other})
-    ready = threading.Barrier(4)
     wrong: list[object] = []
 
-    def run() -> None:
-        ready.wait(LIMIT)
+    def run(_number: int) -> None:
         for _ in range(20):
             with apply_patches("their_package"):
                 if package.Attention is not Other:
                     wrong.append(package.Attention)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(4, run)
     assert wrong == []
     assert package.Attention is Attention
 

@@ -16,19 +16,28 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from benches import __main__ as benches
 from ferrohook.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-BLOCK = re.compile(r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
+)
 PROCESSES = 2
-NEEDED = {"transformers": "transformers", "fastapi": "fastapi", "--plot": "matplotlib"}
+NEEDED = {"transformers": "transformers", "fastapi": "fastapi"}
+WORDS = 500
+COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 
 
 class Block(NamedTuple):
+    """Code of a page, and what it prints if the page shows that."""
+
     language: str
     title: str
     code: str
+    printed: str
 
 
 def blocks(page: Path) -> list[Block]:
@@ -58,22 +67,26 @@ def _skip_what_cannot_run(code: str) -> None:
     "page", [page for page in PAGES if page not in BY_TORCHRUN], ids=lambda page: page.stem
 )
 @pytest.mark.filterwarnings("ignore")
-def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_runs_and_prints_what_it_shows(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # One block after the other, as somebody would who reads it.
     names: dict[str, object] = {"__name__": page.stem}
-    for language, title, code in blocks(page):
+    for language, title, code, printed in blocks(page):
         _skip_what_cannot_run(code)
+        capsys.readouterr()
         if language == "bash":
             for line in filter(None, code.splitlines()):
-                command, *arguments = shlex.split(line)
-                assert command == "ferrohook", line
-                assert main(arguments) == 0, line
+                (command,) = (name for name in COMMANDS if line.startswith(f"{name} "))
+                assert COMMANDS[command](shlex.split(line.removeprefix(command))) == 0, line
         elif title:
             Path(title).write_text(code)
             monkeypatch.syspath_prepend(Path.cwd())
             runpy.run_path(title, run_name="__main__")
         else:
             exec(compile(code, str(page), "exec"), names)
+        if printed or page == README:
+            assert capsys.readouterr().out == printed, code
 
 
 @pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
@@ -102,3 +115,24 @@ def test_page_runs_on_several_processes(page: Path) -> None:
 def test_there_is_code() -> None:
     assert README in PAGES
     assert len(PAGES) > len(BY_TORCHRUN) > 0
+
+
+def test_the_front_page_is_short() -> None:
+    # Code, outputs and links count too; what has no letter and no digit is no word.
+    words = [word for word in README.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= WORDS
+
+
+def test_the_front_page_shows_what_its_snippets_print() -> None:
+    setup, *snippets = blocks(README)
+    assert not setup.printed
+    assert len(snippets) == 4
+    for snippet in snippets:
+        assert snippet.printed
+        assert len(list(filter(None, snippet.code.splitlines()))) <= 5
+
+
+def test_the_front_page_links_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README.read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -17,23 +17,12 @@ from torch import nn
 from torch.nn.modules import module as torch_global
 
 import ferrohook as fh
+from support.limits import LIMIT
+from support.modules import Failing
+from support.threads import repeating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-LIMIT = 30.0
-"""Seconds that a test waits at most for another thread."""
-
-
-class Failing(nn.Module):
-    """Returns its input, or raises what it is told to."""
-
-    error: BaseException | None = None
-
-    def forward(self, x: Any, *, scale: Any = 1) -> Any:
-        if self.error is not None:
-            raise self.error
-        return x * scale
 
 
 def of_the_user() -> ValueError:
@@ -151,8 +140,6 @@ def test_removing_and_registering_with_kwargs_hooks_beside_calls_never_tears_the
     right = {"forward_pre": 3, "forward": 4}[phase]
     wrong: list[int] = []
     fired = removed = 0
-    done = threading.Event()
-    barrier = threading.Barrier(3, timeout=LIMIT)
 
     def hook(*given: Any) -> None:
         nonlocal fired
@@ -162,23 +149,14 @@ def test_removing_and_registering_with_kwargs_hooks_beside_calls_never_tears_the
 
     def churn() -> None:
         nonlocal removed
-        barrier.wait()
-        while not done.is_set():
-            handles = [register(hook, with_kwargs=True) for _ in range(3)]
-            for handle in handles:
-                handle.remove()
-                removed += 1
+        handles = [register(hook, with_kwargs=True) for _ in range(3)]
+        for handle in handles:
+            handle.remove()
+            removed += 1
 
-    threads = [threading.Thread(target=churn) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    while min(fired, removed) < 200_000:
-        module(1, scale=2)
-    done.set()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads)
+    with repeating(churn, threads=2):
+        while min(fired, removed) < 200_000:
+            module(1, scale=2)
     assert wrong == []
     assert list(module.hooks(phase)) == []
 

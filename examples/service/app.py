@@ -25,7 +25,7 @@ from .schema import EmbedAnswer, EmbedRequest, Health, Hook, Hooks, Latency, Mod
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ferrohook.module import HookInfo
+    from ferrohook.hook_info import HookInfo
 
     from .encoder import Encoder
 

@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Thread
-from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, final
+from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
 
 from typing_extensions import disjoint_base
 
-from ferrohook.activations import _HostCopies
 from ferrohook.errors import HookError
-from ferrohook.recording.layers import Installation
-from ferrohook.typed import BackwardHook, ForwardHook, ForwardPreHook
 
 __all__ = [
     "Attachment",
@@ -49,7 +46,7 @@ __all__ = [
 ]
 
 active_scopes: ContextVar[tuple[ScopeBase, ...]]
-installations: dict[int, Installation]
+installations: dict[int, Any]  # of subclasses of InstallationBase
 
 __version__: str
 
@@ -67,6 +64,19 @@ _PlainForwardHook: TypeAlias = (
 )
 _PlainBackwardPreHook: TypeAlias = Callable[[Any, Any], Any]
 _PlainBackwardHook: TypeAlias = Callable[[Any, Any, Any], Any]
+
+_PhaseT_co = TypeVar("_PhaseT_co", covariant=True)
+
+class _Typed(Protocol[_PhaseT_co]):
+    # A typed hook of one phase: a subclass of TypedHook that says so.
+    @property
+    def fn(self) -> Callable[..., Any]: ...
+    @property
+    def phase(self) -> _PhaseT_co: ...
+
+class _HostCopies(Protocol):
+    # Copies from GPUs that a collector has started.
+    def finish(self) -> None: ...
 
 @disjoint_base
 class NativeHook: ...
@@ -284,7 +294,7 @@ class RecordedLayerBase(NativeHook):
         tasks: Sequence[_Task],
     ) -> Self: ...
     @property
-    def installation(self) -> Installation: ...
+    def installation(self) -> Any: ...  # the subclass of InstallationBase that it was made with
 
 @final
 class Call(ScopeBase):
@@ -302,7 +312,7 @@ class Call(ScopeBase):
     @property
     def model(self) -> Any: ...
     @property
-    def installation(self) -> Installation | None: ...
+    def installation(self) -> Any: ...  # likewise, or None
     @property
     def around(self) -> Call | None: ...
     @property
@@ -392,7 +402,7 @@ class HookedBase:
     def _release(self) -> None: ...
     def register_forward_pre_hook(
         self,
-        hook: ForwardPreHook[Any] | NativeDetector | _PlainForwardPreHook,
+        hook: _Typed[Literal["forward_pre"]] | NativeDetector | _PlainForwardPreHook,
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -402,7 +412,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_forward_hook(
         self,
-        hook: ForwardHook[Any, Any] | NativeDetector | _PlainForwardHook,
+        hook: _Typed[Literal["forward"]] | NativeDetector | _PlainForwardHook,
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
@@ -422,7 +432,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_full_backward_hook(
         self,
-        hook: BackwardHook | NativeDetector | _PlainBackwardHook,
+        hook: _Typed[Literal["backward"]] | NativeDetector | _PlainBackwardHook,
         prepend: bool = False,
         *,
         priority: int = 0,
@@ -431,7 +441,7 @@ class HookedBase:
     ) -> HookHandle: ...
     def register_backward_hook(
         self,
-        hook: BackwardHook | NativeDetector | _PlainBackwardHook,
+        hook: _Typed[Literal["backward"]] | NativeDetector | _PlainBackwardHook,
         prepend: bool = False,
         *,
         priority: int = 0,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_DYNAMO = "torch._dynamo"
 
 # Keys are the ids of the two bases, which live as long as the class that is the value.
 _MADE: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
@@ -66,9 +69,12 @@ class EqualToPlain(type):
     """
 
     def __eq__(cls, other: object) -> Any:
-        # A subclass of a made class is a class of its own.
+        # A subclass of a made class is a class of its own. And Dynamo follows `super()` by looking
+        # for a class in an MRO by equality, where both stand.
         _, plain = vars(cls).get("_made_from", (None, cls))
-        return NotImplemented if plain is cls else cls is other or plain == other
+        if plain is cls or sys._getframe(1).f_globals.get("__name__", "").startswith(_DYNAMO):
+            return NotImplemented
+        return cls is other or plain == other
 
     def __hash__(cls) -> int:
         _, plain = vars(cls).get("_made_from", (None, cls))

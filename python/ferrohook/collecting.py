@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -13,19 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook.activations import capture
+from ferrohook.arguments import describe
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreError
-from ferrohook.interventions import Detector, Layers
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
+from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.stores import Store
 
 if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 
-Detectors: TypeAlias = "Selector | Detector | Iterable[Selector | Detector]"
+Detectors: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
 
 
 class Collected(NamedTuple):
@@ -84,13 +82,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         >>> store.get("run", 0, "encoder.layer.0")["output"].shape
     """
     _check(model, batches, store, forward)
-    collectors = _collectors(model, detectors, store)
+    sources = _sources(model, detectors, store)
     done = {*store.completed(run)}
     call = forward or _caller(model)
     ran = skipped = 0
     bar = _progress(batches, run) if progress else _no_progress()
     # The scope takes all out of the model, wherever Ctrl-C lands.
-    with Scope() as scope, _attached(collectors, scope), bar as advance, _flushing(store):
+    with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
         for number, batch in enumerate(batches):
             if number in done:
                 skipped += 1
@@ -98,154 +96,40 @@ def collect(  # noqa: PLR0913 (the options by keyword)
                 with _naming(number, run):
                     with torch.inference_mode():
                         call(batch)
-                    _put(store, run, number, _gathered(collectors))
+                    _put(store, run, number, _gathered(sources))
                 ran += 1
             advance()
-    silent = [name for collector in collectors for name in collector.silent()]
+    silent = [name for source in sources for name in source.silent()]
     if ran and silent:
         warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
     return Collected(ran, skipped)
 
 
 @contextmanager
-def _attached(collectors: list[_Collector], scope: Scope) -> Iterator[None]:
+def _attached(sources: list[Source], scope: Scope) -> Iterator[None]:
     try:
-        for collector in collectors:
-            collector.attach(scope)
+        for source in sources:
+            source.attach(scope)
         yield
     finally:
-        for collector in collectors:
-            collector.detach()
+        for source in sources:
+            source.detach()
 
 
-class _Collector(ABC):
-    """Collects what passes some layers of a model, batch by batch."""
-
-    @abstractmethod
-    def attach(self, scope: Scope) -> None:
-        """Sees the calls in a scope from now on, until that is left."""
-
-    def detach(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Forgets of it what the scope does not know."""
-
-    @abstractmethod
-    def take(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors since the last time, by layer and name; nobody else writes to them."""
-
-    @abstractmethod
-    def silent(self) -> list[str]:
-        """The layers that never ran."""
-
-
-class _Captured(_Collector):
-    """Captures what layers return."""
-
-    def __init__(self, model: nn.Module, what: Selector) -> None:
-        # Of its own memory: the rest of the forward may compute in place.
-        self._recording = capture(model, what, keep="all", copy="clone", device="cpu").recording
-        self._ran: set[str] = set()
-
-    def attach(self, scope: Scope) -> None:
-        self._activations = self._recording.begin(scope)
-
-    def take(self) -> dict[str, dict[str, Tensor]]:
-        taken = {
-            layer: {
-                name: tensor
-                for number, output in enumerate(calls)
-                for name, tensor in _named(output, f"output#{number}" if number else "output")
-            }
-            for layer, calls in self._activations.items()
-        }
-        self._recording.clear()
-        self._ran |= {*taken}
-        return taken
-
-    def silent(self) -> list[str]:
-        # The capture itself forgets with each batch what compiled modules have run.
-        return [name for name in self._recording.silent() if name not in self._ran]
-
-
-class _Detected(_Collector):
-    """Has a detector collect on its layer."""
-
-    def __init__(self, model: nn.Module, detector: Detector, store: Store) -> None:
-        if detector.store not in (None, store):
-            msg = (
-                f"{detector} has a store of its own, {detector.store!r}: give that one to collect, "
-                "or the detector none"
-            )
-            raise HookError(msg)
-        signature = detector.layer_signature
-        self._signature = detector._where_unsaid if signature is None else signature
-        if detector.layer is None and self._signature is None:
-            msg = (
-                f"{detector} has no layer: give it a layer_signature ('' for the model itself), or "
-                "register it before"
-            )
-            raise HookError(msg)
-        self._layers = Layers(model)
-        self._detector = detector
-        self._ran = False
-
-    def attach(self, scope: Scope) -> None:
-        detector = self._detector
-        if detector.layer is None and self._signature is not None:
-            self._layers._register(self._signature, detector, scope=scope)
-        self._layer = detector.layer or ""
-        self._calls = self._count()
-        detector.tensor_metadata.clear()  # of a call that belongs to no batch
-
-    def detach(self) -> None:
-        self._layers.unregister_hook(self._detector)
-
-    def _count(self) -> int:
-        handle = self._detector._handle
-        return 0 if handle is None else handle.calls
-
-    def take(self) -> dict[str, dict[str, Tensor]]:
-        # A detector may have kept what is the model's, and is written to in the next batch.
-        kept = self._detector.tensor_metadata
-        taken = {name: tensor.clone() for name, tensor in kept.items()}
-        kept.clear()
-        self._ran = self._ran or bool(taken) or self._count() > self._calls
-        return {self._layer: taken} if taken else {}
-
-    def silent(self) -> list[str]:
-        return [] if self._ran or not self._detector.enabled else [self._layer]
-
-
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a structure of tuples, lists, dicts and dataclasses, by their paths."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _named(item, f"{name}.{key}")
-    elif isinstance(value, tuple | list):
-        for number, item in enumerate(value):
-            yield from _named(item, f"{name}.{number}")
-    elif hasattr(value, "__dataclass_fields__"):
-        for key in value.__dataclass_fields__:
-            yield from _named(getattr(value, key, None), f"{name}.{key}")
-
-
-def _collectors(model: nn.Module, detectors: Any, store: Store) -> list[_Collector]:
+def _sources(model: nn.Module, detectors: Any, store: Store) -> list[Source]:
     several = isinstance(detectors, list | tuple | AbstractSet)
-    given = list(detectors) if several else [detectors]
-    collectors: list[_Collector] = [
-        _Detected(model, each, store) for each in given if isinstance(each, Detector)
-    ]
-    selectors = [each for each in given if not isinstance(each, Detector)]
-    if selectors or not collectors:  # selecting nothing is an error
-        collectors.append(_Captured(model, selectors if several else detectors))
-    return collectors
+    listed = list(detectors) if several else [detectors]
+    sources = [source_of(each, model, store) for each in listed if isinstance(each, Collectable)]
+    selectors = [each for each in listed if not isinstance(each, Collectable)]
+    if selectors or not sources:  # selecting nothing is an error
+        sources.append(CapturedOutputs(model, selectors if several else detectors))
+    return sources
 
 
-def _gathered(collectors: list[_Collector]) -> dict[str, dict[str, Tensor]]:
+def _gathered(sources: list[Source]) -> dict[str, dict[str, Tensor]]:
     gathered: dict[str, dict[str, Tensor]] = {}
-    for collector in collectors:
-        for layer, tensors in collector.take().items():
+    for source in sources:
+        for layer, tensors in source.take().items():
             own = gathered.setdefault(layer, {})
             if both := own.keys() & tensors.keys():
                 msg = (
@@ -336,7 +220,7 @@ def _check(model: object, batches: object, store: object, forward: object) -> No
     }
     for what, (given, types) in expected.items():
         if not isinstance(given, types):
-            msg = f"collect: {what}, got {_describe(given)}"
+            msg = f"collect: {what}, got {describe(given)}"
             raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is called with a batch, got {type(forward).__name__}"

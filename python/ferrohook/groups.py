@@ -7,19 +7,20 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from ferrohook._core import AttachmentContext, HookHandle, NativeDetector, ScopeBase, TypedHook
+from ferrohook.activations import ActivationCache
 from ferrohook.activations import capture as _capture
+from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
 
     from ferrohook.selection import Selector
 
@@ -233,19 +234,17 @@ def run(
     Examples:
         >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
     """
-    if not isinstance(model, nn.Module):
-        msg = f"run calls an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "run calls")
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)
-    recording = None if capture is None else _capture(model, capture).recording
+    session = None if capture is None else _capture(model, capture).session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if recording is None else recording.begin(own)
+        acts = None if session is None else ActivationCache(*session.begin(own))
         output = model(*args, **kwargs)
         told = [group._told(silent) for group in groups if (silent := group._silent())]
-    if recording is not None and (silent := recording.silent()):
+    if session is not None and (silent := session.silent()):
         told.append(explain(model, silent))
     for text in told:
         warnings.warn(text, NeverFiredWarning, stacklevel=2)

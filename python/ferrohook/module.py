@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
-from torch import jit, nn
+from torch import nn
 
 from ferrohook._core import HookedBase, Registry
-from ferrohook.classes import common_subclass, plain_class
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.hook_info import HookInfo, hooks_of
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,24 +29,7 @@ else:
         __class_getitem__ = classmethod(types.GenericAlias)
 
 
-class HookInfo(NamedTuple):
-    """One registered hook, as `HookedModule.hooks` lists it."""
-
-    id: int
-    """Unique in the process, increasing, never reused."""
-    phase: str
-    """`forward_pre`, `forward`, `backward_pre` or `backward`."""
-    hook: Any
-    """What was registered: a callable or a typed hook."""
-    priority: int
-    """Higher fires first."""
-    enabled: bool
-    """Whether it fires when its turn comes."""
-    calls: int
-    """How often it was called and has returned or raised."""
-
-
-class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
+class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
     """Wraps a module and gives it hooks on the Rust registry.
 
     The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
@@ -74,21 +55,15 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
     __slots__ = ()
 
     def __new__(cls, module: M | None = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
-        return super().__new__(cast("type[Self]", _combined(cls, module)))
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "_made_from" not in vars(cls):
-            super().__init_subclass__(**kwargs)
+        return super().__new__(cast("type[Self]", class_around(cls, module)))
 
     def __init__(self, module: M) -> None:
-        if not isinstance(module, nn.Module):
-            msg = f"HookedModule wraps an instance of nn.Module, got {_describe(module)}"
-            raise HookTypeError(msg)
+        expect_module(module, "HookedModule wraps")
         self._adopt(module, Registry())
 
     def _adopt(self, module: nn.Module, registry: Registry) -> None:
         self._wrap(module, registry)
-        object.__setattr__(self, "__dict__", module.__dict__)
+        self._share(module)
 
     @property
     def inner(self) -> M:
@@ -110,7 +85,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         module = self.inner
         HookedBase._release(self)
         self._registry.clear()
-        object.__setattr__(self, "__dict__", {})
+        self._share(None)
         return module
 
     def hooks(self, phase: str | None = None) -> list[HookInfo]:
@@ -122,7 +97,7 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         Raises:
             ValueError: an unknown phase.
         """
-        return [HookInfo(*row[:-1]) for row in self._registry.list(phase)]
+        return hooks_of(self._registry, phase)
 
     def clear_hooks(self, phase: str | None = None) -> None:
         """Removes the hooks of one phase, or of all, those of scopes too; torch's own hooks stay.
@@ -147,11 +122,6 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         """
         self._registry.quiesce(timeout)
 
-    @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride] (the module's, signature included)
-        """The module's own `forward`: runs no hooks, as PyTorch's users expect."""
-        return self.inner.forward
-
     if not TYPE_CHECKING:  # for checkers the signature is the extension's
 
         @functools.wraps(HookedBase.register_forward_pre_hook)
@@ -168,48 +138,12 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
         return ", ".join(f"{phase}={count}" for phase, count in counts.items())
 
     def __repr__(self) -> str:
-        try:
-            inner = repr(self.inner)
-        except HookError:
-            return "HookedModule(<given back>)"
-        hooks = self.extra_repr() or "none"
-        return f"HookedModule(\n  (inner): {_indent(inner)}\n  (hooks): {hooks}\n)"
+        return self._shown("HookedModule", "hooks", self.extra_repr())
 
     def _get_name(self) -> str:
         # The name of the module inside, for the notes on exceptions.
         name: str = self._inner._get_name()
         return f"HookedModule({name})"
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (set by __setattr__)
-        """The class of the module inside.
-
-        `isinstance(hooked, nn.Linear)` holds beside `isinstance(hooked, HookedModule)`, and what
-        changes a module's class (parametrize, FSDP2) changes that of the module inside.
-        """
-        try:
-            return self.inner.__class__
-        except HookError:
-            return HookedModule
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        msg = "torch.jit.script cannot compile hooks: script the module inside, hooked.inner"
-        raise HookError(msg)
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached when neither the shared __dict__ nor nn.Module knows the name.
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What `HookedModule[nn.Linear](module)` leaves is nothing that the module should keep.
-        if name != "__orig_class__":
-            setattr(self.inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.inner, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *dir(self.inner)})
 
     def __copy__(self) -> HookedModule[M]:
         # Shallow: both share the hooks, as copies of a plain module share its hook dicts.
@@ -230,69 +164,16 @@ class HookedModule(HookedBase, nn.Module, _OfModule[M]):  # type: ignore[misc]  
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        wrapper, *_ = getattr(type(self), "_made_from", (type(self),))
-        return wrapper, (self.inner,)
+        return wrapper_class(self), (self.inner,)
 
     def _replicate_for_data_parallel(self) -> HookedModule[M]:
         # The replicas share the hooks, as they share PyTorch's hook dicts.
         return self._around(cast("Any", self.inner)._replicate_for_data_parallel())
 
 
-def _combined(wrapper: type[HookedModule[Any]], module: object) -> type[HookedModule[Any]]:
-    """The class of a `wrapper` around `module`: where possible a subclass of both classes."""
-    cls = type(module)
-    if issubclass(cls, wrapper):
-        return cls
-    if not issubclass(cls, HookedModule):
-        cls = plain_class(cls)
-    # The metaclass of ScriptModules compiles whatever is derived from them. And methods of a module
-    # with names that are the wrapper's too would find the wrapper's.
-    if (
-        not isinstance(module, nn.Module)
-        or issubclass(cls, jit.ScriptModule)
-        or not (issubclass(cls, HookedModule) or _OWN_NAMES.isdisjoint(dir(module)))
-    ):
-        return wrapper
-
-    def members() -> dict[str, Any]:
-        return {"__module__": wrapper.__module__, "__doc__": wrapper.__doc__}
-
-    try:
-        return common_subclass(wrapper.__name__, wrapper, cls, members)
-    except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
-        return wrapper
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: HookedModule[Any], *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.inner, name)(*args, **kwargs)
-        return self if result is self.inner else result
-
-    method.__name__ = name
-    method.__qualname__ = f"HookedModule.{name}"
-    method.__doc__ = f"`{name}` of the module inside."
-    return method
-
-
-# Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): all but
-# those that yield the module itself run on the module inside. Parents find the wrapper in the tree.
-_OWN = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
-for _name in [name for name, value in vars(nn.Module).items() if callable(value)]:
-    if not _name.startswith("__") and _name not in _OWN | {*vars(HookedModule), *dir(HookedBase)}:
-        setattr(HookedModule, _name, _delegate(_name))
-
-
-_OWN_NAMES = {name for name in dir(HookedModule) if not name.startswith("__")} - {*dir(nn.Module)}
+HookedModule._own_names = own_names(HookedModule)
 
 
 def keeps_state_in_torch_hooks(hook: object) -> bool:
     """Whether torch looks for `hook` in its own dicts: prune, weight_norm and spectral_norm do."""
     return type(hook).__module__.startswith("torch.nn.utils.")
-
-
-def _describe(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-
-
-def _indent(text: str) -> str:
-    return text.replace("\n", "\n  ")

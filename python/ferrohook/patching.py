@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookTypeError
-from ferrohook.module import _describe
 from ferrohook.recording.declarations import DECLARATION, declared_by, declares
-from ferrohook.selection import _closest
+from ferrohook.suggestions import closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,7 +52,7 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         ValueError: a key that does not compile, or is registered. Nothing was registered then.
     """
     if not isinstance(mapping, Mapping):
-        msg = f"the mapping is a dict from names to classes, got {_describe(mapping)}"
+        msg = f"the mapping is a dict from names to classes, got {describe(mapping)}"
         raise HookTypeError(msg)
     given = dict(mapping)
     for key, replacement in given.items():
@@ -68,10 +68,10 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
 
 def _check(key: object, replacement: object) -> None:
     if not isinstance(key, str):
-        msg = f"a key is the name of a class or a regex, got {_describe(key)}"
+        msg = f"a key is the name of a class or a regex, got {describe(key)}"
         raise HookTypeError(msg)
     if not (isinstance(replacement, type) and issubclass(replacement, nn.Module)):
-        msg = f"the replacement of {key!r} is a subclass of nn.Module, got {_describe(replacement)}"
+        msg = f"the replacement of {key!r} is a subclass of nn.Module, got {describe(replacement)}"
         raise HookTypeError(msg)
     try:
         re.compile(key)
@@ -98,7 +98,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
             for key in keys:
                 _MAPPING.pop(key, None)  # it may be named twice
             return
-    closest = ", ".join(map(repr, _closest(str(unknown[0]), known) or known)) or "none"
+    closest = ", ".join(map(repr, closest_to(str(unknown[0]), known) or known)) or "none"
     msg = f"{unknown[0]!r} has no replacement; the closest key registered is {closest}"
     raise ValueError(msg)
 
@@ -210,9 +210,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        msg = f"patch_output_recorders takes an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "patch_output_recorders takes")
     mapping = get_patch_mapping()
     for module in model.modules() if mapping else ():
         if not declares(module):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Set as AbstractSet
-from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias, get_origin
 
 from torch import nn
 
+from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookTypeError, SelectionError
-from ferrohook.module import _describe
+from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 _Single: TypeAlias = "str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], object]"
 _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
 Selector: TypeAlias = "_Single | _Union | None"
-
-MOST_SUGGESTIONS = 5
-CLOSE = 0.6
-"""How alike a suggestion must be: what `difflib.get_close_matches` asks for."""
 
 
 def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
@@ -53,9 +49,7 @@ def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
         SelectionError: something matches no module.
         HookTypeError: `model` is no `nn.Module`, or `what` is none of the above.
     """
-    if not isinstance(model, nn.Module):
-        msg = f"select names modules of an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "select names modules of")
     if isinstance(what, str) and (module := _at(model, what)) is not None:
         return {what: module}  # without a look at all others
     tree = _Tree(model)
@@ -143,7 +137,7 @@ def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
         names = (repr(name) for name, module in tree.named.items() if module is what)
         msg = (
             f"select takes the name of a module ({next(names, 'this one is not in the model')}), "
-            f"not the module itself, got {_describe(what)}"
+            f"not the module itself, got {describe(what)}"
         )
         raise HookTypeError(msg)
     fits = _criterion(what)
@@ -160,7 +154,7 @@ def _criterion(what: object) -> Callable[[str, nn.Module], object]:
         return lambda _, module: isinstance(module, what)
     if callable(what) and not isinstance(what, type) and get_origin(what) is None:
         return _predicate(what)
-    given = f"the pattern {what!r}" if isinstance(what, re.Pattern) else _describe(what)
+    given = f"the pattern {what!r}" if isinstance(what, re.Pattern) else describe(what)
     msg = (
         "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
         f" (name, module) -> bool, or a list, tuple or set of these, got {given}"
@@ -214,28 +208,9 @@ def _nothing(tree: _Tree, what: object) -> str:
     if len(tree.named) == 1:
         return f"{msg}: it has no submodules"
     names = list(dict.fromkeys(names))
-    closest = _closest(given, names)
+    closest = closest_to(given, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))
     return f"{msg}; the {'closest' if closest else 'first'} {kind} in it are {listed}"
-
-
-def _closest(given: str, names: Iterable[str]) -> list[str]:
-    """The names most like the one given, as a whole or in the last segment."""
-    whole = SequenceMatcher(b=given)
-    last = SequenceMatcher(b=_last(given))
-
-    def likeness(name: str) -> tuple[float, float]:
-        whole.set_seq1(name)
-        last.set_seq1(_last(name))
-        return max(whole.ratio(), last.ratio()), whole.ratio()
-
-    # Not by `get_close_matches`, which lists the equally close backwards.
-    ranked = sorted(((name, likeness(name)) for name in names), key=lambda it: it[1], reverse=True)
-    return [name for name, (best, _) in ranked[:MOST_SUGGESTIONS] if best >= CLOSE]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _title(value: object) -> str:

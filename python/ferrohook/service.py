@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from ferrohook.detectors import CallCounter, LatencyDetector
 from ferrohook.groups import register
+from ferrohook.hook_info import hooks_of
 from ferrohook.instrumentation import find_registry, registry_of
-from ferrohook.module import HookInfo
+from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.activations import ActivationCache
+    from ferrohook.hook_info import HookInfo
     from ferrohook.selection import Selector
 
 __all__ = [
@@ -57,7 +59,6 @@ __all__ = [
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5, 5))
 """The bounds of the latency histograms, in seconds: what modules take is between them."""
 
-_AHEAD_OF_ALL = 2**63 - 1
 _deadline: ContextVar[float] = ContextVar("ferrohook_deadline", default=float("inf"))
 
 
@@ -119,12 +120,7 @@ def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    listed = {}
-    for name, module in select(model).items():
-        registry = find_registry(module)
-        rows = [] if registry is None else registry.list()
-        listed[name] = [HookInfo(*row[:-1]) for row in rows]
-    return listed
+    return {name: hooks_of(find_registry(module)) for name, module in select(model).items()}
 
 
 class ModelMetrics(Collector):
@@ -173,7 +169,7 @@ class ModelMetrics(Collector):
         with contextlib.ExitStack() as stack:
             for name in self._modules:
                 began = register(
-                    model, name, self._calls[name], phase="forward_pre", priority=_AHEAD_OF_ALL
+                    model, name, self._calls[name], phase="forward_pre", priority=AHEAD_OF_ALL
                 )
                 stack.callback(began.remove)
                 stack.callback(register(model, name, self._latencies[name]).remove)

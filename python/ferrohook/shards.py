@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.tensors import parts
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 _KEY = "ferrohook"
 
 
-def _safetensors() -> ModuleType:
+def safetensors_library() -> ModuleType:
+    """The library that reads files.
+
+    Raises:
+        HookError: it is not installed.
+    """
     try:
         import safetensors.torch  # noqa: PLC0415 (an extra)
     except ModuleNotFoundError as error:
@@ -125,7 +131,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     Raises:
         HookError: another kind of file.
     """
-    library = _safetensors()
+    library = safetensors_library()
     msg = f"{os.fspath(path)} holds no activations that ferrohook saved"
     try:
         with library.safe_open(path, framework="pt") as file:
@@ -141,22 +147,22 @@ def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """The structure as JSON; its tensors go into `tensors`, by their paths."""
     if isinstance(value, Tensor):
         return _described_tensor(value, tensors, path)
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                msg = f"{path or 'the top'}: keys are saved as str, got {type(key).__name__}"
-                raise HookTypeError(msg)
-        return {"dict": {key: _described(value[key], tensors, f"{path}/{key}") for key in value}}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_described(v, tensors, f"{path}/{n}") for n, v in enumerate(value)]}
-    if hasattr(value, "__dataclass_fields__"):
-        fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
-        return _described(fields, tensors, path)
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    msg = f"{path}: a {type(value).__name__} cannot be saved, only tensors and plain data"
-    raise HookTypeError(msg)
+    inside = value.items() if isinstance(value, Mapping) else parts(value)
+    if inside is None:
+        msg = f"{path}: a {type(value).__name__} cannot be saved, only tensors and plain data"
+        raise HookTypeError(msg)
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_described(item, tensors, f"{path}/{key}") for key, item in inside]}
+    described = {}
+    for key, item in inside:
+        if not isinstance(key, str):
+            msg = f"{path or 'the top'}: keys are saved as str, got {type(key).__name__}"
+            raise HookTypeError(msg)
+        described[key] = _described(item, tensors, f"{path}/{key}")
+    return {"dict": described}
 
 
 def _described_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook.activations import _at_least_one
+from ferrohook.arguments import at_least_one
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
@@ -263,7 +263,7 @@ class LocalStore(Store):
             HookTypeError: an option of the wrong type.
             ValueError: a `max_pending` below 1.
         """
-        max_pending = _at_least_one("max_pending", max_pending, "a number of bytes")
+        max_pending = at_least_one("max_pending", max_pending, "a number of bytes")
         self._folder = _Folder(Path(folder), sync=sync)
         self._max_pending = max_pending
         self._lock = threading.Lock()
@@ -651,7 +651,7 @@ class _Folder:
 
     def _read(self, folder: Path, file: _File, layer: str, names: list[str]) -> dict[str, Tensor]:
         path = folder / file.name
-        library = shards._safetensors()
+        library = shards.safetensors_library()
         try:
             size = path.stat().st_size
             if size != file.bytes:

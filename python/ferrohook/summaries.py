@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.errors import HookError
+from ferrohook.hook_info import timed_hooks
 from ferrohook.instrumentation import find_registry
-from ferrohook.module import HookInfo, _describe
+from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from rich.tree import Tree
+    from torch import nn
 
+    from ferrohook.hook_info import HookInfo
     from ferrohook.selection import Selector
 
 
@@ -37,11 +39,9 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
     except ModuleNotFoundError as error:
         msg = "summary needs the package rich: install ferrohook[rich]"
         raise HookError(msg) from error
-    if not isinstance(model, nn.Module):
-        msg = f"summary shows an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "summary shows")
     modules = select(model)
-    hooks = {name: _hooks(module) for name, module in modules.items()}
+    hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
     shown = {""}
     asked_for = () if also == () else select(model, also)
     for name, rows in hooks.items():
@@ -61,12 +61,6 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
     return nodes[""]
 
 
-def _hooks(module: nn.Module) -> list[tuple[HookInfo, float | None]]:
-    registry = find_registry(module)
-    rows = [] if registry is None else registry.list()
-    return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
-
-
 def _title(name: str, module: nn.Module) -> str:
     kind = _escaped(module._get_name())
     return f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
@@ -77,7 +71,7 @@ def _line(hook: HookInfo, seconds: float | None) -> str:
     details = [f"{hook.calls} calls"]
     if seconds is not None:
         details.append(f"{seconds * 1e3:.3f} ms")
-    if hook.priority > -(2**63) and hook.priority:
+    if hook.priority > BEHIND_ALL and hook.priority:
         details.append(f"priority {hook.priority}")
     if not hook.enabled:
         details.append("disabled")

@@ -7,7 +7,7 @@ a decorator, and is registered by the same methods. The names are ferrotorch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeAlias, TypeVar
 
 from ferrohook._core import TypedHook
 
@@ -41,6 +41,11 @@ class ForwardPreHook(TypedHook, Generic[In]):
     def __new__(cls, fn: Callable[[In], In]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "forward_pre", fn)
 
+    if TYPE_CHECKING:
+
+        @property
+        def phase(self) -> Literal["forward_pre"]: ...  # noqa: D102 (that of TypedHook)
+
     def __call__(self, input: In, /) -> In:  # noqa: A002 (the contract's word)
         """Calls the function: a decorated one stays usable."""
         result: In = self.fn(input)
@@ -65,6 +70,11 @@ class ForwardHook(TypedHook, Generic[In, Out]):
     def __new__(cls, fn: Callable[[In, Out], None]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "forward", fn)
 
+    if TYPE_CHECKING:
+
+        @property
+        def phase(self) -> Literal["forward"]: ...  # noqa: D102 (that of TypedHook)
+
     def __call__(self, input: In, output: Out, /) -> None:  # noqa: A002 (the contract's word)
         """Calls the function: a decorated one stays usable."""
         self.fn(input, output)
@@ -87,6 +97,11 @@ class BackwardHook(TypedHook):
 
     def __new__(cls, fn: Callable[[Grads, Grads], None]) -> Self:  # noqa: D102 (the class says it)
         return super().__new__(cls, "backward", fn)
+
+    if TYPE_CHECKING:
+
+        @property
+        def phase(self) -> Literal["backward"]: ...  # noqa: D102 (that of TypedHook)
 
     def __call__(self, grad_input: Grads, grad_output: Grads, /) -> None:
         """Calls the function: a decorated one stays usable."""

@@ -12,14 +12,14 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
-from ferrohook.cli import bench, capture, doctor, tree
+from ferrohook.cli import capture, doctor, tree
 from ferrohook.cli.mistakes import Mistake, in_one_line, told
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = {"bench": bench, "tree": tree, "capture": capture, "doctor": doctor}
+COMMANDS = {"tree": tree, "capture": capture, "doctor": doctor}
 MISTAKE = 2
 INTERRUPTED = 130
 

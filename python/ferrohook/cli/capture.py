@@ -65,7 +65,7 @@ def _captured(
     import torch
 
     import ferrohook as fh
-    from ferrohook.activations import map_tensors
+    from ferrohook.tensors import map_tensors
 
     try:
         device = torch.device(options.device)

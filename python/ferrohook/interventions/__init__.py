@@ -10,6 +10,7 @@ from ferrohook.interventions.hooks import Hook as Hook
 from ferrohook.interventions.hooks import HookError as HookError
 from ferrohook.interventions.hooks import HookType as HookType
 from ferrohook.interventions.layers import Layers as Layers
+from ferrohook.interventions.sources import DetectedTensors as _DetectedTensors  # noqa: F401 (registers them with `collect`)
 from ferrohook.interventions.tensors import (
     apply_modification_to_output as apply_modification_to_output,
 )

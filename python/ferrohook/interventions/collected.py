@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from ferrohook.activations import _HostCopies
+from ferrohook.host_copies import HostCopies
 
 V = TypeVar("V")
 
@@ -94,7 +94,7 @@ class TensorDict(ContextDict[Tensor]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies = _HostCopies()
+        self.copies = HostCopies()
 
     def __getitem__(self, key: str) -> Tensor:
         self.copies.finish()

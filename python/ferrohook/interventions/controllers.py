@@ -18,6 +18,7 @@ from ferrohook.interventions.tensors import (
     fit,
     put_first,
 )
+from ferrohook.versions import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,17 +109,11 @@ class Controller(Hook):
     def _change(self, module: Any, args: Any, original: Tensor) -> Tensor | None:
         """What takes the place of a tensor; None for itself. Before a forward without `args`."""
         # Where nobody could tell that it is written to, a copy is given.
-        given, version = original, None
-        if is_compiling():
-            given = original.clone()
-        else:
-            try:
-                version = original._version
-            except RuntimeError:  # inference tensors count no changes
-                given = original.clone()
+        version = None if is_compiling() else version_of(original)
+        given = original.clone() if version is None else original
         inputs = given if args is None else extract_tensor_from_input(args)
         changed = self.modify_activations(module, inputs, given)
-        if version is not None and given._version != version:
+        if version is not None and version_of(given) != version:
             msg = (
                 "it wrote to the activations in place, which may be those of others: "
                 "return a new tensor, as x * 2 and not x.mul_(2), or write to x.clone()"

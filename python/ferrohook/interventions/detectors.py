@@ -14,13 +14,14 @@ from ferrohook.errors import HookError, HookTypeError
 from ferrohook.interventions.collected import ContextDict, TensorDict
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import extract_tensor_from_output, first_tensor
+from ferrohook.sources import Collectable
 from ferrohook.stores import Store
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Detector(Hook):
+class Detector(Hook, Collectable):
     """A hook that watches what passes a module, and changes nothing.
 
     Subclasses say in `process_activations` what they keep, in `metadata` and `tensor_metadata`.

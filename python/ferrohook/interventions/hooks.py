@@ -6,7 +6,7 @@ import abc
 import copy
 import enum
 import uuid
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from ferrohook.errors import HookError as _HookError
 from ferrohook.errors import HookTypeError
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook._core import HookHandle
-    from ferrohook.interventions.layers import Layers
 
 
 class HookType(enum.StrEnum):
@@ -57,6 +56,14 @@ class HookError(_HookError):
         return f"the {self.hook_type} hook {self.hook_id!r}{_on(self.layer)} raised {error}"
 
 
+class Owner(Protocol):
+    """The `Layers` that a hook is registered with."""
+
+    def unregister_hook(self, hook: Any, /) -> bool:
+        """Removes the hook."""
+        ...
+
+
 class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
     """A hook as an object, to be registered by `Layers`; see `Detector` and `Controller`.
 
@@ -86,7 +93,7 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
     # What belongs to this process, or to one registration.
     _handle: HookHandle | None = None
     _layer: str | None = None
-    _layers: Layers | None = None
+    _layers: Owner | None = None
     _context: Any = None
 
     def __init__(

@@ -7,19 +7,19 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from torch import nn
-
 from ferrohook._core import Attachment, NativeDetector, TypedHook
+from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.interventions.controllers import Controller
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
-from ferrohook.module import _describe
-from ferrohook.selection import MOST_SUGGESTIONS, _closest
+from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import nn
 
     from ferrohook.scopes import Scope
 
@@ -54,9 +54,7 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            msg = f"Layers takes an instance of nn.Module, got {_describe(model)}"
-            raise HookTypeError(msg)
+        expect_module(model, "Layers takes")
         self.model = model
         self._hooks: dict[str, _Registered] = {}
 
@@ -108,7 +106,7 @@ class Layers:
     ) -> str:
         """The same; `scope` is the one in which alone it fires, and until when."""
         if not isinstance(hook, Hook):
-            msg = f"hook is a Detector or a Controller, got {_describe(hook)}"
+            msg = f"hook is a Detector or a Controller, got {describe(hook)}"
             if isinstance(hook, NativeDetector | TypedHook) or (
                 callable(hook) and not isinstance(hook, type)
             ):
@@ -275,7 +273,7 @@ class Layers:
         if found:
             msg = f"{layer_signature!r} is {len(found)} layers of {model}: say {_listed(found)}"
             raise SelectionError(msg)
-        names = _closest(layer_signature, [*places, *flat.values()])
+        names = closest_to(layer_signature, [*places, *flat.values()])
         if names:
             msg = f"{model} has no layer {layer_signature!r}; the closest are {_listed(names)}"
         else:
@@ -319,7 +317,7 @@ def _id(hook_or_id: Hook | str) -> str:
         return hook_or_id.id
     if isinstance(hook_or_id, str):
         return hook_or_id
-    msg = f"a hook or its id, a str, is expected, got {_describe(hook_or_id)}"
+    msg = f"a hook or its id, a str, is expected, got {describe(hook_or_id)}"
     raise HookTypeError(msg)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ferrohook.activations import _tuple_like
+from ferrohook.tensors import parts, rebuilt
 
 
 def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_crow's name)
@@ -36,10 +36,8 @@ def first_tensor(value: Any, *, in_dicts: bool = False) -> Tensor | None:
     """
     if isinstance(value, Tensor):
         return value
-    if in_dicts and isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return next((item for item in value if isinstance(item, Tensor)), None)
+    if isinstance(value, tuple | list) or (in_dicts and isinstance(value, dict)):
+        return next((item for _, item in parts(value) or () if isinstance(item, Tensor)), None)
     return None
 
 
@@ -114,10 +112,7 @@ def put_first(value: Any, original: Tensor, replacement: Tensor) -> Any:
     """What `first_tensor` found `original` in, with another tensor in its place."""
     if isinstance(value, Tensor):
         return replacement
-    items = list(value.items() if isinstance(value, dict) else enumerate(value))
-    place = next(key for key, item in items if item is original)
-    if isinstance(value, tuple):
-        return _tuple_like(value, [replacement if key == place else item for key, item in items])
-    copied = copy(value)
-    copied[place] = replacement
-    return copied
+    items = [item for _, item in parts(value) or ()]
+    place = next(place for place, item in enumerate(items) if item is original)
+    items[place] = replacement
+    return rebuilt(value, items)

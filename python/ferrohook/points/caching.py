@@ -8,8 +8,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ferrohook._core import Collector, record_all
-from ferrohook.activations import _BEHIND_ALL, ActivationCache, _share, map_tensors, tensors_in
+from ferrohook.activations import ActivationCache
 from ferrohook.errors import StaleActivationError
+from ferrohook.priorities import BEHIND_ALL
+from ferrohook.tensors import map_tensors, share_memory
+from ferrohook.versions import check_unchanged, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,15 +37,11 @@ class _Kept:
 
     def __init__(self, value: Any, *, checked: bool = False) -> None:
         self._value = map_tensors(_counting, value) if checked else value
-        self._versions = _versions(self._value) if checked else None
+        self._versions = versions_of(self._value) if checked else None
 
     def read(self, name: str) -> Any:
-        if self._versions is not None and self._versions != _versions(self._value):
-            msg = (
-                f"{name!r} was changed in place after it was captured: capture with "
-                'copy="clone" to keep what it was'
-            )
-            raise StaleActivationError(msg)
+        if self._versions is not None:
+            check_unchanged(self._value, self._versions, name)
         return self._value
 
     def peek(self) -> Any:
@@ -54,11 +53,6 @@ class _Kept:
 
 def _counting(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _versions(value: Any) -> list[int]:
-    # Inference tensors count none.
-    return [tensor._version for tensor in tensors_in(value) if not tensor.is_inference()]
 
 
 class _Recorded:
@@ -186,7 +180,7 @@ class Keeping(NamedTuple):
             result = result.to(self.device)
         # A slice is not to keep all of the tensor alive.
         own = self.copy == "clone" or self.sliced
-        return result.clone() if own and _share(result, tensor) else result
+        return result.clone() if own and share_memory(result, tensor) else result
 
 
 class SavingHook:
@@ -254,7 +248,7 @@ class Recording:
             max_bytes=None,
             stop=None,
         )
-        record_all(collector, list(points.values()), _BEHIND_ALL, scope)
+        record_all(collector, list(points.values()), BEHIND_ALL, scope)
         return collector
 
     def _convert_alike(self) -> Callable[[Tensor], Tensor] | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from torch import nn
 
 from ferrohook._core import Attachment
+from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
-from ferrohook.instrumentation import _KEY, attach, registry_of
-from ferrohook.module import _describe
+from ferrohook.instrumentation import attach, registry_of
 from ferrohook.points.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -23,7 +23,7 @@ from ferrohook.points.lens_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook._core import Registry, ScopeBase
+    from ferrohook._core import ScopeBase
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ Direction: TypeAlias = Literal["fwd", "bwd"]
 Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
 # What `add_hook` registers for, and how.
-_PHASES = {"fwd": "forward", "bwd": "backward"}
+PHASES = {"fwd": "forward", "bwd": "backward"}
 # What anybody may have registered for.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
@@ -115,8 +115,8 @@ class HookPoint(nn.Module):
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
-        registry: Registry = vars(self)[_KEY].registry
-        handle._registered(registry.register(handle.phase, handle, prepend=prepend, scope=scope))
+        register = registry_of(self).register
+        handle._registered(register(handle.phase, handle, prepend=prepend, scope=scope))
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
@@ -134,7 +134,7 @@ class HookPoint(nn.Module):
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[LensHandle]:
-        rows = registry_of(self).list(_PHASES[direction])
+        rows = registry_of(self).list(PHASES[direction])
         return [hook for _, _, hook, *_ in rows if isinstance(hook, LensHandle)]
 
     def has_hooks(
@@ -153,7 +153,7 @@ class HookPoint(nn.Module):
         Raises:
             ValueError: another `dir`.
         """
-        for each in _directions(dir):
+        for each in directions(dir):
             for phase in _ALL_PHASES[each]:
                 for _, _, hook, *_ in registry_of(self).list(phase):
                     if not isinstance(hook, LensHandle):
@@ -179,7 +179,7 @@ class HookPoint(nn.Module):
         Raises:
             ValueError: another `dir`.
         """
-        for each in _directions(dir):
+        for each in directions(dir):
             for handle in self._handles(each):
                 if handle.matches(including_permanent=including_permanent, level=level):
                     handle.remove()
@@ -201,7 +201,7 @@ class HookPoint(nn.Module):
         if conversion is not None and missing:
             msg = (
                 "a conversion has the methods convert(value) and revert(value), "
-                f"{_describe(conversion)} lacks {' and '.join(missing)}"
+                f"{describe(conversion)} lacks {' and '.join(missing)}"
             )
             raise HookTypeError(msg)
         self._hook_conversion = conversion
@@ -264,10 +264,15 @@ class HookPoint(nn.Module):
                 hook._registered(handle)  # a copied one knew of none
 
 
-def _directions(direction: object) -> tuple[str, ...]:
+def directions(direction: object) -> tuple[str, ...]:
+    """The directions that "fwd", "bwd" or "both" names.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     if direction == "both":
-        return tuple(_PHASES)
-    if direction not in _PHASES:
+        return tuple(PHASES)
+    if direction not in PHASES:
         msg = f"dir is 'fwd', 'bwd' or 'both', got {direction!r}"
         raise ValueError(msg)
     return (str(direction),)

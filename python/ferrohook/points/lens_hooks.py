@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,23 @@ from torch import Tensor
 from ferrohook._core import PointHook
 from ferrohook.errors import HookTypeError
 
-if TYPE_CHECKING:
-    from ferrohook.points.hook_point import HookPoint
+
+class Point(Protocol):
+    """A hook point, as far as its hooks look at it."""
+
+    name: str | None
+    ctx: dict[Any, Any]
+    _hook_conversion: TensorConversion | None
+
+    @property
+    def hook_conversion(self) -> TensorConversion | None:
+        """The layout that the hooks see."""
+        ...
+
+    @property
+    def backward_scale(self) -> float:
+        """The factor for the sum of a gradient."""
+        ...
 
 
 class HookFunction(Protocol):
@@ -70,7 +85,7 @@ class LensHandle(PointHook):
         permanent = including_permanent or not self.is_permanent
         return permanent and (level is None or self.context_level == level)
 
-    def _apply(self, point: HookPoint, value: Any) -> Any:
+    def _apply(self, point: Point, value: Any) -> Any:
         """The hook's result for the tensor in the point's layout; None where it observes."""
         conversion = point.hook_conversion
         if conversion is not None:
@@ -109,7 +124,7 @@ class ForwardLensHandle(LensHandle):
     __slots__ = ()
     phase = "forward"
 
-    def __call__(self, point: HookPoint, _args: Any, output: Any, /) -> Any:
+    def __call__(self, point: Point, _args: Any, output: Any, /) -> Any:
         """A forward hook of PyTorch's contract."""
         if self._aliases is None and point._hook_conversion is None:
             return self.user_hook(output, hook=point)
@@ -122,7 +137,7 @@ class BackwardLensHandle(LensHandle):
     __slots__ = ()
     phase = "backward"
 
-    def __call__(self, point: HookPoint, _grad_input: Any, grad_output: Any, /) -> Any:
+    def __call__(self, point: Point, _grad_input: Any, grad_output: Any, /) -> Any:
         """A full backward hook of PyTorch's contract."""
         gradient = grad_output[0]
         if point.backward_scale != 1 and gradient is not None:
@@ -136,7 +151,7 @@ class BackwardLensHandle(LensHandle):
 class AliasedHookPoint:
     """A hook point under another name, as the hooks see it that were added with `alias_names`."""
 
-    def __init__(self, alias_name: str, target: HookPoint) -> None:
+    def __init__(self, alias_name: str, target: Point) -> None:
         """Shows `target` as `alias_name`."""
         self.name = alias_name
         self._target = target

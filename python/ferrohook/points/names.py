@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
+from ferrohook.arguments import describe
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.module import _describe
-from ferrohook.selection import MOST_SUGGESTIONS, _closest
+from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ def points_named(model: nn.Module, names: Iterable[object]) -> dict[str, HookPoi
     found: dict[str, HookPoint] = {}
     for name in names:
         if not isinstance(name, str):
-            msg = f"hook points have names, which are str, got {_describe(name)}"
+            msg = f"hook points have names, which are str, got {describe(name)}"
             raise HookTypeError(msg)
         point = points.get(name)
         if point is None:
@@ -61,7 +61,7 @@ def points_filtered(model: nn.Module, names_filter: NamesFilter) -> dict[str, Ho
         return {name: point for name, point in points.items() if name in wanted}
     msg = (
         "names_filter is a name, a list, tuple or set of names, a predicate of names or None, "
-        f"got {_describe(names_filter)}"
+        f"got {describe(names_filter)}"
     )
     raise HookTypeError(msg)
 
@@ -73,6 +73,6 @@ def _unknown(model: nn.Module, name: str) -> str:
     msg = f"{name!r} {kind} in {model._get_name()} and is no hook point"
     if not points:
         return f"{msg}: it has none"
-    closest = _closest(name, points)
+    closest = closest_to(name, points)
     listed = ", ".join(map(repr, closest or list(points)[:MOST_SUGGESTIONS]))
     return f"{msg}; the {'closest' if closest else 'first'} of them are {listed}"

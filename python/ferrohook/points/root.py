@@ -12,18 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import Recorder, ScopeBase, active_scopes, register_all
+from ferrohook.arguments import check_copy, describe
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
-from ferrohook.module import _describe
 from ferrohook.never_fired import explain
 from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
-from ferrohook.points.hook_point import (
-    _PHASES,
-    Direction,
-    Directions,
-    HookPoint,
-    _directions,
-)
+from ferrohook.points.hook_point import PHASES, Direction, Directions, HookPoint, directions
 from ferrohook.points.lens_hooks import (
     HANDLES,
     HookFunction,
@@ -33,7 +27,9 @@ from ferrohook.points.lens_hooks import (
 )
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
+from ferrohook.points.wrapped import WrappedModel, points_on
 from ferrohook.scopes import Scope
+from ferrohook.wrapper import own_names
 
 if TYPE_CHECKING:
     from collections.abc import ValuesView
@@ -117,7 +113,8 @@ class HookedRootModule(nn.Module):
                 or just what `select` takes, for both.
 
         Returns:
-            A `HookedRootModule` around the model, whose `into_inner` gives it back as it was.
+            A `HookedRootModule` around the model, whose `into_inner` gives it back as it was. It is
+            an instance of the model's class too, unless the model has names of `HookedRootModule`.
 
         Raises:
             SelectionError: a pattern matches no module.
@@ -130,9 +127,7 @@ class HookedRootModule(nn.Module):
             >>> _, cache = model.run_with_cache(ids)
             >>> cache["layers.0.mlp.hook_out"].shape
         """
-        from ferrohook.points.wrapped import wrap  # noqa: PLC0415 (derives from this class)
-
-        return wrap(model, points)
+        return WrappedRootModule(model, points_on(model, points))
 
     def __getattr__(self, name: str) -> Any:
         if name in {"mod_dict", "hook_dict"}:
@@ -237,7 +232,7 @@ class HookedRootModule(nn.Module):
         if isinstance(which, str):
             return points_named(self, [which])
         if not callable(which):
-            msg = f"hooks go to a name or to a predicate of names, got {_describe(which)}"
+            msg = f"hooks go to a name or to a predicate of names, got {describe(which)}"
             raise HookTypeError(msg)
         return points_filtered(self, which)
 
@@ -328,8 +323,8 @@ class HookedRootModule(nn.Module):
         level = self.context_level
         points = self.hook_dict
         handles: list[LensHandle] = []
-        directions: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
-        for dir, pairs in directions.items():
+        hooks: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
+        for dir, pairs in hooks.items():
             kind = HANDLES[dir]
             known = None  # the same hook, or hooks of one loop, stand one after the other
             rows: list[tuple[HookPoint, LensHandle]] = []
@@ -343,7 +338,7 @@ class HookedRootModule(nn.Module):
                     found = self._points(which).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
             if rows:
-                register_all(rows, _PHASES[dir], scope)
+                register_all(rows, PHASES[dir], scope)
                 handles += [handle for _, handle in rows]
         return handles
 
@@ -505,7 +500,7 @@ class HookedRootModule(nn.Module):
         if cache is None:
             cache = PointCache()
         if not isinstance(cache, MutableMapping):
-            msg = f"cache is a dict, or None for a new one, got {_describe(cache)}"
+            msg = f"cache is a dict, or None for a new one, got {describe(cache)}"
             raise HookTypeError(msg)
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
@@ -624,13 +619,22 @@ class HookedRootModule(nn.Module):
         for name, point in points_filtered(self, name_filter).items():
             handles = [
                 handle
-                for each in _directions(dir)
+                for each in directions(dir)
                 for handle in point._handles(each)
                 if handle.matches(including_permanent=including_permanent, level=None)
             ]
             if handles:
                 listed[name] = handles
         return listed
+
+
+class WrappedRootModule(WrappedModel, HookedRootModule):
+    """The model that `HookedRootModule.wrap` returns, with the methods of this class."""
+
+    __slots__ = ()
+
+
+WrappedRootModule._own_names = own_names(WrappedRootModule)
 
 
 def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
@@ -646,9 +650,7 @@ def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
 def _keeping(
     device: torch.device | str | None, remove_batch_dim: bool, pos_slice: Any, copy: Copy
 ) -> Keeping:
-    if copy not in {"checked", "clone", "ref"}:
-        msg = f"copy is checked, clone or ref, got {copy!r}"
-        raise ValueError(msg)
+    check_copy(copy)
     # Made on it: one that is not there is refused here.
     target = None if device is None else torch.empty(0, device=device).device
     return Keeping(target, bool(remove_batch_dim), Slice.unwrap(pos_slice), copy)

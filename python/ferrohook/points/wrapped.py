@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from ferrohook._core import Attachment
-from ferrohook.activations import map_tensors, tensors_in
 from ferrohook.errors import HookError
 from ferrohook.groups import HandleGroup
 from ferrohook.instrumentation import attach, find_registry, registry_of
-from ferrohook.module import _delegate, _indent
 from ferrohook.points.hook_point import HookPoint
-from ferrohook.points.root import HookedRootModule
 from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.wrapper import TransparentWrapper, wrapper_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,10 +67,8 @@ class _AtOutput(_At):
 _KINDS: dict[str, type[_At]] = {"hook_in": _AtInput, "hook_out": _AtOutput}
 
 
-def wrap(
-    model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector
-) -> WrappedRootModule:
-    """See `HookedRootModule.wrap`."""
+def points_on(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector) -> Points:
+    """Makes the hook points for modules of a model, see `HookedRootModule.wrap`."""
     wanted = points if isinstance(points, Mapping) else {None: tuple(_KINDS)}
     made: Points = {}
     for what, kinds in wanted.items():
@@ -81,7 +78,7 @@ def wrap(
                 continue  # it is one
             for kind in _check_kinds(kinds):
                 made.setdefault((name, kind), HookPoint())
-    return WrappedRootModule(model, made)
+    return made
 
 
 def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
@@ -93,18 +90,20 @@ def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
     return listed
 
 
-class WrappedRootModule(HookedRootModule):
-    """What `HookedRootModule.wrap` returns.
+class WrappedModel(TransparentWrapper):
+    """A model with hook points on its modules; a hook of each leads its tensor through them.
 
-    It shares the model's `__dict__`, as a `HookedModule` does: all but the methods of
-    `HookedRootModule` is the model's.
+    What is instrumented is the model, whose `__dict__` has the registry.
     """
 
     # Not in the `__dict__`, which is the model's.
     __slots__ = ("_attached", "_made", "_model", "hook_dict", "mod_dict")
+    _own_slots = __slots__
 
     _model: nn.Module | None
     _made: Points
+    mod_dict: dict[str, nn.Module]
+    hook_dict: dict[str, HookPoint]
     _attached: HandleGroup
 
     def __init__(self, model: nn.Module, points: Points) -> None:
@@ -122,11 +121,10 @@ class WrappedRootModule(HookedRootModule):
             raise
 
     def _adopt(self, model: nn.Module, points: Points, attached: HandleGroup) -> None:
-        object.__setattr__(self, "__dict__", model.__dict__)
+        self._share(model)
         self._model, self._made, self._attached = model, points, attached
         self.setup()
 
-    # What is instrumented is the model, whose `__dict__` has the registry.
     _calls_inner = True
 
     if not TYPE_CHECKING:  # for checkers that of nn.Module
@@ -151,7 +149,7 @@ class WrappedRootModule(HookedRootModule):
         model = self.inner
         self._attached.remove()
         self._model = None
-        object.__setattr__(self, "__dict__", {})
+        self._share(None)
         del self.hook_dict, self.mod_dict
         return model
 
@@ -167,36 +165,14 @@ class WrappedRootModule(HookedRootModule):
             points[point.name] = point
         self.mod_dict, self.hook_dict = modules | points, points
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached when neither the shared __dict__ nor nn.Module knows the name.
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in WrappedRootModule.__slots__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in WrappedRootModule.__slots__:
-            object.__delattr__(self, name)
-        else:
-            delattr(self.inner, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *dir(self.inner)})
-
     def __repr__(self) -> str:
-        if self._model is None:
-            return "HookedRootModule(<given back>)"
-        points = ", ".join(_joined(*key) for key in self._made) or "none"
-        return (
-            f"HookedRootModule(\n  (inner): {_indent(repr(self._model))}\n  (points): {points}\n)"
+        return self._shown(
+            "HookedRootModule", "points", ", ".join(_joined(*key) for key in self._made)
         )
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        return type(self), (self.inner, self._made)
+        return wrapper_class(self), (self.inner, self._made)
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
@@ -227,13 +203,6 @@ class WrappedRootModule(HookedRootModule):
     def _replicate_for_data_parallel(self) -> NoReturn:
         msg = "wrap the model inside DataParallel's replicas: put DataParallel around the model"
         raise HookError(msg)
-
-
-# Those of nn.Module, which the model's class may have its own of.
-for _name in [name for name, value in vars(HookedRootModule.__base__).items() if callable(value)]:
-    _own = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
-    if not (_name.startswith("__") or _name in _own | {*vars(WrappedRootModule)}):
-        setattr(WrappedRootModule, _name, _delegate(_name))
 
 
 def _joined(name: str, kind: str) -> str:

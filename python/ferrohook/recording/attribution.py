@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ferrohook._core import calls_in_progress
-from ferrohook.activations import _share, tensors_in
 from ferrohook.errors import UnattributedWarning
+from ferrohook.tensors import share_memory, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,7 +97,7 @@ def _running(model: nn.Module) -> list[Call]:
 def _knows(call: Call, tensors: list[Tensor]) -> bool:
     """True where an argument of the call, or an output of its layers, shares one's memory."""
     known = [*tensors_in(call.arguments), *call.outputs()]
-    return any(_share(each, tensor) for tensor in tensors if tensor.numel() for each in known)
+    return any(share_memory(each, tensor) for tensor in tensors if tensor.numel() for each in known)
 
 
 def warn_unattributed(call: Call) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import jit, nn
 
 from ferrohook._core import ModuleTree
-from ferrohook.activations import _expect
+from ferrohook.arguments import describe, expect
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.module import _describe
-from ferrohook.selection import _closest
+from ferrohook.suggestions import closest_to
 
 DECLARATION = "_can_record_outputs"
 HIDDEN = "hidden_states"
@@ -61,15 +60,15 @@ class OutputRecorder:
             msg = "an OutputRecorder names a target_class or a class_name, this one neither"
             raise HookTypeError(msg)
         if target is not None and not (isinstance(target, type) and issubclass(target, nn.Module)):
-            msg = f"target_class is a subclass of nn.Module, got {_describe(target)}"
+            msg = f"target_class is a subclass of nn.Module, got {describe(target)}"
             raise HookTypeError(msg)
-        _expect(self.index, int, "index is a whole number")
+        expect(self.index, int, "index is a whole number")
         for name in ("layer_name", "class_name"):
-            _expect(getattr(self, name), (str, type(None)), f"{name} is a str")
-        _expect(self.num_hidden_layers_key, str, "num_hidden_layers_key is a str")
+            expect(getattr(self, name), (str, type(None)), f"{name} is a str")
+        expect(self.num_hidden_layers_key, str, "num_hidden_layers_key is a str")
         for name in ("capture_initial_hidden_state", "detach"):
-            _expect(getattr(self, name), bool, f"{name} is a bool")
-        _expect(self.dtype, (torch.dtype, type(None)), "dtype is a torch.dtype")
+            expect(getattr(self, name), bool, f"{name} is a bool")
+        expect(self.dtype, (torch.dtype, type(None)), "dtype is a torch.dtype")
         if self.device is not None:
             torch.device(self.device)
 
@@ -110,7 +109,7 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
     """
     declared = getattr(module, DECLARATION, None) or {}
     if not isinstance(declared, (dict, Mapping)):
-        msg = f"{DECLARATION} is a dict from keys to recorders, got {_describe(declared)}"
+        msg = f"{DECLARATION} is a dict from keys to recorders, got {describe(declared)}"
         raise HookTypeError(msg)
     return cast("dict[str, Any]", declared)
 
@@ -143,7 +142,7 @@ def _recorder(key: str, given: Any) -> OutputRecorder:
         raise HookTypeError(msg) from error
     msg = (
         f"{DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
-        f"OutputRecorder or a list of these, got {_describe(given)}"
+        f"OutputRecorder or a list of these, got {describe(given)}"
     )
     raise HookTypeError(msg)
 
@@ -219,7 +218,7 @@ def unmatched(model: nn.Module, key: str) -> SelectionError:
         for recorder in _recorders(model)[key]
     ]
     classes = dict.fromkeys(type(module).__name__ for module in model.modules())
-    closest = list(dict.fromkeys(name for each in named for name in _closest(each, classes)))
+    closest = list(dict.fromkeys(name for each in named for name in closest_to(each, classes)))
     msg = (
         f"{type(model).__name__} declares {key!r} of {', '.join(named)}, which matches none of its "
         f"modules; the closest classes in it are {', '.join(closest) or 'none'}"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from ferrohook.arguments import describe
 from ferrohook.errors import HookTypeError
-from ferrohook.module import _describe
-from ferrohook.recording.forwards import _parameters
+from ferrohook.recording.forwards import parameter_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,9 +45,9 @@ def merge_with_config_defaults(func: F) -> F:
         ValueError: a `vision_feature_select_strategy` other than default and full.
     """
     if not callable(func):
-        msg = f"merge_with_config_defaults decorates a forward, got {_describe(func)}"
+        msg = f"merge_with_config_defaults decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
-    names = _parameters(func)
+    names = parameter_names(func)
     places = {name: place for place, name in enumerate(inspect.signature(func).parameters, -1)}
 
     @functools.wraps(func)

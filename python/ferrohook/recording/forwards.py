@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from ferrohook._core import Call, active_scopes
+from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
-from ferrohook.module import _describe
 from ferrohook.recording.attribution import warn_unattributed
 from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
-from ferrohook.selection import _closest
+from ferrohook.suggestions import closest_to
 from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
     """
 
     def decorate(forward: Any) -> Any:
-        names = _parameters(forward)
+        names = parameter_names(forward)
 
         @functools.wraps(forward)
         def recorded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
         return recorded_forward
 
     if func is not None and not callable(func):
-        msg = f"capture_outputs decorates a forward, got {_describe(func)}"
+        msg = f"capture_outputs decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
     return decorate if func is None else decorate(func)
 
@@ -133,7 +133,7 @@ def innermost() -> Call | None:
     return None
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """The names that it takes as keywords; None if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -184,7 +184,7 @@ def _check_known(model: nn.Module, name: str) -> None:
     if any(name in _known_flags(each) for each in models):
         return
     flags = sorted(_known_flags(model))
-    closest = ", ".join(_closest(name, flags) or flags)
+    closest = ", ".join(closest_to(name, flags) or flags)
     msg = f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
     raise HookTypeError(msg)
 
@@ -270,7 +270,7 @@ def _put(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
     if not dataclasses.is_dataclass(outputs) or isinstance(outputs, type):
         msg = (
             f"{', '.join(recorded)} was recorded for a forward that returned "
-            f"{_describe(outputs)}: only a dict or a dataclass can take it up"
+            f"{describe(outputs)}: only a dict or a dataclass can take it up"
         )
         raise HookTypeError(msg)
     missing = recorded.keys() - {field.name for field in dataclasses.fields(outputs)}

@@ -20,10 +20,10 @@ from ferrohook._core import (
     calls_in_progress,
     installations,
 )
-from ferrohook.activations import _converter, _HostCopies
-from ferrohook.errors import HookTypeError
+from ferrohook.arguments import expect_module
+from ferrohook.conversion import converter
+from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, make_class
-from ferrohook.module import _describe
 from ferrohook.recording.attribution import ATTRIBUTED, owner_of
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
@@ -48,7 +48,7 @@ class Installation(InstallationBase):
 
     def __new__(cls, _model: nn.Module, plan: Plan, _former: Installation | None) -> Self:
         """Makes a collector for each key of the plan."""
-        copies = _HostCopies()
+        copies = HostCopies()
         keys = [_collector(key, recorder, copies) for key, recorder in plan.recorders.items()]
         moved = any(recorder.device is not None for recorder in plan.recorders.values())
         return super().__new__(cls, keys, plan.tree, copies if moved else None)
@@ -105,14 +105,14 @@ class Installation(InstallationBase):
         self._attachment.release()
 
 
-def _collector(key: str, recorder: OutputRecorder, copies: _HostCopies) -> Collector:
+def _collector(key: str, recorder: OutputRecorder, copies: HostCopies) -> Collector:
     device = None if recorder.device is None else torch.device(recorder.device)
     return Collector(
         [key],
         detach=recorder.detach,
         copy="ref",
         keep=None,
-        convert=_converter(copies, device, recorder.dtype, None, "ref"),
+        convert=converter(copies, device, recorder.dtype, None, "ref"),
         grads=False,
         max_bytes=None,
         stop=None,
@@ -170,9 +170,7 @@ def uninstall(model: nn.Module) -> None:
     Raises:
         HookTypeError: `model` is no `nn.Module`.
     """
-    if not isinstance(model, nn.Module):
-        msg = f"uninstall takes an instance of nn.Module, got {_describe(model)}"
-        raise HookTypeError(msg)
+    expect_module(model, "uninstall takes")
     for module in model.modules():
         installation = installations.pop(id(module), None)
         if installation is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.activations import map_tensors
 from ferrohook.errors import SelectionError
 from ferrohook.recording.declarations import HIDDEN
+from ferrohook.tensors import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

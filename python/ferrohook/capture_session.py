@@ -1,0 +1,159 @@
+"""The engine of a capture: native recorders on modules, for the calls of one scope."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ferrohook._core import Attachment, Collector, HookHandle, ScopeBase, record_all
+from ferrohook.errors import SelectionError
+from ferrohook.instrumentation import attach, registry_of
+from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ferrohook.host_copies import HostCopies
+
+
+def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
+    """The error for a name that nothing was captured under."""
+    return SelectionError(f"{name!r} {state} what was captured: {', '.join(names) or 'nothing'}")
+
+
+class Activations(Mapping[str, Any]):
+    """The values that a collector holds, by the names of their modules."""
+
+    def __init__(
+        self,
+        places: dict[str, int],
+        collector: Collector,
+        read: Callable[..., list[Any]],
+        *,
+        only_last: bool,
+    ) -> None:
+        self._places = places
+        self._collector = collector
+        self._read = read
+        self._only_last = only_last
+
+    def __getitem__(self, name: str) -> Any:
+        return self._value(name)
+
+    def peek(self, name: str) -> Any:
+        """The same, changed in place or not."""
+        return self._value(name, stale=True)
+
+    def _value(self, name: str, **options: bool) -> Any:
+        place = self._places.get(name)
+        values = [] if place is None else self._read(place, **options)
+        if not values:
+            state = "was not selected" if place is None else "never ran"
+            raise not_captured(name, f"{state} and is not among", self)
+        return values[-1] if self._only_last else values
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def __iter__(self) -> Iterator[str]:
+        names = list(self._places)
+        return iter([names[place] for place in self._collector.ran()])
+
+    def __len__(self) -> int:
+        return len(self._collector.ran())
+
+
+class Options(NamedTuple):
+    """Options of a capture, checked; see `capture`."""
+
+    inputs: bool
+    output_index: object
+    stop: bool
+    only_last: bool
+    copies: HostCopies
+    collector: dict[str, Any]
+    """Those of the `Collector`."""
+
+
+class CaptureSession:
+    """Captures the activations of some modules in the calls of a scope."""
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], options: Options) -> None:
+        self.model = model
+        self._modules = modules
+        self._options = options
+        self._handles: list[HookHandle] = []
+
+    def begin(self, scope: ScopeBase) -> tuple[Activations, Activations | None]:
+        """Captures the calls in a scope, until it is left; what was captured stays readable.
+
+        Returns:
+            The activations, and their gradients if those were asked for.
+        """
+        options = self._options
+        attachment = Attachment()
+        attachment.release_with(scope)
+        attach(self._modules | ({"": self.model} if options.stop else {}), attachment)
+        root = registry_of(self.model) if options.stop else None
+        collector = self._collector = Collector(
+            list(self._modules), stop=None if root is None else root.module, **options.collector
+        )
+        if root is not None:
+            root.register("forward_pre", collector.begin, priority=AHEAD_OF_ALL, scope=scope)
+        self._handles = record_all(
+            collector,
+            list(self._modules.values()),
+            BEHIND_ALL,
+            scope,
+            inputs=options.inputs,
+            part=options.output_index,
+        )
+        if root is not None:
+            last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope}
+            root.register("forward", collector.end, **last)
+        gradients = self._read(_gradients) if options.collector["grads"] else None
+        return self._read(_values), gradients
+
+    def _read(self, read: Callable[..., list[Any]]) -> Activations:
+        return Activations(
+            {name: place for place, name in enumerate(self._modules)},
+            self._collector,
+            functools.partial(read, self._options.copies, self._collector),
+            only_last=self._options.only_last,
+        )
+
+    def clear(self) -> None:
+        """Forgets what was captured so far."""
+        self._collector.clear()
+
+    def silent(self) -> list[str]:
+        """The names of the modules that never ran."""
+        # In compiled regions calls are not counted; those that failed left nothing.
+        ran = {*self._collector.ran()}
+        return [
+            name
+            for index, (name, handle) in enumerate(zip(self._modules, self._handles, strict=True))
+            if index not in ran and not handle.calls
+        ]
+
+
+def _values(
+    copies: HostCopies, collector: Collector, place: int, *, stale: bool = False
+) -> list[Any]:
+    values = collector.values(place, stale=stale)
+    copies.finish()
+    return values
+
+
+def _gradients(copies: HostCopies, collector: Collector, place: int, **_options: bool) -> list[Any]:
+    calls = collector.gradients(place)
+    copies.finish()
+    values = collector.values(place, stale=True)
+    # In step, but for a call that another thread ends in between.
+    return [
+        gradients[0] if isinstance(value, Tensor) else gradients
+        for value, gradients in zip(values, calls, strict=False)
+    ]

@@ -1,0 +1,72 @@
+"""Detectors as sources of `collect`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrohook.errors import HookError
+from ferrohook.interventions.detectors import Detector
+from ferrohook.interventions.layers import Layers
+from ferrohook.sources import Source, source_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ferrohook.scopes import Scope
+    from ferrohook.stores import Store
+
+
+class DetectedTensors(Source):
+    """Has a detector collect on its layer."""
+
+    def __init__(self, detector: Detector, model: nn.Module, store: Store) -> None:
+        if detector.store not in (None, store):
+            msg = (
+                f"{detector} has a store of its own, {detector.store!r}: give that one to collect, "
+                "or the detector none"
+            )
+            raise HookError(msg)
+        signature = detector.layer_signature
+        self._signature = detector._where_unsaid if signature is None else signature
+        if detector.layer is None and self._signature is None:
+            msg = (
+                f"{detector} has no layer: give it a layer_signature ('' for the model itself), or "
+                "register it before"
+            )
+            raise HookError(msg)
+        self._layers = Layers(model)
+        self._detector = detector
+        self._ran = False
+
+    def attach(self, scope: Scope) -> None:
+        """Registers the detector, unless it is registered."""
+        detector = self._detector
+        if detector.layer is None and self._signature is not None:
+            self._layers._register(self._signature, detector, scope=scope)
+        self._layer = detector.layer or ""
+        self._calls = self._count()
+        detector.tensor_metadata.clear()  # of a call that belongs to no batch
+
+    def detach(self) -> None:
+        """Unregisters the detector, if it was registered here."""
+        self._layers.unregister_hook(self._detector)
+
+    def _count(self) -> int:
+        handle = self._detector._handle
+        return 0 if handle is None else handle.calls
+
+    def take(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the detector's tensors."""
+        # A detector may have kept what is the model's, and is written to in the next batch.
+        kept = self._detector.tensor_metadata
+        taken = {name: tensor.clone() for name, tensor in kept.items()}
+        kept.clear()
+        self._ran = self._ran or bool(taken) or self._count() > self._calls
+        return {self._layer: taken} if taken else {}
+
+    def silent(self) -> list[str]:
+        """The detector's layer, if it never ran."""
+        return [] if self._ran or not self._detector.enabled else [self._layer]
+
+
+source_of.register(Detector, DetectedTensors)

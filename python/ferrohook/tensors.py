@@ -1,0 +1,89 @@
+"""Tensors in structures of tuples, lists, dicts and dataclasses."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+def parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a tuple, list, dict or dataclass by index, key or field; None of anything else.
+
+    A field without a value is None.
+    """
+    if isinstance(value, tuple | list):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        return [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
+    return None
+
+
+def rebuilt(value: Any, items: list[Any]) -> Any:
+    """A structure of the same class with other items, in the order of `parts`."""
+    # Dynamo traces no copies of plain lists and dicts.
+    if type(value) is list:
+        return items
+    if type(value) is dict:
+        return dict(zip(value, items, strict=True))
+    if isinstance(value, tuple):
+        cls: Any = type(value)
+        if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
+            return cls(items)
+        # Named tuples are made by `_make`; the constructors of other classes are their own.
+        return getattr(cls, "_make", tuple)(items)
+    copied = copy(value)
+    if isinstance(value, list):
+        copied[:] = items
+    elif isinstance(value, dict):
+        for key, item in zip(value, items, strict=True):
+            copied[key] = item
+    else:
+        for name, item in zip(value.__dataclass_fields__, items, strict=True):
+            if hasattr(value, name):
+                object.__setattr__(copied, name, item)  # it may be frozen
+    return copied
+
+
+def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors of a structure, each with the tuple of keys that leads to it, in order."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif inside := parts(value):
+        for key, item in inside:
+            yield from tensors_by_path(item, (*path, key))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a structure, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif inside := parts(value):
+        for _, item in inside:
+            yield from tensors_in(item)
+
+
+def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure, of the same classes, with other tensors."""
+    if isinstance(value, Tensor):
+        return convert(value)
+    inside = parts(value)
+    if inside is None:
+        return value
+    return rebuilt(value, [map_tensors(convert, item) for _, item in inside])
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Tells views of one storage from tensors of their own."""
+    if one is other:
+        return True
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return False  # of several storages, and never views
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

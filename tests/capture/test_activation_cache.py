@@ -1,0 +1,196 @@
+"""The cache that a capture fills, and its files."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.capture import Data, Frozen, Named, Twice, tensors_of
+from support.modules import Returning
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The cache
+
+
+@pytest.fixture
+def acts(model: nn.Sequential, x: Tensor) -> fh.ActivationCache:
+    with fh.capture(model) as acts:
+        model(x)
+    return acts
+
+
+def test_a_cache_is_a_mapping(acts: fh.ActivationCache) -> None:
+    assert list(acts) == list(acts.keys()) == [name for name, _ in acts.items()]
+    assert len(acts) == len(list(acts.values())) == 4
+    assert "0" in acts
+    assert "nope" not in acts
+    assert acts.get("nope") is None
+    assert acts.get("nope", 3) == 3
+    assert acts.get("0") is acts["0"]
+    for cache in (acts, acts.to("cpu")):
+        with pytest.raises(KeyError):
+            cache["nope"]
+        with pytest.raises(fh.SelectionError, match=r"'nope' .* captured: 0, 1, 2, $"):
+            cache["nope"]
+
+
+def test_stack(acts: fh.ActivationCache) -> None:
+    assert torch.equal(acts.stack("0"), acts["0"][None])
+    stacked = acts.stack(re.compile("[01]"))
+    assert torch.equal(stacked, torch.stack([acts["0"], acts["1"]]))
+    with pytest.raises(fh.SelectionError, match=r"'x\.\*' matches none of what was captured"):
+        acts.stack("x.*")
+    with pytest.raises(fh.HookTypeError, match="stack takes a name, a glob or a compiled regex"):
+        acts.stack(3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="equal size"):
+        acts.stack()
+
+
+def test_stack_takes_all_calls() -> None:
+    model = Twice()
+    with fh.capture(model, "shared", keep="all") as acts:
+        model(torch.zeros(1))
+    assert acts.stack("shared").tolist() == [[0], [2]]
+
+
+def test_nbytes_and_repr(acts: fh.ActivationCache) -> None:
+    assert acts.nbytes == 80 + 80 + 40 + 40
+    assert repr(acts).splitlines() == [
+        "name  shape   dtype    bytes",
+        "0     (5, 4)  float32     80",
+        "1     (5, 4)  float32     80",
+        "2     (5, 2)  float32     40",
+        "      (5, 2)  float32     40",
+    ]
+    assert repr(fh.ActivationCache({})).split() == ["name", "shape", "dtype", "bytes"]
+    structure = fh.ActivationCache({"a": [(torch.ones(1), {"b": torch.ones(2)}), None], "n": 3})
+    assert [line.split() for line in repr(structure).splitlines()[1:]] == [
+        ["a", "(1,)", "float32", "4"],
+        ["a", "(2,)", "float32", "8"],
+        ["n", "-", "int", "-"],
+    ]
+
+
+def test_to_keeps_structures_and_shares_what_is_there(x: Tensor) -> None:
+    value = (Named(x, [Data(x, {"a": Frozen(x)})]), OrderedDict(b=None))
+    module = Returning(lambda: value)
+    with fh.capture(module, "", grads=True) as acts:
+        module()
+    same = acts.to("cpu")
+    assert repr(same[""]) == repr(acts[""])
+    assert same[""][0].first is x
+    assert same[""][0].second[0].second["a"].first is x
+    moved = acts.to("meta")
+    assert type(moved[""][1]) is OrderedDict
+    frozen = moved[""][0].second[0].second["a"]
+    assert type(frozen) is Frozen
+    assert frozen.first.device.type == "meta"
+    assert acts[""][0].first is x
+    assert moved.grads[""] == [None, None, None]
+
+
+# Files
+
+
+def test_a_file_holds_all(tmp_path: Path, model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, grads=True, keep="all") as acts:
+        for _ in range(2):
+            model(x).sum().backward()
+    path = tmp_path / "acts.safetensors"
+    acts.save(path)
+    loaded = fh.ActivationCache.load(str(path))
+    assert list(loaded) == list(acts)
+    for name, calls in acts.items():
+        assert all(map(torch.equal, loaded[name], calls))
+        assert all(map(torch.equal, loaded.grads[name], acts.grads[name]))
+    # For others that read the format.
+    tensors = safetensors.torch.load_file(path)
+    assert torch.equal(tensors["/activations/0/1"], acts["0"][1])
+
+
+def test_a_file_holds_structures_shared_storage_and_any_strides(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    value = {
+        "same": (base, base),
+        "views": [base.t(), base[1:], base[:, ::2], base.expand(2, 3, 4)],
+        "a/b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "empty": [torch.empty(0), (), [], {}],
+        "plain": (None, True, 3, 2.5, "text"),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "kinds": [torch.ones(2, dtype=kind) for kind in (torch.bool, torch.int8, torch.bfloat16)],
+        "data": Data(base, Named(1, base)),
+    }
+    path = tmp_path / "acts.safetensors"
+    fh.ActivationCache(value).save(path)
+    loaded = fh.ActivationCache.load(path)
+    assert list(loaded) == list(value)
+    expected = list(tensors_of(value))
+    found = list(tensors_of(dict(loaded)))
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    assert all(map(torch.equal, found, expected))
+    assert loaded["plain"] == (None, True, 3, 2.5, "text")
+    assert loaded["plain"][1] is True
+    assert loaded["empty"][1:] == [(), [], {}]
+    assert type(loaded["same"]) is tuple
+    assert loaded["data"]["second"][0] == 1
+    assert fh.ActivationCache.load(path).nbytes == sum(each.nbytes for each in expected)
+
+
+def test_an_undetached_capture_can_be_saved(
+    tmp_path: Path, model: nn.Sequential, x: Tensor
+) -> None:
+    with fh.capture(model, "0", detach=False) as acts:
+        model(x)
+    acts.save(tmp_path / "file")
+    assert torch.equal(fh.ActivationCache.load(tmp_path / "file")["0"], acts["0"])
+
+
+@pytest.mark.parametrize("wrong", [object(), {1: torch.ones(1)}, b"bytes"])
+def test_what_cannot_be_saved_leaves_the_file_as_it_was(
+    tmp_path: Path, wrong: Any, acts: fh.ActivationCache
+) -> None:
+    path = tmp_path / "file"
+    acts.save(path)
+    before = path.read_bytes()
+    with pytest.raises(fh.HookTypeError, match="/activations/x"):
+        fh.ActivationCache({"a": torch.ones(1), "x": [wrong]}).save(path)
+    sparse = fh.ActivationCache({"x": torch.ones(2, 2).to_sparse()})
+    with pytest.raises(fh.HookTypeError, match="/activations/x: a tensor of layout"):
+        sparse.save(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_saved_file_replaces_another_and_can_be_read_by_others(
+    tmp_path: Path, acts: fh.ActivationCache
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("other")
+    acts.save(path)
+    assert len(fh.ActivationCache.load(path)) == 4
+    (tmp_path / "plain").touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no safetensors")
+    (tmp_path / "empty").touch()
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "other")
+    for name in ("text", "empty", "other"):
+        with pytest.raises(fh.HookError, match=f"{name} holds no activations that ferrohook saved"):
+            fh.ActivationCache.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        fh.ActivationCache.load(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError):
+        fh.ActivationCache({}).save(tmp_path / "no" / "folder")

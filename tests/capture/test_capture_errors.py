@@ -1,0 +1,126 @@
+"""Captures that are refused or left out of order."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.capture import assert_plain
+from support.limits import LIMIT
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep": "first"}, ValueError, "keep is 'last', 'all' or a number of calls, got 'first'"),
+        ({"keep": 0}, ValueError, "keep is at least 1, got 0"),
+        ({"keep": -1}, ValueError, "keep is at least 1"),
+        ({"keep": True}, fh.HookTypeError, "keep is 'last', 'all' or a number .* got bool"),
+        ({"keep": 1.0}, fh.HookTypeError, "got float"),
+        ({"keep": None}, fh.HookTypeError, "got NoneType"),
+        ({"max_bytes": 0}, ValueError, "max_bytes is at least 1, got 0"),
+        ({"max_bytes": True}, fh.HookTypeError, "max_bytes is a whole number, got bool"),
+        ({"max_bytes": 2.0**30}, fh.HookTypeError, "max_bytes is a whole number, got float"),
+        ({"max_bytes": "1GB"}, fh.HookTypeError, "max_bytes is a whole number, got str"),
+        ({"copy": "deep"}, ValueError, "copy is checked, clone or ref, got 'deep'"),
+        ({"copy": True}, ValueError, "copy is checked, clone or ref, got True"),
+        ({"copy": []}, ValueError, "copy is checked, clone or ref"),
+        ({"slice": 1.5}, fh.HookTypeError, "slice is what a tensor can be indexed by, got float"),
+        ({"slice": "0"}, fh.HookTypeError, "got str"),
+        ({"slice": True}, fh.HookTypeError, "got bool"),
+        ({"slice": (0, "a")}, fh.HookTypeError, "got str"),
+        ({"slice": [1.5]}, fh.HookTypeError, "got float"),
+        ({"slice": slice(0.5)}, fh.HookTypeError, "bounds of a slice .* got float"),
+        ({"slice": slice(None, None, -1)}, ValueError, "step .* is at least 1, got -1"),
+        ({"inputs": 1}, fh.HookTypeError, "inputs is a bool, got int"),
+        ({"detach": None}, fh.HookTypeError, "detach is a bool, got NoneType"),
+        ({"grads": "yes"}, fh.HookTypeError, "grads is a bool, got str"),
+        ({"stop": "0"}, fh.HookTypeError, "stop is a bool, got str"),
+        ({"output_index": True}, fh.HookTypeError, "output_index is .* got bool"),
+        ({"dtype": "float16"}, fh.HookTypeError, "dtype is a torch.dtype, got str"),
+        ({"dtype": float}, fh.HookTypeError, "dtype is a torch.dtype, got type"),
+        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+        ({"unknown": 1}, TypeError, "unknown"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_enter(
+    model: nn.Sequential, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fh.capture(model, **options)
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("what", ["nope", [], nn.Conv2d, re.compile("nope"), lambda *_: False])
+def test_an_empty_selection_is_refused(model: nn.Sequential, what: Any) -> None:
+    with pytest.raises(fh.SelectionError):
+        fh.capture(model, what)
+
+
+def test_numbers_of_any_size_are_taken(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, "0", keep=2**80, max_bytes=2**80) as acts:
+        model(x)
+    assert len(acts["0"]) == 1
+
+
+def test_a_capture_is_entered_once_and_left_once(model: nn.Sequential, x: Tensor) -> None:
+    with fh.instrument(model):
+        capture = fh.capture(model, "0")
+        with capture as acts:
+            model(x)
+            with pytest.raises(fh.HookError, match="a capture is entered once"), capture:
+                pytest.fail("it was entered")
+        with pytest.raises(fh.HookError, match="a capture is entered once"), capture:
+            pytest.fail("it was entered")
+        with pytest.raises(fh.HookError, match="left before"):
+            capture.__exit__(None, None, None)
+        # What others hold is theirs.
+        fired: list[int] = []
+        model[0].register_forward_hook(lambda *_: fired.append(1))
+        model(x)
+    assert fired == [1]
+    assert list(acts) == ["0"]
+    assert_plain(model)
+
+
+def test_leaving_elsewhere_is_refused_and_changes_nothing(model: nn.Sequential, x: Tensor) -> None:
+    capture = fh.capture(model, "0")
+    with capture as acts, ThreadPoolExecutor(1) as executor:
+        with pytest.raises(fh.HookError, match="left where it was entered"):
+            executor.submit(capture.__exit__, None, None, None).result(LIMIT)
+        model(x)
+    assert torch.equal(acts["0"], model[0](x))
+    assert_plain(model)
+
+
+def test_leaving_out_of_order_leaves_that_capture_alone(model: nn.Sequential, x: Tensor) -> None:
+    outer, inner = fh.capture(model, "0"), fh.capture(model, "0")
+    first = outer.__enter__()
+    model(x)
+    second = inner.__enter__()
+    with pytest.raises(fh.HookError, match="left all the same"):
+        outer.__exit__(None, None, None)
+    model(2 * x)
+    inner.__exit__(None, None, None)
+    assert torch.equal(first["0"], model[0](x))
+    assert torch.equal(second["0"], model[0](2 * x))
+    assert_plain(model)
+
+
+def test_a_module_that_cannot_be_instrumented_leaves_nothing_behind(x: Tensor) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU()))
+    with pytest.raises(fh.HookError, match=r"cannot be instrumented: 1 .*TorchScript"):
+        fh.capture(model).__enter__()
+    assert type(model[0]) is nn.Linear
+    with fh.scope() as s, fh.capture(model, "0") as acts:
+        model(x)
+    assert s.closed
+    assert "0" in acts

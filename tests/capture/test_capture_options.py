@@ -1,0 +1,273 @@
+"""Options of captures: conversions, calls kept, gradients and the budget."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.capture import Twice, assert_plain, captured, tensors_of
+from support.limits import LIMIT
+from support.modules import Returning
+
+# detach, device, dtype, slice
+
+
+def test_undetached_captures_let_gradients_flow(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, "0", detach=False) as acts:
+        model(x)
+    (grad,) = torch.autograd.grad(acts["0"].sum(), model[0].weight)
+    assert torch.allclose(grad, x.sum(0).expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"copy": "clone"}, {"dtype": torch.float64}, {"slice": 0}, {"slice": (..., [1])}]
+)
+def test_undetached_copies_let_gradients_flow(
+    model: nn.Sequential, x: Tensor, options: dict[str, Any]
+) -> None:
+    with fh.capture(model, "0", detach=False, **options) as acts:
+        model(x)
+    acts["0"].sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_dtype_casts_what_is_of_floating_point() -> None:
+    value = (torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
+    kept = captured(value, dtype=torch.bfloat16)
+    assert [each.dtype for each in kept] == [torch.bfloat16, torch.int64, torch.bool]
+
+
+def test_device_moves() -> None:
+    kept = captured((torch.ones(2),), device="meta")
+    assert kept[0].device.type == "meta"
+    assert captured(torch.ones(2), device=torch.device("cpu")).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, 3),
+        slice(None, None, 2),
+        ...,
+        (..., 0),
+        (slice(None), [0, 2]),
+        [0, 1],
+        torch.tensor([1, 0]),
+        (None, 1),
+        [True, False, True, False],
+    ],
+)
+def test_a_slice_is_what_indexing_gives_in_memory_of_its_own(index: Any) -> None:
+    big = torch.arange(4_000.0).view(4, 1_000)
+    kept = captured(big, slice=index)
+    assert torch.equal(kept, big[index])
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    before = kept.clone()
+    big.zero_()
+    assert torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": torch.float32}, {"slice": ...}])
+def test_clone_copies_where_nothing_is_to_be_converted(options: dict[str, Any]) -> None:
+    value = torch.ones(3)
+    kept = captured(value, copy="clone", **options)
+    value.zero_()
+    assert kept.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": torch.float32}])
+def test_checked_checks_where_nothing_is_to_be_converted(options: dict[str, Any]) -> None:
+    value = torch.ones(3)
+    module = Returning(lambda: value)
+    with fh.capture(module, "", **options) as acts:
+        module()
+    assert acts[""].data_ptr() == value.data_ptr()
+    value.zero_()
+    with pytest.raises(fh.StaleActivationError):
+        acts[""]
+
+
+def test_a_slice_that_does_not_fit_is_the_error_of_the_call(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    with fh.capture(model, "0", slice=7):
+        with pytest.raises(IndexError) as error:
+            model(x)
+        assert any("forward hook" in note for note in error.value.__notes__)
+        model(torch.randn(8, 3))
+    assert_plain(model)
+
+
+def test_the_options_go_together(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(
+        model, ["0", "2"], slice=(slice(None), -1), dtype=torch.float64, copy="clone", keep=2
+    ) as acts:
+        for factor in (1, 2, 3):
+            model(factor * x)
+    assert [each.dtype for each in acts["2"]] == [torch.float64] * 2
+    assert torch.equal(acts["2"][1], model(3 * x)[:, -1].double())
+    assert torch.equal(acts["2"][0], model(2 * x)[:, -1].double())
+
+
+# keep
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [("last", 12.0), ("all", [0.0, 2.0, 10.0, 12.0]), (1, [12.0]), (3, [2.0, 10.0, 12.0])],
+)
+def test_keep_says_which_calls_of_a_module(keep: Any, expected: Any) -> None:
+    model = Twice()
+    with fh.capture(model, keep=keep) as acts:
+        model(torch.tensor(0.0))
+        model(torch.tensor(10.0))
+    kept = acts["shared"]
+    assert (kept if keep == "last" else [each.item() for each in kept]) == expected
+    assert list(acts) == ["shared", "once", ""]
+
+
+def test_many_calls_keep_the_memory_of_the_last() -> None:
+    module = Returning(lambda: torch.empty(1))
+    with fh.capture(module, "", keep=3) as acts:
+        freed = [weakref.ref(module()) for _ in range(50)]
+    assert [each() is not None for each in freed] == [False] * 47 + [True] * 3
+    assert len(acts[""]) == 3
+
+
+# grads
+
+
+def test_grads_are_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, ["0", "2"], grads=True) as acts:
+        out = model(x)
+        assert acts.grads["0"] is None
+        (out**2).sum().backward()
+    hidden = model[0](x)
+    (expected,) = torch.autograd.grad((model[2](model[1](hidden)) ** 2).sum(), hidden)
+    assert torch.allclose(acts.grads["0"], expected)
+    assert torch.allclose(acts.grads["2"], 2 * out)
+    assert list(acts.grads) == ["0", "2"]
+    assert not acts.grads["0"].requires_grad
+
+
+def test_grads_come_after_leaving_too_each_to_its_call(model: nn.Sequential) -> None:
+    x = torch.ones(1, 3)
+    with fh.capture(model, "0", grads=True, keep="all") as acts:
+        outs = [model(x), model(2 * x)]
+    outs[0].sum().backward()
+    first, second = acts.grads["0"]
+    kept = first.clone()
+    assert second is None
+    outs[1].sum().backward()
+    assert torch.equal(acts.grads["0"][0], kept)
+    assert acts.grads["0"][1] is not None
+
+
+def test_the_gradient_of_an_input_is_not_the_memory_that_autograd_adds_to(
+    model: nn.Sequential,
+) -> None:
+    x = torch.ones(1, 3, requires_grad=True)
+    with fh.capture(model, "0", inputs=True, grads=True) as acts:
+        out = model(x)
+    out.sum().backward()
+    gradient = acts.grads["0"]
+    kept = gradient.clone()
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * kept)
+    assert torch.equal(gradient, kept)
+
+
+def test_grads_of_structures_are_lists_and_of_tensors_tensors() -> None:
+    t = torch.ones(2, requires_grad=True)
+    for value, shape in (
+        (t * 1, None),
+        ((t * 1,), 1),
+        ({"a": t * 1, "b": [t * 2, torch.ones(1)]}, 3),
+    ):
+        module = Returning(lambda value=value: value)
+        with fh.capture(module, "", grads=True) as acts:
+            module()
+        next(tensors_of(value)).sum().backward()
+        if shape is None:
+            assert acts.grads[""].tolist() == [1, 1]
+        else:
+            assert [g is None for g in acts.grads[""]] == [False, *[True] * (shape - 1)]
+
+
+def test_grads_are_converted_as_the_tensors(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, "0", grads=True, dtype=torch.float64, slice=(0, [1, 2])) as acts:
+        model(x).sum().backward()
+    assert acts.grads["0"].dtype == torch.float64
+    assert acts.grads["0"].shape == acts["0"].shape == (2,)
+
+
+def test_grads_are_none_where_none_are_recorded(model: nn.Sequential, x: Tensor) -> None:
+    with torch.no_grad(), fh.capture(model, "0", grads=True) as acts:
+        model(x)
+    assert acts.grads["0"] is None
+    with fh.capture(model, "0") as acts:
+        model(x).sum().backward()
+    assert len(acts.grads) == 0
+
+
+def test_grads_of_a_backward_on_another_thread(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, "2", grads=True) as acts:
+        out = model(x)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(out.sum().backward).result(LIMIT)
+    assert torch.equal(acts.grads["2"], torch.ones(5, 2))
+
+
+# max_bytes
+
+
+def test_the_budget_ends_the_call_and_keeps_what_came_before(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    # The second did run.
+    silent = pytest.warns(fh.NeverFiredWarning, match="^'', '2' were selected and never ran")
+    with silent, fh.capture(model, max_bytes=159) as acts:
+        with pytest.raises(fh.CaptureBudgetError, match=r"keeping 80 more bytes of .1. .*=159"):
+            model(x)
+        assert (list(acts), acts.nbytes) == (["0"], 80)
+        # What the calls before it left is replaced, and fits.
+        with pytest.raises(fh.CaptureBudgetError):
+            model(2 * x)
+        assert torch.equal(acts["0"], model[0](2 * x))
+    assert_plain(model)
+    assert model(x).shape == (5, 2)
+
+
+def test_a_budget_that_is_just_enough_is_kept_to(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, max_bytes=80 + 80 + 40 + 40) as acts:
+        for _ in range(3):
+            model(x)
+    assert acts.nbytes == 240
+    with fh.capture(model, "0", max_bytes=3 * 80, keep="all") as acts:
+        for _ in range(3):
+            model(x)
+        with pytest.raises(fh.CaptureBudgetError):
+            model(x)
+    assert len(acts["0"]) == 3
+
+
+def test_the_budget_is_that_of_what_is_kept_after_slicing_and_casting(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    with fh.capture(model, "0", max_bytes=8, slice=0, dtype=torch.float16) as acts:
+        model(x)
+    assert acts.nbytes == 8
+
+
+def test_the_budget_counts_gradients(model: nn.Sequential, x: Tensor) -> None:
+    with fh.capture(model, "0", max_bytes=100, grads=True), pytest.raises(fh.CaptureBudgetError):
+        model(x).sum().backward()

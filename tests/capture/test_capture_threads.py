@@ -1,0 +1,154 @@
+"""Captures in contexts and threads, and what they leave alive."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.capture import assert_plain, tensors_of
+from support.limits import LIMIT
+from support.threads import in_threads
+
+# Contexts and threads
+
+
+def test_another_context_is_not_captured(model: nn.Sequential, x: Tensor) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(int).result(LIMIT)  # there before the capture
+        with fh.capture(model, "0") as outer, fh.scope() as s:
+            # The captures around a scope come along with it.
+            executor.submit(s.wrap(model), x).result(LIMIT)
+            executor.submit(model, 2 * x).result(LIMIT)
+    assert torch.equal(outer["0"], model[0](x))
+
+
+def test_tasks_capture_their_own(model: nn.Sequential) -> None:
+    async def use(number: int) -> bool:
+        x = torch.full((1, 3), float(number))
+        with fh.capture(model, "0") as acts:
+            await asyncio.sleep(0)
+            await asyncio.to_thread(model, x)
+            await asyncio.sleep(0)
+        return torch.equal(acts["0"], model[0](x))
+
+    async def main() -> list[bool]:
+        return await asyncio.gather(*map(use, range(10)))
+
+    assert asyncio.run(main()) == [True] * 10
+    assert_plain(model)
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_that_capture_a_plain_model_at_once_get_their_own_and_put_it_back(
+    model: nn.Sequential,
+) -> None:
+    xs = [torch.full((1, 3), float(number)) for number in range(4)]
+    expected = [model[0](x) for x in xs]
+
+    def work(number: int) -> list[bool]:
+        right = []
+        for turn in range(60):
+            stop = turn % 2 == 0
+            with fh.capture(model, ["0", "1"], stop=stop) as acts:
+                assert (model(xs[number]) is fh.STOPPED) == stop
+            right.append(torch.equal(acts["0"], expected[number]))
+        return right
+
+    assert in_threads(4, work) == [[True] * 60] * 4
+    assert_plain(model)
+
+
+def test_exceptions_in_the_model_leave_nothing_behind(model: nn.Sequential, x: Tensor) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        fh.scope() as s,
+        fh.capture(model) as acts,
+        fh.register(model, "1", fail, scope=s),
+    ):
+        model(x)
+    assert list(acts) == ["0"]
+    assert_plain(model)
+    assert torch.equal(model(x), model(x))
+
+
+# Lifetimes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"copy": "clone", "keep": "all"},
+        {"slice": 0, "dtype": torch.float64},
+        {"grads": True},
+        {"grads": True, "inputs": True, "dtype": torch.float64},
+        {"detach": False},
+        {"stop": True},
+        {"max_bytes": 81},
+    ],
+)
+def test_captures_leave_no_tensor_alive(
+    model: nn.Sequential, x: Tensor, options: dict[str, Any]
+) -> None:
+    freed: list[weakref.ref[Tensor]] = []
+    gc.collect()
+    gc.disable()  # at once, not when the collector comes by
+    try:
+        for _ in range(125):
+            with fh.scope() as s, fh.capture(model, "2", **options) as acts:
+                s.wrap(model)(x)
+                freed += map(weakref.ref, tensors_of(acts["2"]))
+            del acts, s
+        alive = sum(each() is not None for each in freed)
+    finally:
+        gc.enable()
+    assert len(freed) >= 125
+    assert alive == 0
+    assert_plain(model)
+
+
+def test_undetached_captures_with_gradients_leave_no_tensor_alive(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    freed: list[weakref.ref[Tensor]] = []
+    for _ in range(5):
+        with fh.capture(model, "2", grads=True, detach=False) as acts:
+            model(x).sum().backward()
+        freed += map(weakref.ref, tensors_of(acts["2"]))
+        del acts
+    gc.collect()
+    assert sum(each() is not None for each in freed) == 0
+
+
+def test_an_input_that_lives_on_does_not_keep_what_was_captured(model: nn.Sequential) -> None:
+    x = torch.ones(1, 3, requires_grad=True)
+    freed: list[weakref.ref[Tensor]] = []
+    for _ in range(5):
+        with fh.capture(model, "0", inputs=True, grads=True, copy="clone") as acts:
+            model(x).sum().backward()
+        freed += map(weakref.ref, tensors_of(acts["0"]))
+        del acts
+    gc.collect()
+    assert sum(each() is not None for each in freed) == 0
+
+
+def test_a_cache_does_not_keep_the_model_alive(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    freed = weakref.ref(model)
+    with fh.capture(model, "0", grads=True) as acts, torch.no_grad():
+        model(x)
+    del model
+    gc.collect()
+    assert freed() is None
+    assert acts["0"].shape == (5, 4)

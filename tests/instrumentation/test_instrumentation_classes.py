@@ -1,0 +1,177 @@
+"""Classes of every kind, instrumented."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import pickle
+from typing import Any, Generic, TypeVar
+
+import pytest
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.instrumentation import Log, Slotted, logging, x
+
+T = TypeVar("T")
+
+
+def test_a_custom_getattr_is_kept() -> None:
+    class Anything(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            return f"made up {name}" if name[0] != "_" else super().__getattr__(name)
+
+    class Model(Anything):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+    model = Model()
+    with fh.instrument(model):
+        handle = model.register_forward_hook(lambda *_: None)
+        assert model.anything == "made up anything"
+        copy.deepcopy(model)(x())
+        copy.copy(model)(x())
+        assert handle.calls == 1
+    assert type(model) is Model
+
+
+def test_slots_are_kept() -> None:
+    model = Slotted(4, 4)
+    with fh.instrument(model):
+        handle = model.register_forward_hook(lambda *_: None)
+        model.gain = 3.0
+        model(x())
+        assert handle.calls == 1
+    assert type(model) is Slotted
+    assert model.gain == 3.0
+
+
+def test_neither_init_subclass_nor_a_metaclass_hears_of_it() -> None:
+    known: Log = []
+
+    class Meta(type):
+        def __new__(cls, name: str, bases: Any, namespace: Any, **kwargs: Any) -> Any:
+            known.append(f"new {name}")
+            return super().__new__(cls, name, bases, namespace)
+
+        def __init__(cls, name: str, bases: Any, namespace: Any, **kwargs: Any) -> None:
+            known.append(f"init {name}")
+            super().__init__(name, bases, namespace)
+
+    class Mine(nn.Linear, metaclass=Meta):
+        def __init_subclass__(cls, **_: Any) -> None:
+            msg = f"{cls.__name__} is sealed"
+            raise ValueError(msg)
+
+    model = Mine(4, 4)
+    with fh.instrument(model):
+        handle = model.register_forward_hook(lambda *_: None)
+        model(x())
+        assert handle.calls == 1
+        assert type(type(model)) is Meta
+    assert known == ["new Mine", "init Mine"]
+
+
+def test_abstract_and_generic_and_data_classes() -> None:
+    class Abstract(nn.Module, abc.ABC):
+        @abc.abstractmethod
+        def forward(self, value: Tensor) -> Tensor: ...
+
+    class Concrete(Abstract):
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+    @dataclasses.dataclass(eq=True)  # and so without a hash
+    class Data(nn.Module):
+        size: int
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+    class AbstractFirst(abc.ABC, nn.Linear):
+        pass
+
+    class SlottedToo(Generic[T], Slotted):  # noqa: PYI059
+        __slots__ = ("more",)
+
+    for model in (Concrete(), Typed[int](), Data(3), AbstractFirst(4, 4), SlottedToo[int](4, 4)):
+        plain = type(model)
+        with fh.instrument(model):
+            handle = model.register_forward_hook(lambda *_: None)
+            model(x())
+            assert handle.calls == 1
+            assert isinstance(model, plain)
+            assert isinstance(model, type(model))
+            assert not isinstance(nn.Linear(4, 4), type(model))
+        assert type(model) is plain
+
+
+def test_instances_made_of_the_class_of_an_instrumented_module_are_plain_to_use() -> None:
+    with fh.instrument(linear := nn.Linear(4, 4)):
+        other = type(linear)(4, 4)
+        assert isinstance(other, nn.Linear)
+        other.register_forward_hook(logging(log := [], "torch"))
+        other(x())
+        assert log == ["torch"]
+        assert type(pickle.loads(pickle.dumps(linear))) is nn.Linear
+    with fh.instrument(other):
+        other(x())
+    assert type(other) is nn.Linear
+
+
+def test_register_methods_of_the_class_s_own_are_kept() -> None:
+    class Own(nn.Linear):
+        def register_forward_hook(self, hook: Any, **options: Any) -> Any:  # type: ignore[override]
+            self.own = hook
+            return super().register_forward_hook(hook, **options)
+
+    with fh.instrument(own := Own(4, 4)):
+        own.register_forward_hook(hook := logging(log := [], "fired"))
+        own(x())
+    assert own.own is hook
+    own(x())
+    assert log == ["fired", "fired"]
+
+
+def test_a_shared_module_has_one_registry() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleList([shared, nn.Sequential(shared, shared)])
+    with fh.instrument(model):
+        handle = shared.register_forward_hook(lambda *_: None)
+        model[1](x())
+        model[0](x())
+        assert handle.calls == 3
+        assert len({id(each) for each in (shared, model[0], model[1][0])}) == 1
+    assert type(shared) is nn.Linear
+
+
+def test_a_module_that_contains_itself() -> None:
+    class Recursive(nn.Linear):
+        def forward(self, value: Tensor, depth: int = 3) -> Tensor:
+            return self(value, depth - 1) if depth else super().forward(value)
+
+    recursive = Recursive(4, 4)
+    recursive.own = recursive
+    with fh.instrument(recursive):
+        handle = recursive.register_forward_hook(lambda *_: None)
+        recursive(x())
+        assert handle.calls == 4
+        duplicate = copy.deepcopy(recursive)
+        assert duplicate.own is duplicate
+        duplicate(x())
+        assert handle.calls == 4
+        fh.restore(duplicate)
+        with pytest.raises(RecursionError):
+            recursive(x(), 100_000)
+    assert type(recursive) is type(duplicate) is Recursive

@@ -1,0 +1,381 @@
+"""Instrumented modules beside PyTorch's own hooks, and what stands in the way of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_global
+
+import ferrohook as fh
+from support.instrumentation import Log, logging, small, state_of, torch_script, x
+from support.internals import is_instrumented
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The same as PyTorch, side by side
+
+
+def side_by_side(act: Callable[[nn.Module, Log], Any], make: Callable[[], Any] = small) -> Log:
+    """What `act` logs of a module that is instrumented is what it logs of a plain one."""
+    logs: list[Log] = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        log: Log = []
+        model = make()
+        if ours:
+            with fh.instrument(model):
+                act(model, log)
+        else:
+            act(model, log)
+        logs.append(log)
+    assert flat(logs[0]) == flat(logs[1])
+    return logs[1]
+
+
+def flat(log: Log) -> str:
+    with_tensors = torch._tensor_str.printoptions(precision=8)
+    with with_tensors:
+        return repr(log)
+
+
+def test_hooks_fire_as_in_pytorch() -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        for name in ("a", "b"):
+            model.register_forward_pre_hook(logging(log, f"pre {name}"))
+            model.register_forward_hook(logging(log, f"post {name}"))
+            model.register_full_backward_hook(logging(log, f"back {name}"))
+            model.register_full_backward_pre_hook(logging(log, f"back pre {name}"))
+        model.register_forward_pre_hook(logging(log, "pre first"), prepend=True)
+        model.register_forward_hook(logging(log, "post first"), prepend=True)
+        model.register_full_backward_hook(logging(log, "back first"), True)
+        model.register_full_backward_pre_hook(logging(log, "back pre first"), prepend=True)
+        model(x().requires_grad_()).sum().backward()
+
+    assert len(side_by_side(act)) == 12
+
+
+def test_hooks_see_and_change_what_pytorch_s_do() -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        def pre(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            log.append((args, kwargs))
+            return (), {"input": (args or (kwargs["input"],))[0] * 2}
+
+        def post(_module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            log.append((args, kwargs, output))
+            return output + 1
+
+        first = model.first
+        first.register_forward_pre_hook(pre, with_kwargs=True)
+        first.register_forward_pre_hook(lambda _module, args: log.append(args))
+        first.register_forward_hook(post, with_kwargs=True)
+        first.register_forward_hook(lambda _module, args, output: log.append((args, output)))
+        log.append(first(x()))
+        log.append(first(input=x()))
+        log.append(model(x()))
+
+    side_by_side(act)
+
+
+def test_gradients_are_seen_and_changed_as_in_pytorch() -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        first = model.first
+        first.register_full_backward_pre_hook(lambda _module, grad: (grad[0] * 2,))
+        first.register_full_backward_hook(lambda _module, *grads: log.append(grads))
+        first.register_full_backward_hook(lambda _module, grad_in, _out: (grad_in[0] + 1,))
+        value = x().requires_grad_()
+        model(value).sum().backward()
+        log.append((value.grad, first.weight.grad, first.bias.grad))
+        with torch.no_grad():
+            model(value)
+        assert len(log) == 2
+
+    side_by_side(act)
+
+
+REGISTER: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "method": lambda m, hook: m.register_forward_hook(hook),
+    "behind our back": nn.Module.register_forward_hook,
+    "global": lambda _, hook: torch_global.register_module_forward_hook(hook),
+}
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("where", REGISTER)
+@pytest.mark.parametrize("failing", ["forward_pre", "module", "forward", "nothing"])
+def test_what_runs_after_an_exception_is_what_pytorch_runs(
+    failing: str, where: str, always: bool
+) -> None:
+    class Model(nn.Module):
+        def forward(self, value: int) -> int:
+            if failing == "module":
+                msg = failing
+                raise ValueError(msg)
+            return value
+
+    def fail(*_: Any) -> None:
+        raise ValueError(failing)
+
+    def act(model: nn.Module, log: Log) -> None:
+        with contextlib.ExitStack() as stack:
+            keep = stack.callback
+            if failing == "forward_pre":
+                model.register_forward_pre_hook(fail)
+            post = torch_global.register_module_forward_hook
+            register = (
+                post if where == "global" else getattr(model, "register_forward_hook")  # noqa: B009
+            )
+            if where == "behind our back":
+                register = nn.Module.register_forward_hook.__get__(model)
+            keep(register(lambda _m, a, o: log.append(("first", a, o)), always_call=always).remove)
+            if failing == "forward":
+                keep(register(fail).remove)
+            keep(register(lambda _m, a, o: log.append(("last", a, o)), always_call=always).remove)
+            keep(register(lambda _m, a, o: log.append(("plain", a, o))).remove)
+            try:
+                log.append(model(1))
+            except ValueError as error:
+                log.append(str(error))
+
+    side_by_side(act, Model)
+
+
+PHASES = ["forward_pre", "forward", "backward_pre", "backward"]
+
+
+def test_torch_s_hooks_of_a_phase_go_first_the_global_ones_ahead() -> None:
+    model = nn.Linear(4, 4)
+    log: Log = []
+    nn.Module.register_forward_hook(model, logging(log, "torch before"))
+    nn.Module.register_forward_pre_hook(model, logging(log, "torch before, pre"))
+    nn.Module.register_full_backward_hook(model, logging(log, "torch before, back"))
+    nn.Module.register_full_backward_pre_hook(model, logging(log, "torch before, back pre"))
+    fh.instrument(model)
+    model.register_forward_hook(logging(log, "ours"), priority=9)
+    model.register_forward_pre_hook(logging(log, "ours, pre"), prepend=True)
+    model.register_full_backward_hook(logging(log, "ours, back"))
+    model.register_full_backward_pre_hook(logging(log, "ours, back pre"))
+    nn.Module.register_forward_hook(model, logging(log, "torch after"))
+    handles = [
+        torch_global.register_module_forward_hook(logging(log, "global")),
+        torch_global.register_module_forward_pre_hook(logging(log, "global, pre")),
+        torch_global.register_module_full_backward_hook(logging(log, "global, back")),
+        torch_global.register_module_full_backward_pre_hook(logging(log, "global, back pre")),
+    ]
+    try:
+        model(x().requires_grad_()).sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    pre, post = ["torch before, pre", "ours, pre"], ["torch before", "torch after", "ours"]
+    back_pre = ["torch before, back pre", "ours, back pre"]
+    back = ["torch before, back", "ours, back"]
+    expected = [
+        *("global, pre", *pre, "global", *post),
+        *("global, back pre", *back_pre, "global, back", *back),
+    ]
+    assert log == expected
+    log.clear()
+    model(x().requires_grad_()).sum().backward()
+    assert log == [*pre, *post, *back_pre, *back]
+    fh.restore(model)
+    log.clear()
+    model(x())
+    assert log == ["torch before, pre", "torch before", "torch after"]
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_a_torch_hook_that_changes_during_the_forward_counts_in_its_phase(change: str) -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        late = nn.Module.register_forward_hook(model, logging(log, "removed too late"))
+
+        def pre(*_: Any) -> None:
+            if change == "remove":
+                late.remove()
+            else:
+                nn.Module.register_forward_hook(model, logging(log, "added in time"))
+
+        nn.Module.register_forward_pre_hook(model, pre)
+        model(x())
+
+    side_by_side(act)
+
+
+def test_deprecated_backward_hooks_of_torch_s_go_on_working() -> None:
+    def act(model: nn.Module, log: Log) -> None:
+        nn.Module.register_backward_hook(
+            model.first, lambda _module, grad_in, grad_out: log.append((grad_in, grad_out))
+        )
+        nn.Module.register_forward_pre_hook(model.first, logging(log, "pre"))
+        nn.Module.register_forward_hook(model.first, logging(log, "post"))
+        with warnings.catch_warnings(action="ignore"):
+            model(x()).sum().backward()
+
+    log = side_by_side(act)
+    assert [each for each in log if isinstance(each, str)] == ["pre", "post"]
+    assert len(log) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_torch_s_pre_hooks_go_first_beside_a_deprecated_backward_hook() -> None:
+    with fh.instrument(linear := nn.Linear(4, 4)):
+        log: Log = []
+        linear.register_forward_pre_hook(logging(log, "ours"))
+        nn.Module.register_forward_pre_hook(linear, logging(log, "torch"))
+        nn.Module.register_backward_hook(linear, lambda *_: None)
+        linear(x())
+        assert log == ["torch", "ours"]
+
+
+def test_register_backward_hook_is_the_full_one() -> None:
+    with fh.instrument(linear := nn.Linear(4, 2)):
+        shapes: Log = []
+        linear.register_backward_hook(lambda _m, gi, go: shapes.append((gi[0].shape, go[0].shape)))
+        linear(x().requires_grad_()).sum().backward()
+        assert shapes == [((2, 3, 4), (2, 3, 2))]
+
+
+# What stands in the way of a call
+
+
+def test_a_replaced_forward_is_honoured_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    with fh.instrument(mine := Mine(4, 4)):
+        before = mine(x())
+        mine.forward = lambda input: input + 1  # type: ignore[method-assign]
+        assert torch.equal(mine(x()), x() + 1)
+        handle = mine.register_forward_hook(lambda _module, _args, output: output * 2)
+        assert torch.equal(mine(x()), (x() + 1) * 2)
+        del mine.forward
+        handle.remove()
+        assert torch.equal(mine(x()), before)
+        monkeypatch.setattr(Mine, "forward", lambda self, input: input * 3)
+        assert torch.equal(mine(x()), x() * 3)
+        monkeypatch.undo()
+        assert torch.equal(mine(x()), before)
+        mine._call_impl = lambda input: input + 5  # type: ignore[assignment, method-assign, misc]
+        assert torch.equal(mine(x()), x() + 5)
+
+
+@pytest.mark.parametrize("where", ["class", "nn.Module"])
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_a_replaced_class_call_is_honoured_at_the_next_call(
+    where: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    original = getattr(nn.Module, name)
+    with fh.instrument(mine := Mine(4, 4)):
+        handle = mine.register_forward_hook(lambda *_: None)
+        mine(x())
+        target = {"class": Mine, "nn.Module": nn.Module}[where]
+        monkeypatch.setattr(target, name, lambda self, *args: original(self, *args) * 2)
+        assert torch.equal(mine(x()), mine.forward(x()) * 2)
+        if name == "__call__":
+            assert handle.calls == 2
+        monkeypatch.undo()
+        assert torch.equal(mine(x()), mine.forward(x()))
+
+
+def test_a_class_may_change_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    with fh.instrument(mine := Mine(4, 4)):
+        handle = mine.register_forward_hook(lambda *_: None)
+        for factor in range(10):
+            monkeypatch.setattr(Mine, "forward", lambda _self, input, by=factor: input * by)
+            for _ in range(3):
+                assert torch.equal(mine(x()), x() * factor)
+        assert handle.calls == 30
+
+
+def test_restoring_removes_the_hooks_of_scopes_too() -> None:
+    linear = nn.Linear(4, 4)
+    with fh.scope() as s:
+        fh.instrument(linear)
+        handle = linear.register_forward_hook(lambda *_: None, scope=s)  # type: ignore[call-arg]
+        fh.restore(linear)
+        assert handle.removed  # type: ignore[attr-defined]
+
+
+def test_fx_traces_the_same_graph() -> None:
+    plain, ours = small(), small()
+    with fh.instrument(ours):
+        graphs = [torch.fx.symbolic_trace(model).graph for model in (plain, ours)]
+    assert str(graphs[0]) == str(graphs[1])
+
+
+def test_an_own_call_keeps_its_place_around_the_hooks() -> None:
+    class Doubling(nn.Linear):
+        def __call__(self, value: Tensor) -> Tensor:
+            return super().__call__(value + 1) * 2
+
+    class Elsewhere(nn.Linear):
+        def __call__(self, value: Tensor) -> Tensor:
+            return value
+
+    def act(model: nn.Module, log: Log) -> None:
+        model.register_forward_pre_hook(lambda _module, args: log.append(args))
+        model.register_forward_hook(lambda _module, _args, output: output + 100)
+        log.append(model(x()))
+
+    assert len(side_by_side(act, lambda: Doubling(4, 4))) == 2
+    assert len(side_by_side(act, lambda: Elsewhere(4, 4))) == 1
+
+
+def test_every_way_of_calling_reaches_the_hooks() -> None:
+    with fh.instrument(linear := nn.Linear(4, 4)):
+        handle = linear.register_forward_hook(lambda *_: None)
+        for way in (
+            linear,
+            linear.__call__,
+            type(linear).__call__.__get__(linear),
+            nn.Module.__call__.__get__(linear),
+            linear._call_impl,
+            linear._wrapped_call_impl,
+        ):
+            before = handle.calls
+            way(x())
+            assert handle.calls == before + 1
+        linear.forward(x())
+        assert handle.calls == 6
+
+
+def test_a_class_that_overrides_call_impl_is_refused_and_left_as_it_was() -> None:
+    class Own(nn.Linear):
+        def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._call_impl(*args, **kwargs)
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(4, 4))
+    before = state_of(model)
+    with pytest.raises(fh.HookError, match=r"1 \(Own\): its class overrides _call_impl"):
+        fh.instrument(model, ["0", "1"])
+    assert state_of(model) == before
+    with pytest.warns(fh.NotInstrumentedWarning, match=r"left as they are: 1 \(Own\)") as caught:
+        undo = fh.instrument(model)
+    assert caught[0].filename == __file__
+    with undo:
+        assert is_instrumented(model[0])
+        assert type(model[1]) is Own
+    assert state_of(model) == before
+    with fh.instrument(model[0]):
+        with pytest.raises(fh.HookError, match="overrides _call_impl"):
+            model[0].__class__ = Own
+        assert model[0].__class__ is nn.Linear
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_instrumented() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch_script(nn.ReLU()))
+    with pytest.raises(fh.NotInstrumentedWarning):
+        fh.instrument(model)
+    assert not any(is_instrumented(each) for each in model[:1].modules())
+    assert not is_instrumented(model)

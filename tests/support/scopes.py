@@ -1,0 +1,23 @@
+"""Modules and fixtures of the tests of scopes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def call(module: nn.Module) -> None:
+    """Runs all phases."""
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+
+class Counting:
+    """A hook that counts its calls, and can be watched as it goes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1

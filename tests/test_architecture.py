@@ -1,0 +1,175 @@
+"""The map holds: what ARCHITECTURE.md says of who may use whom is what the sources do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / "python"
+FRONT = "ferrohook"
+NATIVE = f"{FRONT}._core"
+
+Arrows = dict[str, set[str]]
+"""The files that each file uses, both by their names as modules."""
+
+
+def layers(language: str) -> dict[str, int]:
+    """The number of the layer of each unit (a file or a folder), from ARCHITECTURE.md."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    (block,) = re.findall(
+        rf"^```layers-{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL
+    )
+    numbered = [
+        (unit, number) for number, line in enumerate(block.splitlines()) for unit in line.split()
+    ]
+    found = dict(numbered)
+    assert len(found) == len(numbered), "a unit stands in the layers twice"
+    return found
+
+
+def circle(arrows: Arrows) -> list[str]:
+    """A circle of files that use each other, if there is one."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def against_the_order(
+    arrows: Arrows, units: Mapping[str, str], levels: Mapping[str, int]
+) -> list[str]:
+    """The arrows to another unit that do not point down."""
+    return [
+        f"{user} -> {used}"
+        for user, targets in arrows.items()
+        for used in sorted(targets)
+        if units[user] != units[used] and levels[units[user]] <= levels[units[used]]
+    ]
+
+
+# --- Python --------------------------------------------------------------------------------------
+
+
+def python_files() -> dict[str, Path]:
+    """The files of the package by the names of their modules, the stub of the extension too."""
+    files = {}
+    for path in (PYTHON / FRONT).rglob("*.py*"):
+        if path.suffix in {".py", ".pyi"}:
+            module = ".".join(path.relative_to(PYTHON).with_suffix("").parts)
+            files[module.removesuffix(".__init__")] = path
+    return files
+
+
+def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[tuple[str, str | None, str]]:
+    """Each import of the package's: the module, the name taken from it, the name that it gets.
+
+    Wherever it stands: in a function and for type checkers too.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == FRONT:
+                    yield alias.name, None, alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            if node.module is not None and node.module.split(".")[0] == FRONT:
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    if module in modules:
+                        yield module, None, alias.asname or alias.name
+                    else:
+                        yield node.module, alias.name, alias.asname or alias.name
+
+
+def python_arrows() -> Arrows:
+    files = python_files()
+    return {
+        user: {used for used, *_ in imported(ast.parse(path.read_text()), files)} - {user}
+        for user, path in files.items()
+    }
+
+
+def python_unit(module: str) -> str:
+    """A file beside the front, or a folder with all in it."""
+    return module.split(".")[1] if "." in module else module
+
+
+def private(name: str | None) -> bool:
+    return name is not None and name.startswith("_") and not name.startswith("__")
+
+
+def private_names_taken(source: str, modules: Iterable[str]) -> list[str]:
+    """The names with a leading underscore that a file takes from others, the extension aside."""
+    tree = ast.parse(source)
+    taken, bound = [], {}
+    for module, name, local in imported(tree, modules):
+        if name is None:
+            bound[local] = module
+        elif private(name) and module != NATIVE:
+            taken.append(f"{module}.{name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            module = bound.get(ast.unparse(node.value), NATIVE)
+            if module != NATIVE:
+                taken.append(f"{module}.{node.attr}")
+    return taken
+
+
+def test_python_has_no_circle() -> None:
+    assert circle(python_arrows()) == []
+
+
+def test_python_uses_what_stands_below() -> None:
+    arrows, levels = python_arrows(), layers("python")
+    units = {module: python_unit(module) for module in arrows}
+    assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
+    assert against_the_order(arrows, units, levels) == []
+
+
+def test_no_private_name_is_taken_across_files() -> None:
+    files = python_files()
+    taken = {
+        module: names
+        for module, path in files.items()
+        if (names := private_names_taken(path.read_text(), files))
+    }
+    assert taken == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "taken"),
+    [
+        ("from ferrohook.module import _describe", ["ferrohook.module._describe"]),
+        ("def f():\n    from ferrohook.module import _a as b", ["ferrohook.module._a"]),
+        ("from ferrohook import shards\nshards._library()", ["ferrohook.shards._library"]),
+        ("import ferrohook.shards\nferrohook.shards._x", ["ferrohook.shards._x"]),
+        ("import ferrohook.shards as s\ns._x", ["ferrohook.shards._x"]),
+        ("from ferrohook._core import _x", []),
+        ("from ferrohook import _core\n_core._x", []),
+        ("from ferrohook import __version__", []),
+        ("from ferrohook.module import describe as _describe", []),
+        ("from torch.nn import _x", []),
+    ],
+)
+def test_private_names_are_found(source: str, taken: list[str]) -> None:
+    modules = {FRONT, f"{FRONT}.module", f"{FRONT}.shards", NATIVE}
+    assert private_names_taken(source, modules) == taken
+
+
+def test_wrong_arrows_are_found() -> None:
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert set(circle(arrows)) == {"a", "b", "c"}
+    assert circle({"a": {"b"}, "b": set()}) == []
+    units = {name: name for name in "abcd"}
+    found = against_the_order({"a": {"b"}, "b": {"c"}}, units, {"a": 0, "b": 0, "c": 1})
+    assert found == ["a -> b", "b -> c"]

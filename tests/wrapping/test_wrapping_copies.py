@@ -1,0 +1,139 @@
+"""Wrappers, nested, unwrapped, copied and saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.wrapping import Case, same, x
+
+
+def test_nested_wrappers_fire_from_the_outside_in(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    expected = copy.deepcopy(module)(*arguments)
+    inside = fh.HookedModule(module)
+    outside = fh.HookedModule(inside)
+    order: list[str] = []
+    for name, hooked in (("in", inside), ("out", outside)):
+        hooked.register_forward_pre_hook(lambda *_, name=name: order.append(f"pre {name}"))
+        hooked.register_forward_hook(lambda *_, name=name: order.append(f"post {name}"))
+    assert same(outside(*arguments), expected)
+    assert order == ["pre out", "pre in", "post in", "post out"]
+    assert list(outside.state_dict()) == list(module.state_dict())
+    assert outside.inner.inner is module
+    assert "HookedModule" in repr(outside)
+
+
+def test_into_inner_gives_the_very_module_back(case: Case) -> None:
+    module, arguments = case
+    hooked = fh.HookedModule(module)
+    handle = hooked.register_forward_hook(lambda *_: pytest.fail("fired"))
+    assert hooked.into_inner() is module
+    assert handle.removed
+    module(*arguments)
+    for use in (
+        lambda: hooked(*arguments),
+        lambda: hooked.inner,
+        hooked.into_inner,
+        lambda: hooked.register_forward_hook(print),
+        hooked.state_dict,
+    ):
+        with pytest.raises(fh.HookError, match="into_inner"):
+            use()
+    assert repr(hooked) == "HookedModule(<given back>)"
+    fh.HookedModule(module)(*arguments)
+
+
+def test_deepcopy_copies_module_and_hooks_and_handles_act_on_the_original(case: Case) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    fired: list[Any] = []
+    first = hooked.register_forward_hook(lambda m, *_: fired.append(m))
+    hooked.register_forward_hook(lambda m, *_: fired.append("low"), priority=-1)
+    hooked.register_forward_hook(lambda m, *_: fired.append("off")).disable()
+    duplicate = copy.deepcopy(hooked)
+    assert [(h.phase, h.hook, h.priority, h.enabled) for h in duplicate.hooks()] == [
+        (h.phase, h.hook, h.priority, h.enabled) for h in hooked.hooks()
+    ]
+    assert not {h.id for h in duplicate.hooks()} & {h.id for h in hooked.hooks()}
+    assert same(duplicate(*arguments), hooked(*arguments))
+    assert fired == [duplicate, "low", hooked, "low"]
+    first.remove()
+    duplicate(*arguments)
+    assert fired[4:] == [duplicate, "low"]
+    for one, other in zip(duplicate.parameters(), hooked.parameters(), strict=True):
+        assert one is not other
+        assert torch.equal(one, other)
+
+
+def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def forward(self, value: Tensor) -> Tensor:
+            return value
+
+        def hook(self, *_: Any) -> None:
+            self.count += 1
+
+    counting = Counting()
+    hooked = fh.HookedModule(counting)
+    hooked.register_forward_hook(counting.hook)
+    duplicate = copy.deepcopy(hooked)
+    duplicate(x())
+    assert (counting.count, duplicate.count) == (0, 1)
+
+
+def test_a_subclass_of_the_wrapper_stays_itself() -> None:
+    class Named(fh.HookedModule[nn.Linear]):
+        pass
+
+    outer = Named(fh.HookedModule(nn.Linear(4, 2)))
+    assert isinstance(outer, Named)
+    assert isinstance(outer, nn.Linear)
+    assert not isinstance(fh.HookedModule(outer).inner.inner, Named)
+    assert type(copy.deepcopy(outer)) is type(outer)
+    assert outer(x()).shape == (2, 3, 2)
+
+
+@pytest.mark.parametrize("through", ["pickle", "torch.save"])
+def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
+    module, arguments = case
+    module(*arguments)
+    hooked = fh.HookedModule(module)
+    # Neither pickles: a hook is run-time state.
+    hooked.register_forward_hook(lambda *_: None)
+    module.handle = hooked.register_full_backward_hook(fh.BackwardHook(lambda *_: None))
+    if through == "pickle":
+        restored = pickle.loads(pickle.dumps(hooked))
+    else:
+        file = io.BytesIO()
+        torch.save(hooked, file)
+        file.seek(0)
+        restored = torch.load(file, weights_only=False)
+    assert isinstance(restored, fh.HookedModule)
+    assert restored.hooks() == []
+    assert restored.handle.removed
+    assert same(restored(*arguments), hooked(*arguments))
+
+
+def test_a_shallow_copy_is_one_of_the_module_too() -> None:
+    hooked = fh.HookedModule(nn.Linear(4, 4))
+    handle = hooked.register_forward_hook(lambda *_: None)
+    duplicate = copy.copy(hooked)
+    duplicate.training = False
+    assert hooked.training
+    assert duplicate.weight is hooked.weight
+    duplicate(x())
+    assert handle.calls == 1
