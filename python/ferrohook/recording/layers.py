@@ -235,7 +235,7 @@ class RecordedLayer(RecordedLayerBase):
             return
         call = ATTRIBUTED.leave(module) if self._around else self._owner(module, args, kwargs)
         if call is not None and call.installation is self.installation:
-            call.record(self, args, kwargs, output)
+            self.record(call, args, kwargs, output)
 
     def _owner(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,8 +17,18 @@ use crate::contexts::scope::ScopeBase;
 use crate::cpython::invoke;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
-use crate::recorded::layer::{RecordedLayerBase, Task};
 use crate::torch;
+
+/// One key that a layer is recorded for.
+#[derive(FromPyObject)]
+pub struct Task {
+    /// Its place among the keys of the installation.
+    pub key: usize,
+    /// The item of a tuple that is recorded.
+    pub item: isize,
+    /// For hidden states alone: whether they begin with what the first layer took.
+    pub initial: Option<bool>,
+}
 
 /// One call of a model in progress, and the outputs that it records, if any.
 ///
@@ -179,55 +189,6 @@ impl Call {
         self.unattributed.lock().insert(class);
     }
 
-    /// Records the output of a layer of the call's installation.
-    ///
-    /// Raises:
-    ///     SelectionError: a tuple has no such item.
-    pub fn record<'py>(
-        &self,
-        layer: &Bound<'py, RecordedLayerBase>,
-        args: &Bound<'py, PyTuple>,
-        kwargs: Option<&Bound<'py, PyDict>>,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<()> {
-        let py = layer.py();
-        let Some(installation) = &self.installation else {
-            return Ok(());
-        };
-        if self.ended.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let mut kept_as_it_is = false;
-        for &Task { key, item, initial } in &layer.get().tasks {
-            if !self.asked.get(key).is_some_and(|asked| *asked) {
-                continue;
-            }
-            let collector = installation.get().keys[key].bind(py);
-            if let Some(initial) = initial
-                && self.begins(initial)
-            {
-                let taken = match kwargs {
-                    Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
-                    _ => args.get_item(0).ok(),
-                };
-                let kept = kept(collector, taken.as_ref().filter(|_| self.keeps(0)))?;
-                self.recorded.lock().initial = Some(Value { key, value: kept });
-            }
-            let Some(value) = item_of(collector, output, item)? else {
-                continue;
-            };
-            let wanted = initial.is_none() || self.keeps_next();
-            let kept = kept(collector, wanted.then_some(&value))?;
-            kept_as_it_is |= kept.is(main_of(output));
-            let value = Value { key, value: kept };
-            self.recorded.lock().values.push(value);
-        }
-        if !kept_as_it_is {
-            self.note(output)?;
-        }
-        Ok(())
-    }
-
     /// The layers' outputs that are alive.
     fn outputs<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
         let recorded = self.recorded.lock();
@@ -285,6 +246,52 @@ impl Call {
             installation.finish_copies(py)?;
         }
         Ok(Some((output, recorded)))
+    }
+
+    /// Records the output of a layer of the call's installation.
+    pub fn record<'py>(
+        &self,
+        tasks: &[Task],
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = output.py();
+        let Some(installation) = &self.installation else {
+            return Ok(());
+        };
+        if self.ended.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut kept_as_it_is = false;
+        for &Task { key, item, initial } in tasks {
+            if !self.asked.get(key).is_some_and(|asked| *asked) {
+                continue;
+            }
+            let collector = installation.get().keys[key].bind(py);
+            if let Some(initial) = initial
+                && self.begins(initial)
+            {
+                let taken = match kwargs {
+                    Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
+                    _ => args.get_item(0).ok(),
+                };
+                let kept = kept(collector, taken.as_ref().filter(|_| self.keeps(0)))?;
+                self.recorded.lock().initial = Some(Value { key, value: kept });
+            }
+            let Some(value) = item_of(collector, output, item)? else {
+                continue;
+            };
+            let wanted = initial.is_none() || self.keeps_next();
+            let kept = kept(collector, wanted.then_some(&value))?;
+            kept_as_it_is |= kept.is(main_of(output));
+            let value = Value { key, value: kept };
+            self.recorded.lock().values.push(value);
+        }
+        if !kept_as_it_is {
+            self.note(output)?;
+        }
+        Ok(())
     }
 
     /// Moves the recorded values out of the call.
