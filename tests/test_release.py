@@ -65,3 +65,13 @@ def test_what_is_released_is_tested() -> None:
     assert sorted(set_up["python-version"].split()) == sorted(built[1].split())
     project = tomllib.loads(read("pyproject.toml"))["project"]
     assert project["requires-python"] == f">={with_gil[0]}"
+
+
+def test_private_parts_of_pyo3_are_checked_at_each_upgrade() -> None:
+    fence = ROOT / "rust/py/src/cpython/trampoline.rs"
+    sources = (ROOT / "rust/py/src").rglob("*.rs")
+    assert [path for path in sources if "pyo3::impl_" in path.read_text()] == [fence]
+    packages = tomllib.loads(read("Cargo.lock"))["package"]
+    (version,) = [each["version"] for each in packages if each["name"] == "pyo3"]
+    # Another one: read pyo3's `impl_::trampoline` and this file again, then change the number here.
+    assert version.startswith("0.28.")

@@ -7,8 +7,6 @@ from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, Typ
 
 from typing_extensions import disjoint_base
 
-from ferrohook.errors import HookError
-
 __all__ = [
     "Attachment",
     "AttachmentContext",
@@ -213,7 +211,7 @@ class Attachment:
     def __new__(cls) -> Self: ...
     def instrument(
         self, modules: list[Any], make_class: Callable[[Any], type], explicit: bool
-    ) -> list[tuple[int, HookError]]: ...
+    ) -> list[tuple[int, Exception]]: ...  # each a HookError
     def register(
         self,
         modules: list[Any],
