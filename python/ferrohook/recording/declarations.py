@@ -159,11 +159,19 @@ class TreeEntry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a model records at one moment, and what told so."""
+    """The layers that a model records at one time."""
 
     targets: dict[str, list[Target]]
     modules: list[nn.Module]
     tree: ModuleTree
+
+    @property
+    def recorders(self) -> dict[str, OutputRecorder]:
+        """For each key the recorder that says how its tensors are kept."""
+        return {
+            key: found[0].recorder if found else OutputRecorder(nn.Module)
+            for key, found in self.targets.items()
+        }
 
 
 def plan_of(model: nn.Module) -> Plan:

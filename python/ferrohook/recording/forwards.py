@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import Call
+from ferrohook._core import Call, frames
 from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
-from ferrohook.recording.calls import innermost, tell_unattributed
+from ferrohook.recording.attribution import warn_unattributed
 from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
@@ -120,6 +120,17 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
         msg = f"capture_outputs decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
     return decorate if func is None else decorate(func)
+
+
+def innermost() -> Call | None:
+    """The call that records in this context, or keeps others from it.
+
+    Its native twin asks for each layer; Dynamo follows this one.
+    """
+    for frame in frames.get():
+        if type(frame.tag) is Call:
+            return frame.tag
+    return None
 
 
 def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -283,7 +294,7 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-def _made(  # noqa: PLR0913, PLR0917 (the state of a call)
+def _begin(  # noqa: PLR0913, PLR0917 (the state of a call)
     model: nn.Module,
     around: Call | None,
     args: tuple[Any, ...],
@@ -291,7 +302,7 @@ def _made(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> Call:
-    """A call that is to begin."""
+    """Installs, and makes the call that is to run."""
     installation = install(model) if flags else installation_of(model)
     selected = _selected(model, flags, asked, installation) if installation and flags else None
     return Call(model, installation, flags, selected, around, args, kwargs)
@@ -299,7 +310,7 @@ def _made(  # noqa: PLR0913, PLR0917 (the state of a call)
 
 never_trace(
     sys.modules[__name__],
-    "_made",
+    "_begin",
     "a forward that records runs eagerly, and this one is inside of it",
 )
 
@@ -308,8 +319,9 @@ def _selected(
     model: nn.Module, flags: dict[str, Any], asked: list[str], installation: Installation
 ) -> list[int] | None:
     """The places of the hidden states that are asked for, None for all; others select nothing."""
-    if not installation.unmatched.isdisjoint(asked):
-        raise unmatched(model, next(key for key in asked if key in installation.unmatched))
+    for key in asked:
+        if not installation.layers[key]:
+            raise unmatched(model, key)
     flag = flags.get(HIDDEN, True)
     if isinstance(flag, bool):
         return None
@@ -343,7 +355,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
         TRACED.call = None
     try:
         while True:
-            call = _made(model, around, args, kwargs, flags, asked)
+            call = _begin(model, around, args, kwargs, flags, asked)
             ran = call.run(forward)
             if ran is not None:  # else another thread has uninstalled meanwhile
                 break
@@ -351,7 +363,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
         if traced is not None:
             TRACED.call = traced
     if call.unattributed:
-        tell_unattributed(call)
+        warn_unattributed(call)
     return ran
 
 

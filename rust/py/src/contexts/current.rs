@@ -35,11 +35,19 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
         .map(|variable| variable.bind(py))
 }
 
-/// Puts a scope behind those of this context, or in place of one of them.
-pub fn enter(scope: &Bound<'_, PyAny>, instead: Option<&Bound<'_, PyAny>>) -> PyResult<Entered> {
+/// Puts a frame behind those of this context.
+pub fn enter(scope: &Bound<'_, PyAny>) -> PyResult<Entered> {
+    enter_in_place_of(scope, |_| false)
+}
+
+/// Puts a frame behind those of this context, and leaves some of them out.
+pub fn enter_in_place_of(
+    scope: &Bound<'_, PyAny>,
+    leaves_out: impl Fn(&Bound<'_, PyAny>) -> bool,
+) -> PyResult<Entered> {
     let py = scope.py();
     let others = active(py)?.into_iter();
-    let others = others.filter(|each| instead.is_none_or(|instead| !each.is(instead)));
+    let others = others.filter(|each| !leaves_out(each));
     let scopes: Vec<_> = others.chain([scope.clone()]).collect();
     let scopes = PyTuple::new(py, scopes)?;
     let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;

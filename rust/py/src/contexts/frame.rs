@@ -236,7 +236,7 @@ impl Frame {
                 Some(begin) => begin.call1((slf,))?,
                 None => slf.as_any().clone(),
             };
-            *this.entered.lock() = Some(current::enter(slf.as_any(), None)?);
+            *this.entered.lock() = Some(current::enter(slf.as_any())?);
             Ok(value)
         };
         enter().inspect_err(|_| drop(this.close(py)))

@@ -1,4 +1,4 @@
-//! One call of a model: what its layers are recorded for.
+//! `Call`: one call of a model in progress, and the outputs that it records.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,47 +17,64 @@ use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
-use crate::recorded::layer::{RecordedLayerBase, Task};
 use crate::torch;
 
-/// One call of a model in progress, and what it records, if anything.
+/// One key that a layer is recorded for.
+#[derive(FromPyObject)]
+pub struct Task {
+    /// Its place among the keys of the installation.
+    pub key: usize,
+    /// The item of a tuple that is recorded.
+    pub item: isize,
+    /// For hidden states alone: whether they begin with what the first layer took.
+    pub initial: Option<bool>,
+}
+
+/// One call of a model in progress, and the outputs that it records, if any.
 ///
-/// The innermost one of a context is the one that records there.
-#[pyclass(frozen, extends = Frame, module = "ferrohook._core")]
+/// The tag of a frame of its context while it runs; the innermost one of a context records there.
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Call {
     model: Py<PyAny>,
-    /// Of whose layers; None where the model never recorded.
+    /// None where the model never recorded.
     installation: Option<Py<InstallationBase>>,
-    /// Of each key, whether it is asked for. Empty where none is.
+    /// For each key of the installation, whether it is recorded. Empty where none is.
     asked: Vec<bool>,
-    /// Which of the hidden states are kept, where not all are.
+    /// The places of the hidden states that are stored; None for all.
     selected: Option<Vec<usize>>,
     /// The call that does not record while this one is in progress.
     around: Option<Py<Self>>,
-    /// What the model was called with, until the call ends.
-    given: Mutex<Option<Given>>,
+    /// Until the call ends.
+    arguments: Mutex<Option<Arguments>>,
     /// The identifier of the thread that makes it.
     thread: Py<PyAny>,
-    /// The threads that were there before, and have other things to do than help.
+    /// The threads that were there before, which run no layers for it.
     threads: Option<Py<PyAny>>,
-    /// The classes of layers that may be this call's, and nothing told.
+    /// The classes of layers that may be this call's and were not attributed.
     unattributed: Mutex<BTreeSet<String>>,
     recorded: Mutex<Recorded>,
     ended: AtomicBool,
 }
 
-type Given = (Py<PyTuple>, Py<PyDict>);
+/// Positional and keyword arguments.
+type Arguments = (Py<PyTuple>, Py<PyDict>);
+
+/// A recorded value, and the place of its key.
+struct Value {
+    key: usize,
+    value: Py<PyAny>,
+}
 
 #[derive(Default)]
 struct Recorded {
-    /// In order, with the places of their keys.
-    values: Vec<(usize, Py<PyAny>)>,
-    /// What the first layer took, likewise.
-    taken: Option<(usize, Py<PyAny>)>,
-    /// How many hidden states there are so far, from when the first layer has returned.
+    /// In the order of the layers' calls.
+    values: Vec<Value>,
+    /// The input of the first layer.
+    initial: Option<Value>,
+    /// The count of hidden states so far, from when the first layer has returned.
     states: Option<usize>,
-    /// What else the layers returned, weakly: by that a layer is known which another thread runs.
-    seen: Vec<Py<PyWeakrefReference>>,
+    /// The layers' other outputs: layers on other threads are attributed by them.
+    others: Vec<Py<PyWeakrefReference>>,
 }
 
 #[pymethods]
@@ -72,7 +89,7 @@ impl Call {
         around: Option<Bound<'py, Self>>,
         args: Bound<'py, PyTuple>,
         kwargs: Bound<'py, PyDict>,
-    ) -> PyResult<(Self, Frame)> {
+    ) -> PyResult<Self> {
         static GET_IDENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         static ENUMERATE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let py = model.py();
@@ -87,24 +104,23 @@ impl Call {
             let enumerate = ENUMERATE.import(py, "threading", "enumerate")?;
             threads = Some(enumerate.call0()?.unbind());
         }
-        let call = Self {
+        Ok(Self {
             thread: get_ident.call0()?.unbind(),
             model: model.unbind(),
             installation: installation.map(Bound::unbind),
             asked,
             selected,
             around: around.map(Bound::unbind),
-            given: Mutex::new(Some((args.unbind(), kwargs.unbind()))),
+            arguments: Mutex::new(Some((args.unbind(), kwargs.unbind()))),
             threads,
             unattributed: Mutex::default(),
             recorded: Mutex::default(),
             ended: AtomicBool::new(false),
-        };
-        Ok((call, Frame::new(None)))
+        })
     }
 
-    /// Runs the forward: what it returned, and what was recorded under each key, in the order of the
-    /// layers' calls. None, and nothing was run, where the installation was retired meanwhile.
+    /// Runs the forward: its output, and the recorded values of each key in the order of the layers'
+    /// calls. None, and nothing was run, where the installation was retired meanwhile.
     // Natively, as Ctrl-C lands in Python's functions alone.
     fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
         let progress = InProgress::begin(slf)?;
@@ -141,15 +157,15 @@ impl Call {
         Some(self.around.as_ref()?.bind(py))
     }
 
-    /// What the model was called with: args and kwargs; None when the call has ended.
+    /// The arguments of the call, by position and by keyword; None when it has ended.
     #[getter]
-    fn given(&self, py: Python<'_>) -> Option<Given> {
-        let given = self.given.lock();
-        let (args, kwargs) = given.as_ref()?;
+    fn arguments(&self, py: Python<'_>) -> Option<Arguments> {
+        let arguments = self.arguments.lock();
+        let (args, kwargs) = arguments.as_ref()?;
         Some((args.clone_ref(py), kwargs.clone_ref(py)))
     }
 
-    /// What the layers are watched by.
+    /// The model's recorded layers.
     #[getter]
     pub fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
         Some(self.installation.as_ref()?.bind(py))
@@ -167,23 +183,79 @@ impl Call {
         self.unattributed.lock().iter().cloned().collect()
     }
 
-    /// Notes that a layer of that class ran, and nothing told whose it was.
+    /// Notes that a layer of that class ran and was not attributed.
     fn leave_out(&self, class: String) {
         self.unattributed.lock().insert(class);
     }
 
-    /// Records what a layer returned; the layer is one of the call's installation.
-    ///
-    /// Raises:
-    ///     SelectionError: a tuple has no such item.
+    /// The layers' outputs that are alive.
+    fn outputs<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let recorded = self.recorded.lock();
+        let kept = recorded
+            .values
+            .iter()
+            .map(|value| value.value.bind(py).clone());
+        let others = recorded
+            .others
+            .iter()
+            .filter_map(|each| each.bind(py).upgrade());
+        kept.chain(others).collect()
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.model)?;
+        visit.call(&self.installation)?;
+        visit.call(&self.around)?;
+        visit.call(&self.threads)?;
+        if let Some((args, kwargs)) = &*self.arguments.lock() {
+            visit.call(args)?;
+            visit.call(kwargs)?;
+        }
+        let recorded = self.recorded.lock();
+        let mut values = recorded.initial.iter().chain(&recorded.values);
+        values.try_for_each(|value| visit.call(&value.value))
+    }
+
+    fn __clear__(&self) {
+        // Dropped after the locks were released: tensors run code when they go.
+        let _arguments = self.arguments.lock().take();
+        let _recorded = std::mem::take(&mut *self.recorded.lock());
+    }
+}
+
+/// The output of a forward, and the recorded values.
+type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
+
+impl Call {
+    fn run_inside<'py>(&self, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
+        let py = forward.py();
+        let installation = self.installation(py).map(Bound::get);
+        if installation.is_some_and(InstallationBase::retired) {
+            return Ok(None);
+        }
+        let arguments = self.arguments(py);
+        let (args, kwargs) =
+            arguments.ok_or_else(|| PyRuntimeError::new_err("a call runs once"))?;
+        let (args, kwargs) = (args.bind(py), kwargs.bind(py));
+        let model = self.model.bind(py);
+        let output = invoke::call_with_first(forward, model, args, Some(kwargs))?;
+        let recorded = PyDict::new(py);
+        if let Some(installation) = installation.filter(|_| self.records()) {
+            self.collect(installation, &recorded)?;
+            installation.finish_copies(py)?;
+        }
+        Ok(Some((output, recorded)))
+    }
+
+    /// Records the output of a layer of the call's installation.
     pub fn record<'py>(
         &self,
-        layer: &Bound<'py, RecordedLayerBase>,
+        tasks: &[Task],
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
-        let py = layer.py();
+        let py = output.py();
         let Some(installation) = &self.installation else {
             return Ok(());
         };
@@ -191,12 +263,7 @@ impl Call {
             return Ok(());
         }
         let mut kept_as_it_is = false;
-        for &Task {
-            key,
-            index,
-            initial,
-        } in &layer.get().tasks
-        {
+        for &Task { key, item, initial } in tasks {
             if !self.asked.get(key).is_some_and(|asked| *asked) {
                 continue;
             }
@@ -209,15 +276,16 @@ impl Call {
                     _ => args.get_item(0).ok(),
                 };
                 let kept = kept(collector, taken.as_ref().filter(|_| self.keeps(0)))?;
-                self.recorded.lock().taken = Some((key, kept));
+                self.recorded.lock().initial = Some(Value { key, value: kept });
             }
-            let Some(value) = picked(collector, output, index)? else {
+            let Some(value) = item_of(collector, output, item)? else {
                 continue;
             };
             let wanted = initial.is_none() || self.keeps_next();
             let kept = kept(collector, wanted.then_some(&value))?;
             kept_as_it_is |= kept.is(main_of(output));
-            self.recorded.lock().values.push((key, kept));
+            let value = Value { key, value: kept };
+            self.recorded.lock().values.push(value);
         }
         if !kept_as_it_is {
             self.note(output)?;
@@ -225,73 +293,15 @@ impl Call {
         Ok(())
     }
 
-    /// What its layers returned, as far as somebody has it.
-    fn seen<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let recorded = self.recorded.lock();
-        let kept = recorded
-            .values
-            .iter()
-            .map(|(_, value)| value.bind(py).clone());
-        let others = recorded
-            .seen
-            .iter()
-            .filter_map(|each| each.bind(py).upgrade());
-        kept.chain(others).collect()
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.model)?;
-        visit.call(&self.installation)?;
-        visit.call(&self.around)?;
-        visit.call(&self.threads)?;
-        if let Some((args, kwargs)) = &*self.given.lock() {
-            visit.call(args)?;
-            visit.call(kwargs)?;
-        }
-        let recorded = self.recorded.lock();
-        let mut values = recorded.taken.iter().chain(&recorded.values);
-        values.try_for_each(|(_, value)| visit.call(value))
-    }
-
-    fn __clear__(&self) {
-        // Dropped after the locks were released: tensors run code when they go.
-        let _given = self.given.lock().take();
-        let _recorded = std::mem::take(&mut *self.recorded.lock());
-    }
-}
-
-/// What a forward returned, and what was recorded.
-type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
-
-impl Call {
-    fn run_inside<'py>(&self, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
-        let py = forward.py();
-        let installation = self.installation(py).map(Bound::get);
-        if installation.is_some_and(InstallationBase::retired) {
-            return Ok(None);
-        }
-        let given = self.given(py);
-        let (args, kwargs) = given.ok_or_else(|| PyRuntimeError::new_err("a call runs once"))?;
-        let (args, kwargs) = (args.bind(py), kwargs.bind(py));
-        let model = self.model.bind(py);
-        let output = invoke::call_with_first(forward, model, args, Some(kwargs))?;
-        let recorded = PyDict::new(py);
-        if let Some(installation) = installation.filter(|_| self.records()) {
-            self.collect(installation, &recorded)?;
-            installation.finish_copies(py)?;
-        }
-        Ok(Some((output, recorded)))
-    }
-
-    /// Puts what was recorded under each key; the call has it no more.
+    /// Moves the recorded values out of the call.
     fn collect(&self, installation: &InstallationBase, into: &Bound<'_, PyDict>) -> PyResult<()> {
         let recorded = std::mem::take(&mut *self.recorded.lock());
         for (place, key) in installation.keys.iter().enumerate() {
             if self.asked[place] {
-                let all = recorded.taken.iter().chain(&recorded.values);
+                let all = recorded.initial.iter().chain(&recorded.values);
                 let values: Vec<_> = all
-                    .filter(|(key, _)| *key == place)
-                    .map(|(_, value)| value)
+                    .filter(|value| value.key == place)
+                    .map(|value| &value.value)
                     .collect();
                 into.set_item(key.get().name(), PyTuple::new(into.py(), values)?)?;
             }
@@ -299,17 +309,17 @@ impl Call {
         Ok(())
     }
 
-    /// Notes what a layer returned.
+    /// Notes a layer's output.
     fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
         let main = main_of(output);
         if torch::is_tensor(&main)? {
             let reference = PyWeakrefReference::new(&main)?.unbind();
-            self.recorded.lock().seen.push(reference);
+            self.recorded.lock().others.push(reference);
         }
         Ok(())
     }
 
-    /// Whether what the layer takes is the first hidden state.
+    /// Whether the layer's input is the first hidden state.
     fn begins(&self, initial: bool) -> bool {
         let mut recorded = self.recorded.lock();
         let begins = initial && recorded.states.is_none();
@@ -340,7 +350,7 @@ struct InProgress<'a, 'py> {
 }
 
 impl<'a, 'py> InProgress<'a, 'py> {
-    /// The call stands among the context's scopes from now on, in place of the one around it.
+    /// Gives the context a frame for the call, in place of that of the call around it.
     fn begin(call: &'a Bound<'py, Call>) -> PyResult<Self> {
         let (py, this) = (call.py(), call.get());
         if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
@@ -352,8 +362,12 @@ impl<'a, 'py> InProgress<'a, 'py> {
             ended: false,
         };
         in_progress(py)?.add(call)?;
-        let around = this.around(py).map(Bound::as_any);
-        progress.token = Some(current::enter(call.as_any(), around)?.token);
+        let frame = Bound::new(py, Frame::new(Some(call.clone().into_any().unbind())))?;
+        let around = |frame: &Bound<'_, PyAny>| match (this.around(py), call_of(frame)) {
+            (Some(around), Some(call)) => call.is(around),
+            _ => false,
+        };
+        progress.token = Some(current::enter_in_place_of(frame.as_any(), around)?.token);
         Ok(progress)
     }
 
@@ -408,11 +422,14 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
 
 /// The call that records in this context, or keeps others from it.
 pub fn innermost<'py>(py: Python<'py>, scopes: &Scopes<'py>) -> PyResult<Option<Bound<'py, Call>>> {
-    let Some(scopes) = scopes.entered(py)? else {
-        return Ok(None);
-    };
-    let call = scopes.iter().find_map(|scope| scope.cast_into().ok());
-    Ok(call)
+    let frames = scopes.entered(py)?.into_iter().flatten();
+    Ok(frames.filter_map(|frame| call_of(&frame)).next())
+}
+
+/// The call that a frame is for.
+fn call_of<'py>(frame: &Bound<'py, PyAny>) -> Option<Bound<'py, Call>> {
+    let tag = frame.cast::<Frame>().ok()?.get().tag(frame.py())?;
+    tag.cast::<Call>().ok().cloned()
 }
 
 /// A value as it is kept; None in place of what is not.
@@ -423,31 +440,31 @@ fn kept(collector: &Bound<'_, Collector>, value: Option<&Bound<'_, PyAny>>) -> P
     }
 }
 
-/// What a layer computes: the first item of a tuple.
+/// The main output of a layer: the first item of a tuple.
 fn main_of<'py>(output: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
     let first = output.cast::<PyTuple>().ok();
     let first = first.and_then(|tuple| tuple.get_item(0).ok());
     first.unwrap_or_else(|| output.clone())
 }
 
-/// What is recorded of a layer's output; nothing of None.
-fn picked<'py>(
+/// The item of a layer's output that is recorded; None where that is None.
+fn item_of<'py>(
     collector: &Bound<'py, Collector>,
     output: &Bound<'py, PyAny>,
-    index: isize,
+    item: isize,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let value = match output.cast::<PyTuple>() {
         Err(_) => output.clone(),
         Ok(tuple) => {
             let len = tuple.len();
-            let place = index.checked_add_unsigned(if index < 0 { len } else { 0 });
+            let place = item.checked_add_unsigned(if item < 0 { len } else { 0 });
             let place = place.and_then(|place| usize::try_from(place).ok());
-            let item = place.and_then(|place| tuple.get_item(place).ok());
-            item.ok_or_else(|| {
+            let found = place.and_then(|place| tuple.get_item(place).ok());
+            found.ok_or_else(|| {
                 error::selection_error(
                     output.py(),
                     format!(
-                        "{:?} has no output_index {index}: it is a tuple of {len}",
+                        "{:?} has no output_index {item}: it is a tuple of {len}",
                         collector.get().name()
                     ),
                 )

@@ -6,7 +6,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
 use crate::capture::collector::Collector;
 use crate::recorded::tree::ModuleTree;
@@ -28,13 +28,7 @@ pub struct InstallationBase {
 #[pymethods]
 impl InstallationBase {
     #[new]
-    #[pyo3(signature = (keys, tree, copies, *_others))]
-    fn new(
-        keys: Vec<Py<Collector>>,
-        tree: Py<ModuleTree>,
-        copies: Option<Py<PyAny>>,
-        _others: &Bound<'_, PyTuple>,
-    ) -> Self {
+    fn new(keys: Vec<Py<Collector>>, tree: Py<ModuleTree>, copies: Option<Py<PyAny>>) -> Self {
         Self {
             keys,
             tree,

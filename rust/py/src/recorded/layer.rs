@@ -8,26 +8,15 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::contexts::current::Scopes;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
-use crate::recorded::call::{Call, innermost};
+use crate::recorded::call::{Call, Task, innermost};
 use crate::recorded::installation::InstallationBase;
-
-/// One key that a layer is recorded for.
-#[derive(FromPyObject)]
-pub struct Task {
-    /// Its place among the keys of the installation.
-    pub key: usize,
-    /// The item of a tuple that is recorded.
-    pub index: isize,
-    /// For hidden states alone: whether they begin with what the first layer took.
-    pub initial: Option<bool>,
-}
 
 /// The native half of a `RecordedLayer`: a hook of a recorded layer, behind all others. In the phase
 /// `forward_pre` for a layer with other recorded ones inside.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct RecordedLayerBase {
     installation: Py<InstallationBase>,
-    pub tasks: Vec<Task>,
+    tasks: Vec<Task>,
 }
 
 /// The call that a layer runs for.
@@ -42,13 +31,7 @@ enum Owner<'py> {
 #[pymethods]
 impl RecordedLayerBase {
     #[new]
-    #[pyo3(signature = (installation, tasks, *_others, **_options))]
-    fn new(
-        installation: Py<InstallationBase>,
-        tasks: Vec<Task>,
-        _others: &Bound<'_, PyTuple>,
-        _options: Option<&Bound<'_, PyDict>>,
-    ) -> (Self, NativeHook) {
+    fn new(installation: Py<InstallationBase>, tasks: Vec<Task>) -> (Self, NativeHook) {
         let layer = Self {
             installation,
             tasks,
@@ -60,6 +43,20 @@ impl RecordedLayerBase {
     #[getter]
     fn installation<'py>(&self, py: Python<'py>) -> &Bound<'py, InstallationBase> {
         self.installation.bind(py)
+    }
+
+    /// Records the layer's output for a call of the installation.
+    ///
+    /// Raises:
+    ///     SelectionError: a tuple has no such item.
+    fn record(
+        &self,
+        call: &Bound<'_, Call>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: &Bound<'_, PyDict>,
+        output: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        call.get().record(&self.tasks, args, Some(kwargs), output)
     }
 
     // No `__clear__`: it never changes, so a cycle through it has another edge to cut.
@@ -91,7 +88,9 @@ impl Native for RecordedLayerBase {
         let kwargs = || turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
         match (turn.phase, slf.get().owner(py)?) {
             (Phase::Forward, Owner::Call(call)) => {
-                call.get().record(slf, turn.args, turn.kwargs, turn.value)?;
+                let tasks = &slf.get().tasks;
+                call.get()
+                    .record(tasks, turn.args, turn.kwargs, turn.value)?;
             }
             (Phase::Forward, Owner::Unknown) => {
                 let arguments = (turn.module, turn.args, kwargs(), turn.value);
