@@ -32,7 +32,7 @@ from support.limits import LIMIT
         ({"copy": "deep"}, ValueError, "copy is checked, clone or ref, got 'deep'"),
         ({"copy": True}, ValueError, "copy is checked, clone or ref, got True"),
         ({"copy": []}, ValueError, "copy is checked, clone or ref"),
-        ({"slice": 1.5}, fh.HookTypeError, "slice is what a tensor can be indexed by, got float"),
+        ({"slice": 1.5}, fh.HookTypeError, "slice is an index into a tensor, got float"),
         ({"slice": "0"}, fh.HookTypeError, "got str"),
         ({"slice": True}, fh.HookTypeError, "got bool"),
         ({"slice": (0, "a")}, fh.HookTypeError, "got str"),
