@@ -48,7 +48,7 @@ def expect_module(model: object, taker: str) -> None:
         raise HookTypeError(msg)
 
 
-def at_least_one(name: str, value: object, expected: str = "a whole number") -> int:
+def at_least_one(name: str, value: object, expected: str = "an int") -> int:
     """Validates an int of at least 1, and caps it at `sys.maxsize`, the core's limit.
 
     Raises:

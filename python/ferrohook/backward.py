@@ -61,7 +61,7 @@ class BackwardPass:
             values = tuple(output.values())
         else:
             warnings.warn(
-                "backward hooks do not see this module's output: expected a tensor or a tuple, "
+                "backward hooks cannot observe this module's output: expected a tensor or a tuple, "
                 f"list or dict of tensors, got {type(output).__name__}",
                 stacklevel=2,
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
     """Makes the error for a name without a captured value."""
-    return SelectionError(f"{name!r} {state} what was captured: {', '.join(names) or 'nothing'}")
+    return SelectionError(f"{name!r} {state} the captured modules: {', '.join(names) or 'nothing'}")
 
 
 class Activations(Mapping[str, Any]):

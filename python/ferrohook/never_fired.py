@@ -1,4 +1,4 @@
-"""Texts of `NeverFiredWarning`: modules that never ran, and the reason if their caller shows it."""
+"""Texts of `NeverFiredWarning`; the reason, if a parent calls a module's `forward` directly."""
 
 from __future__ import annotations
 

@@ -225,8 +225,8 @@ def _patched(recorder: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
     if isinstance(recorder, list):
         return [_patched(each, mapping) for each in recorder]
     if isinstance(recorder, str | type):
-        name = recorder if isinstance(recorder, str) else recorder.__name__
-        return _find_replacement(name, mapping) or recorder
+        own = recorder if isinstance(recorder, str) else recorder.__name__
+        return _find_replacement(own, mapping) or recorder
     target = getattr(recorder, "target_class", None)
     name = target.__name__ if target is not None else getattr(recorder, "class_name", None)
     replacement = _find_replacement(name, mapping) if name else None

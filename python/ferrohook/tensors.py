@@ -85,5 +85,5 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
     if one.layout != torch.strided or other.layout != torch.strided:
-        return False  # sparse tensors have several storages and are never views
+        return False  # other layouts have several storages and are never views
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
