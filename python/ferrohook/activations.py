@@ -121,7 +121,7 @@ class ActivationCache(Mapping[str, Any]):
             raise HookTypeError(msg)
         names = select_names(self, pattern)
         if not names:
-            msg = f"{pattern!r} matches none of the captured modules: {', '.join(self) or 'nothing'}"
+            msg = f"{pattern!r} matches no captured module: {', '.join(self) or 'nothing'}"
             raise SelectionError(msg)
         return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
 
