@@ -90,7 +90,7 @@ class ActivationCache(Mapping[str, Any]):
     def grads(self) -> ActivationCache:
         """The gradients of the captured tensors, so far; empty without `capture(grads=True)`.
 
-        A tensor has a tensor, or None if no gradient reached it; a structure has a list with one
+        A value is a tensor, or None if no gradient arrived. For a structure it is a list with one
         entry per tensor.
         """
         return ActivationCache(self._grads)

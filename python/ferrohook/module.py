@@ -39,8 +39,8 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
     inside. Calling the wrapper runs its hooks around the module, which still runs its own torch
     hooks and torch's global ones.
 
-    If a module's class has one of the wrapper's names (`inner`, `into_inner`, `hooks`,
-    `clear_hooks`, `quiesce`), the wrapper is not an instance of that class. Use
+    If a module has one of the wrapper's names itself (`inner`, `into_inner`, `hooks`,
+    `clear_hooks`, `quiesce`), the wrapper is not an instance of its class. Use
     `hooked.inner.<name>` for the module's attribute.
 
     Follows ferrotorch's `HookedModule`, but runs hooks without a lock.

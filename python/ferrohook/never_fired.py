@@ -1,4 +1,4 @@
-"""Texts of `NeverFiredWarning`; the reason, if a parent calls a module's `forward` directly."""
+"""Text of `NeverFiredWarning`, with the reason if a parent calls a `forward` directly."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Scope(ScopeBase):
     as the context lives.
 
     Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
-    backward. `torch.utils.checkpoint` repeats a forward during backward, on another thread with
-    GPUs, where the scope is not active: pass it
+    backward. `torch.utils.checkpoint` repeats a forward during backward. On another thread (with
+    GPUs: always) the scope is not active then: pass
     `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
     """
 

@@ -109,7 +109,7 @@ def wrapper_class(wrapper: TransparentWrapper) -> type:
 
 
 def own_names(wrapper: type[TransparentWrapper]) -> frozenset[str]:
-    """Returns the names that a wrapper adds to `nn.Module`; a module with one stays uncombined."""
+    """Returns the names that a wrapper adds; a module that has one gets no combined class."""
     names = {name for name in dir(wrapper) if not name.startswith("__")}
     return frozenset(names - {*dir(nn.Module)})
 
