@@ -155,9 +155,9 @@ def apply_patches(*packages: str) -> Iterator[None]:
     """Replaces classes by the registered ones, for models that are made inside the block.
 
     Replaces each attribute of the packages' loaded Python modules that is a subclass of `nn.Module`
-    and whose name a key matches. Leaving restores the classes, after an exception too; each of overlapping blocks
-    removes its own replacements alone. The replacement is global to the process: other threads
-    make models of the replacements meanwhile.
+    and whose name a key matches. Leaving restores the classes, after an exception too; each of
+    overlapping blocks removes its own replacements alone. The replacement is global to the process:
+    other threads make models of the replacements meanwhile.
 
     Args:
         *packages: names of packages; default: transformers.
