@@ -174,7 +174,7 @@ def test_what_ends_the_loop_leaves_all_before_complete(  # noqa: PLR0913, PLR091
             fh.collect(model, feed(), "*", store, forward=forward)
         if error is ZeroDivisionError and where != "batches":
             (*_, note) = caught.value.__notes__
-            assert note == "ferrohook: in batch 3 of run 'run'; those before are complete"
+            assert note == "ferrohook: in batch 3 of run 'run'; earlier batches are complete"
         reader = LocalStore(tmp_path, read_only=True)
         assert reader.completed("run") == reader.batches("run") == [0, 1, 2]
         handle.remove()
@@ -411,7 +411,7 @@ def test_only_this_contexts_calls_are_collected(
         ({"model": nn.Linear}, "model is an instance of nn.Module, got the class"),
         ({"batches": 3}, "batches is an iterable of batches"),
         ({"store": "folder"}, "store is a Store"),
-        ({"forward": 3}, "forward is called with a batch, got int"),
+        ({"forward": 3}, "forward is a callable or None, got int"),
         ({"detectors": 3}, "select takes a path"),
         ({"detectors": [nn.ReLU(), "0"]}, "name of a module"),
     ],

@@ -1,7 +1,7 @@
 """Hooks for PyTorch modules on a Rust core.
 
-What needs torch is imported when it is first used, so that `ferrohook._core` can be imported where
-torch is not installed.
+Names that need torch are imported on first use, so `ferrohook._core` imports without torch
+installed.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ _MODULES = ("detectors", "interventions", "patching", "points", "recording")
 def __getattr__(name: str) -> object:
     for module, names in _NEEDS_TORCH.items():
         if name in names:
-            found = getattr(importlib.import_module(f"ferrohook.{module}"), name)
-            # Found without this function from now on: it takes microseconds and import locks.
-            globals()[name] = found
-            return found
+            value = getattr(importlib.import_module(f"ferrohook.{module}"), name)
+            # Later look-ups skip this function, which takes microseconds and import locks.
+            globals()[name] = value
+            return value
     if name in _MODULES:
         return importlib.import_module(f"ferrohook.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"

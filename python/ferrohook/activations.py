@@ -1,4 +1,4 @@
-"""`capture`: keeps the activations that pass modules of a model."""
+"""`capture`: the activations of modules of a model, for one context."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class _Stopped(enum.Enum):
 
 
 STOPPED: Final = _Stopped.STOPPED
-"""What a model's call returns that was ended after the last module wanted."""
+"""Return value of a model's call that `capture(stop=True)` ended early."""
 
 
 class ActivationCache(Mapping[str, Any]):
-    """Activations by the names of their modules, in the order in which those first ran.
+    """Captured activations by module name, in the order in which the modules first ran.
 
-    A value is what the module returned (or took), with its structure, tensors as they were asked
-    for. With `keep="all"` or a number it is a list, with an entry for each call that was kept.
+    A value is a module's output (or input) in its own structure, its tensors converted as the
+    options of `capture` say. With `keep="all"` or an int it is a list: one entry per call.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class ActivationCache(Mapping[str, Any]):
         activations: Mapping[str, Any],
         grads: Mapping[str, Any] | None = None,
     ) -> None:
-        """Shows `activations` and their gradients."""
+        """Wraps `activations` and their gradients."""
         self._activations = activations
         self._grads = {} if grads is None else grads
 
     def __getitem__(self, name: str) -> Any:
-        """The activations of one module.
+        """Returns the activations of one module.
 
         Raises:
             SelectionError: no module of that name was selected, or it never ran.
-            StaleActivationError: a tensor was changed in place after it was captured.
+            StaleActivationError: a tensor was changed in place after the capture.
         """
         try:
             return self._activations[name]
@@ -78,7 +78,7 @@ class ActivationCache(Mapping[str, Any]):
             raise not_captured(name, "is not among", self) from None
 
     def __contains__(self, name: object) -> bool:
-        # Without reading: what was changed in place is there too.
+        # `Mapping` would read the value, which raises for a stale one.
         return name in self._activations
 
     def __iter__(self) -> Iterator[str]:
@@ -89,26 +89,25 @@ class ActivationCache(Mapping[str, Any]):
 
     @property
     def grads(self) -> ActivationCache:
-        """The gradients of the captured tensors, so far (`capture(grads=True)`).
+        """The gradients of the captured tensors, so far; empty without `capture(grads=True)`.
 
-        A tensor's is a tensor, or None where none came; that of a structure is a list with an entry
-        for each of its tensors.
-        Empty where gradients were not asked for.
+        A value is a tensor, or None if no gradient arrived. For a structure it is a list with one
+        entry per tensor.
         """
         return ActivationCache(self._grads)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """Total size of the tensors, in bytes."""
         return sum(tensor.nbytes for name in self for tensor in tensors_in(self._peek(name)))
 
     def _peek(self, name: str) -> Any:
-        # To be described, not to be computed with: stale ones too.
+        # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
         return source.peek(name) if isinstance(source, Activations) else source[name]
 
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
-        """The tensors of several modules as one, along a new first dimension.
+        """Stacks the tensors of several modules along a new first dimension.
 
         Args:
             pattern: a name, a glob or a compiled regex, see `select`.
@@ -123,12 +122,12 @@ class ActivationCache(Mapping[str, Any]):
             raise HookTypeError(msg)
         names = select_names(self, pattern)
         if not names:
-            msg = f"{pattern!r} matches none of what was captured: {', '.join(self) or 'nothing'}"
+            msg = f"{pattern!r} matches no captured module: {', '.join(self) or 'nothing'}"
             raise SelectionError(msg)
         return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
 
     def to(self, device: torch.device | str) -> ActivationCache:
-        """The same on another device; the tensors that are there already are shared."""
+        """Returns a cache on another device; tensors that are there already are shared."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, convert: Callable[[Tensor], Tensor]) -> ActivationCache:
@@ -138,19 +137,19 @@ class ActivationCache(Mapping[str, Any]):
         return ActivationCache(converted(self._activations), converted(self._grads))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all to a file in the format of safetensors, which replaces one that is there.
+        """Writes the cache to a safetensors file, replacing one that exists.
 
         Tuples, lists and dicts keep their structure; other classes are saved as dicts.
 
         Raises:
-            HookTypeError: a value that is neither plain data nor a tensor of a type that
-                safetensors has a name for.
+            HookTypeError: a value is neither plain data nor a tensor of a dtype that safetensors
+                supports.
         """
         shards.save(path, {"activations": dict(self), "grads": dict(self._grads)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """What `save` wrote, on the CPU.
+        """Reads a file that `save` wrote, onto the CPU.
 
         Needs the package safetensors (`ferrohook[safetensors]`).
         """
@@ -215,41 +214,42 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     max_bytes: int | None = None,
     stop: bool = False,
 ) -> Capture:
-    """Keeps the activations that pass modules of a model, for the calls of this context.
+    """Captures the activations of modules of a model, for the calls of this context.
 
-    A context manager that gives an `ActivationCache`, to be read inside and after. Modules that are
-    not instrumented are, for as long as it is open. What is captured is what leaves the hooks.
-    Leaving it warns with `NeverFiredWarning` of modules that never ran.
+    A context manager that returns an `ActivationCache`, readable inside the block and after it.
+    Modules are instrumented for the duration of the block. Hooks run first: the capture sees their
+    result. Leaving warns with `NeverFiredWarning` of modules that never ran.
 
     Args:
         model: any module.
-        what: which of its modules, see `select`; None for all.
-        inputs: capture what the modules take instead of what they return: the single positional
-            argument or the tuple of them; the dict of keyword arguments where there are no others.
-        output_index: the key, the index or the name of the attribute of what is captured.
-        detach: from autograd's graph.
-        device: where the tensors are moved to. Copies from a GPU to the CPU go to pinned memory
-            beside what the GPU computes, and are waited for when they are read.
-        dtype: what tensors of floating point are cast to.
-        slice: what part of each tensor is kept, as in `tensor[slice]`.
-        copy: `checked` keeps a reference, and reading one that was changed in place raises
-            `StaleActivationError`; `clone` copies; `ref` keeps a reference, whatever becomes of it.
-            Inference tensors, which count no changes, are copied by `checked`. So are all tensors
-            in compiled regions, where buffers are reused.
-        keep: the `last` call of each module, `all` of them, or that many of the last.
-        grads: keep the gradients of the tensors too, in `ActivationCache.grads`.
-        max_bytes: of all tensors together; the call that would exceed it raises
-            `CaptureBudgetError`, and what was captured stays readable.
-        stop: end each call of the model in which all modules have run; it returns `STOPPED`.
+        what: modules to capture, see `select`; None for all.
+        inputs: capture inputs instead of outputs: the single positional argument or the tuple of
+            them, or the dict of keywords if there are no positional arguments.
+        output_index: key, index or attribute of the captured value, to capture that part alone.
+        detach: detach the tensors from autograd's graph.
+        device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
+            into pinned memory; reading waits for them.
+        dtype: cast floating-point tensors to this dtype.
+        slice: part of each tensor to capture, as in `tensor[slice]`.
+        copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
+            write in place; `clone` copies; `ref` stores a reference without that check. `checked`
+            copies inference tensors, which have no version, and tensors in compiled regions, where
+            buffers are reused.
+        keep: calls of each module to store: the `last` one, `all`, or an int for that many of the
+            latest.
+        grads: capture the tensors' gradients too, in `ActivationCache.grads`.
+        max_bytes: limit for all tensors together. The call that would exceed it raises
+            `CaptureBudgetError`; earlier activations stay readable.
+        stop: end each call of the model once all modules have run; the call returns `STOPPED`.
 
     Raises:
         SelectionError: `what` matches nothing.
-        HookTypeError: an option of the wrong type.
+        HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
             below 1.
-        RuntimeError: `device` is none, or not there.
+        RuntimeError: `device` is not a device or not available.
         HookError: when entered, if a module cannot be instrumented; or entered for the second time,
-            or left where it was not entered.
+            or left in a context that did not enter it.
 
     Examples:
         >>> with fh.capture(model, "layers.*.mlp", max_bytes=2**30) as acts:
@@ -267,7 +267,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         expect(dtype, torch.dtype, "dtype is a torch.dtype")
     check_index(slice)
     copies = HostCopies()
-    # Made on it: one that is not there is refused here, and "cuda" gets its number.
+    # An empty tensor on the device checks that it is available and resolves "cuda" to an index.
     target = None if device is None else torch.empty(0, device=device).device
     options = Options(
         inputs=inputs,
@@ -278,7 +278,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         collector={
             "detach": detach,
             "copy": copy,
-            "keep": _how_many(keep),
+            "keep": _calls_to_keep(keep),
             "convert": converter(copies, target, dtype, slice, copy),
             "grads": grads,
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
@@ -287,13 +287,13 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     return Capture(_CaptureTag(CaptureSession(model, modules, options)))
 
 
-def _how_many(keep: Any) -> int | None:
+def _calls_to_keep(keep: Any) -> int | None:
     if isinstance(keep, str):
-        if keep in _NAMED:
-            return _NAMED[keep]
+        if keep in _KEEP_NAMES:
+            return _KEEP_NAMES[keep]
         msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
         raise ValueError(msg)
     return at_least_one("keep", keep, "'last', 'all' or a number of calls")
 
 
-_NAMED = {"last": 1, "all": None}
+_KEEP_NAMES = {"last": 1, "all": None}

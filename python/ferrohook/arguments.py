@@ -1,4 +1,4 @@
-"""Checks of arguments, and how an error names a value of the wrong type."""
+"""Validation of arguments, and the name that an error gives a value of the wrong type."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import nn
 from ferrohook.errors import HookTypeError
 
 COPIES = ("checked", "clone", "ref")
-"""How a capture keeps tensors."""
+"""Values of the option `copy` of a capture."""
 
 
 def describe(value: object) -> str:
-    """Names the type of a value, or the class that the value is."""
+    """Returns the name of a value's type; for a class, the name of the class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def expect(value: object, types: type | tuple[type, ...], expected: str) -> None:
-    """Refuses a value of another type.
+    """Validates the type of a value.
 
     Args:
         value: the argument.
-        types: those that are accepted; `()` refuses any value.
-        expected: the beginning of the message, such as "index is a whole number".
+        types: accepted types; `()` accepts no value.
+        expected: start of the message, such as "index is an int".
 
     Raises:
-        HookTypeError: the value is of none of the types.
+        HookTypeError: the value has none of the types.
     """
     if not isinstance(value, types):
         msg = f"{expected}, got {type(value).__name__}"
@@ -34,25 +34,25 @@ def expect(value: object, types: type | tuple[type, ...], expected: str) -> None
 
 
 def expect_module(model: object, taker: str) -> None:
-    """Refuses a model that is no `nn.Module`.
+    """Validates that a model is an `nn.Module`.
 
     Args:
         model: the argument.
-        taker: the beginning of the message, such as "Layers takes".
+        taker: start of the message, such as "Layers takes".
 
     Raises:
-        HookTypeError: it is none.
+        HookTypeError: it is not an `nn.Module`.
     """
     if not isinstance(model, nn.Module):
         msg = f"{taker} an instance of nn.Module, got {describe(model)}"
         raise HookTypeError(msg)
 
 
-def at_least_one(name: str, value: object, expected: str = "a whole number") -> int:
-    """A whole number above 0, cut to what the native half can hold.
+def at_least_one(name: str, value: object, expected: str = "an int") -> int:
+    """Validates an int of at least 1, and caps it at `sys.maxsize`, the core's limit.
 
     Raises:
-        HookTypeError: the value is no int.
+        HookTypeError: the value is not an int.
         ValueError: it is below 1.
     """
     if not isinstance(value, int) or isinstance(value, bool):
@@ -65,10 +65,10 @@ def at_least_one(name: str, value: object, expected: str = "a whole number") -> 
 
 
 def check_copy(copy: object) -> None:
-    """Refuses an unknown way to keep tensors.
+    """Validates the option `copy` of a capture.
 
     Raises:
-        ValueError: `copy` is none of `COPIES`.
+        ValueError: `copy` is not one of `COPIES`.
     """
     if copy not in COPIES:
         msg = f"copy is checked, clone or ref, got {copy!r}"

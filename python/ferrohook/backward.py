@@ -1,8 +1,8 @@
-"""How backward hooks get onto autograd's tape.
+"""Backward hooks on autograd's tape.
 
-`torch.utils.hooks.BackwardHook` does the work at the tape: it puts the tensors that enter and
-leave a module through an autograd node each and calls back with the gradients. It knows tensors
-and tuples; here lists, dicts and keyword inputs are brought into that form and back.
+`torch.utils.hooks.BackwardHook` puts a module's inputs and outputs through one autograd node each
+and calls back with the gradients. It handles tensors and tuples; this module converts lists, dicts
+and keyword inputs to tuples and back.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class BackwardPass:
     """
 
     def __init__(self, module: nn.Module, pre: list[Hook], full: list[Hook]) -> None:
-        """Ties the call of `module` to its hooks of `backward_pre` and `backward`.
+        """Prepares a call of `module` for its `backward_pre` and `backward` hooks.
 
-        Those of the registry are one hook each, which walks the phase.
+        The registry adds one hook per phase, which walks that phase's snapshot.
         """
         self._tap = BackwardHook(module, full, pre)
 
     def tap_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments, with their gradients observed.
+        """Returns the call's arguments, put through the autograd node of the inputs.
 
-        As in PyTorch `grad_input` lists the positional arguments. A call with keyword arguments
-        alone lists those, in the call's order (PyTorch observes none of them then).
+        As in PyTorch, `grad_input` has the positional arguments. If a call has keyword arguments
+        alone, it has those, in the call's order (PyTorch observes none of them).
         """
         if args or not kwargs:
             return self._tap.setup_input_hook(args), kwargs
@@ -50,7 +50,7 @@ class BackwardPass:
         return (), dict(zip(kwargs, tapped, strict=True))
 
     def tap_outputs(self, output: Any) -> Any:
-        """The call's output, with its gradient observed: a tensor, tuple, list or dict."""
+        """Returns the output (tensor, tuple, list or dict), put through the outputs' node."""
         if isinstance(output, torch.Tensor | tuple):
             return self._tap.setup_output_hook(output)
         if isinstance(output, list):
@@ -61,15 +61,16 @@ class BackwardPass:
             values = tuple(output.values())
         else:
             warnings.warn(
-                "backward hooks do not see this module's output: expected a tensor or a tuple, "
+                "backward hooks cannot observe this module's output: expected a tensor or a tuple, "
                 f"list or dict of tensors, got {type(output).__name__}",
                 stacklevel=2,
             )
             return output
         tapped = self._tap.setup_output_hook(values)
-        if tapped is values:  # no gradient wanted
+        if tapped is values:  # no tensor requires grad
             return output
-        # A copy keeps the class (a transformers ModelOutput is a dict) and spares the module's own.
+        # A copy has the same class (a transformers ModelOutput is a dict); the original may be
+        # referenced by the module.
         output = copy.copy(output)
         for key, value in zip(list(keys), tapped, strict=True):
             output[key] = value
@@ -77,9 +78,9 @@ class BackwardPass:
 
 
 def hook_non_full(module: nn.Module, hooks: list[Hook], args: tuple[Any, ...], output: Any) -> None:
-    """Hangs backward hooks of torch's deprecated kind where `nn.Module` would.
+    """Registers torch's deprecated backward hooks as `nn.Module` does.
 
-    That is on the autograd node which made the first tensor of the output.
+    They go on the autograd node that computed the first tensor of the output.
     """
     tensor = output
     while not isinstance(tensor, torch.Tensor):

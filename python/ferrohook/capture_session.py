@@ -1,4 +1,4 @@
-"""The engine of a capture: native recorders on modules, for the calls of one scope."""
+"""Engine of a capture: native recorders on modules, for the calls of one scope."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
-    """The error for a name that nothing was captured under."""
-    return SelectionError(f"{name!r} {state} what was captured: {', '.join(names) or 'nothing'}")
+    """Makes the error for a name without a captured value."""
+    return SelectionError(f"{name!r} {state} the captured modules: {', '.join(names) or 'nothing'}")
 
 
 class Activations(Mapping[str, Any]):
-    """The values that a collector holds, by the names of their modules."""
+    """View of a collector's values by module name."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Activations(Mapping[str, Any]):
         return self._value(name)
 
     def peek(self, name: str) -> Any:
-        """The same, changed in place or not."""
+        """Returns a value without the check for writes in place."""
         return self._value(name, stale=True)
 
     def _value(self, name: str, **options: bool) -> Any:
@@ -67,7 +67,7 @@ class Activations(Mapping[str, Any]):
 
 
 class Options(NamedTuple):
-    """Options of a capture, checked; see `capture`."""
+    """Validated options of a capture; see `capture`."""
 
     inputs: bool
     output_index: object
@@ -75,7 +75,7 @@ class Options(NamedTuple):
     only_last: bool
     copies: HostCopies
     collector: dict[str, Any]
-    """Those of the `Collector`."""
+    """Keyword arguments of the `Collector`."""
 
 
 class CaptureSession:
@@ -88,10 +88,10 @@ class CaptureSession:
         self._handles: list[HookHandle] = []
 
     def begin(self, scope: Frame) -> tuple[Activations, Activations | None]:
-        """Captures the calls in a scope, until it is left; what was captured stays readable.
+        """Captures the calls in a scope, until it is left; the activations stay readable.
 
         Returns:
-            The activations, and their gradients if those were asked for.
+            The activations, and their gradients with `grads=True`, else None.
         """
         options = self._options
         attachment = Attachment()
@@ -126,12 +126,12 @@ class CaptureSession:
         )
 
     def clear(self) -> None:
-        """Forgets what was captured so far."""
+        """Drops the activations captured so far."""
         self._collector.clear()
 
     def silent(self) -> list[str]:
-        """The names of the modules that never ran."""
-        # In compiled regions calls are not counted; those that failed left nothing.
+        """Returns the names of the modules that never ran."""
+        # Compiled regions count no calls; failed calls leave no activation. So look at both.
         ran = {*self._collector.ran()}
         return [
             name
@@ -152,7 +152,7 @@ def _gradients(copies: HostCopies, collector: Collector, place: int, **_options:
     calls = collector.gradients(place)
     copies.finish()
     values = collector.values(place, stale=True)
-    # In step, but for a call that another thread ends in between.
+    # Not strict: another thread may end a call between the two reads.
     return [
         gradients[0] if isinstance(value, Tensor) else gradients
         for value, gradients in zip(values, calls, strict=False)

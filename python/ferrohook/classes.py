@@ -1,4 +1,4 @@
-"""Classes made for one module: subclasses of what it gets and of the class that it has."""
+"""Generated classes: common subclasses of a base of ours and a module's plain class."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 _DYNAMO = "torch._dynamo"
 
-# Keys are the ids of the two bases, which live as long as the class that is the value.
-_MADE: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
+# Keys are the ids of the two bases, which the class in the value keeps alive.
+_GENERATED: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
 
 
 def common_subclass(
@@ -24,53 +24,57 @@ def common_subclass(
     *,
     in_place: bool = False,
 ) -> type:
-    """The subclass of `base` and `plain`: one and the same for as long as it is used.
+    """Returns the subclass of `base` and `plain`, the same object while anything refers to it.
 
     Args:
-        name: of the class.
-        base: what the module gets; it comes first. Its `__init_subclass__` should keep the classes
-            made here, which have a `_made_from`, from that of `plain`: they are none of the
-            subclasses that a module's class counts or checks. Its metaclass does not hear of them
-            either.
-        plain: the class that the module has.
-        members: makes what the class has beside what its bases have.
-        in_place: instances of `plain` have their class changed to this one, which equals `plain`.
-            Where their layout demands that, `base` comes last.
+        name: name of the class.
+        base: class that comes first. A generated class has a `_made_from`: the `__init_subclass__`
+            of `base` must not call that of `plain` for it, as modules' classes count or check their
+            subclasses. The `__new__` and `__init__` of the metaclass are not called either.
+        plain: the module's own class.
+        members: makes the namespace of the class.
+        in_place: make a class that instances of `plain` can be assigned and that equals `plain`.
+            Puts `base` last if their memory layout requires it.
 
     Raises:
         TypeError: Python cannot derive one class from both.
     """
     key = id(base), id(plain)
-    made = _MADE.get(key)
+    made = _GENERATED.get(key)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
-        # A metaclass of the user's keeps its own notion of equality.
+        # A custom metaclass has its own `__eq__`.
         metaclass = EqualToPlain if in_place and type(plain) is type else type(plain)
-        made = _make(metaclass, name, (base, plain), namespace)
-        # `class Mine(ABC, nn.Module)` has another layout than what begins with an nn.Module.
-        if in_place and _layout(made) is not _layout(plain) and _hears_of_no_subclasses(plain):
-            made = _make(metaclass, name, (plain, base), namespace)
-        made = _MADE.setdefault(key, made)
+        made = _make_class(metaclass, name, (base, plain), namespace)
+        # `class Mine(ABC, nn.Module)` has another layout than a class with an nn.Module first.
+        if (
+            in_place
+            and _solid_base(made) is not _solid_base(plain)
+            and _has_default_init_subclass(plain)
+        ):
+            made = _make_class(metaclass, name, (plain, base), namespace)
+        made = _GENERATED.setdefault(key, made)
     return made
 
 
-def _make(metaclass: Any, name: str, bases: tuple[type, type], namespace: dict[str, Any]) -> Any:
-    # Past the `__new__` and `__init__` of a metaclass of the user's.
+def _make_class(
+    metaclass: Any, name: str, bases: tuple[type, type], namespace: dict[str, Any]
+) -> Any:
+    # Bypasses the `__new__` and `__init__` of a custom metaclass.
     make = ABCMeta.__new__ if issubclass(metaclass, ABCMeta) else type.__new__
     return make(metaclass, name, bases, dict(namespace))
 
 
 class EqualToPlain(type):
-    """Metaclass of classes that equal the plain class they were made from, as dict keys too.
+    """Metaclass of generated classes that equal their plain class and have its hash.
 
-    Libraries keep rules by exact type (captum's DeepLift and LRP, torch's quantisation): what
-    `rules[type(module)]` finds is what it finds for the plain module. `type(module) is cls` sees
-    the difference still.
+    Libraries look up rules by exact type (captum's DeepLift and LRP, torch's quantisation):
+    `rules[type(module)]` finds the plain module's rule. `type(module) is cls` still differs.
     """
 
     def __eq__(cls, other: object) -> Any:
-        # A subclass of a made class is a class of its own. And Dynamo follows `super()` by looking
-        # for a class in an MRO by equality, where both stand.
+        # A subclass of a generated class equals only itself. And Dynamo resolves `super()` by
+        # equality in an MRO, which has both classes.
         _, plain = vars(cls).get("_made_from", (None, cls))
         if plain is cls or sys._getframe(1).f_globals.get("__name__", "").startswith(_DYNAMO):
             return NotImplemented
@@ -81,21 +85,21 @@ class EqualToPlain(type):
         return super().__hash__() if plain is cls else hash(plain)
 
 
-def _layout(cls: type) -> type:
-    """The class that gave the instances of `cls` their layout in memory."""
+def _solid_base(cls: type) -> type:
+    """Returns the base that sets the memory layout of `cls` (CPython's solid base)."""
     sizes = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
     base = cls.__base__
     if base is not None and all(getattr(cls, size) == getattr(base, size) for size in sizes):
-        return _layout(base)
+        return _solid_base(base)
     return cls
 
 
-def _hears_of_no_subclasses(cls: type) -> bool:
-    heard = next(base for base in cls.__mro__ if "__init_subclass__" in vars(base))
-    return heard in {object, Generic, Protocol}
+def _has_default_init_subclass(cls: type) -> bool:
+    definer = next(base for base in cls.__mro__ if "__init_subclass__" in vars(base))
+    return definer in {object, Generic, Protocol}
 
 
 def plain_class(cls: type) -> Any:
-    """The class that a module had before one was made for it; `cls` itself for others."""
+    """Returns the plain class behind a generated one; `cls` itself for any other class."""
     _, plain = getattr(cls, "_made_from", (None, cls))
     return plain

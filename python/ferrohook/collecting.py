@@ -1,4 +1,4 @@
-"""`collect`: runs a model over batches and stores what passes its modules."""
+"""`collect`: runs a model over batches and stores the outputs of its modules."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Detectors: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable
 
 
 class Collected(NamedTuple):
-    """What a call of `collect` did."""
+    """Counts of one call of `collect`."""
 
     batches: int
-    """How many batches it ran and stored."""
+    """Batches that it ran and stored."""
     skipped: int
-    """How many were complete already."""
+    """Batches that were complete in the store before."""
 
 
 def collect(  # noqa: PLR0913 (the options by keyword)
@@ -45,36 +45,35 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     forward: Callable[[Any], object] | None = None,
     progress: bool = True,
 ) -> Collected:
-    """Runs a model over batches and stores what passes its modules.
+    """Runs a model over batches and stores the outputs of its modules.
 
-    In inference mode; `model.eval()` is the caller's decision. Each batch is stored as a whole:
-    when an error or Ctrl-C ends the loop, all batches before are complete in the store, and the
-    same call with the same batches goes on behind them. The store stays open.
+    The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
+    stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
+    runs the remaining ones. The store stays open.
 
     Args:
         model: any module.
-        batches: what the model takes: its keyword arguments as a mapping, its arguments as a tuple
-            or a list, or its only argument. They are numbered in this order.
-        detectors: which modules' outputs to store, see `select`; or detectors of
-            `ferrohook.interventions`; or a list, tuple or set of both. The tensor that a module
-            returned is stored as `output`, those of a structure as `output.0` or `output.name`,
-            and those of a module's second call in a batch with `output#1` in place of `output`.
-            Of a detector that is what `tensor_metadata` has after a batch, under the path of its
-            layer, and is then forgotten there. One that is registered on no layer is for the
-            time on that of its `layer_signature`.
-        store: where it goes.
-        run: under which name.
-        forward: runs one batch, where that is more than calling the model.
+        batches: the model's inputs. A batch is a mapping of keyword arguments, a tuple or list of
+            positional arguments, or the only argument. Batches are numbered in order.
+        detectors: modules whose outputs to store, see `select`; or detectors of
+            `ferrohook.interventions`; or a list, tuple or set of both. A module's output is stored
+            as `output`, the tensors of a structure as `output.0` or `output.name`, and those of
+            the module's second call in a batch with `output#1` instead of `output`. A detector's
+            `tensor_metadata` is stored after each batch, under the path of its layer, and cleared.
+            A detector without a layer is registered on its `layer_signature` for the duration.
+        store: the store to write to.
+        run: name of the run in the store.
+        forward: runs one batch; default: calls the model with it.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
-    Warns with `NeverFiredWarning` of modules that were to be watched and never ran.
+    Warns with `NeverFiredWarning` of selected modules that never ran.
 
     Raises:
         SelectionError: a selector matches no module.
-        HookTypeError: an argument of the wrong type.
-        HookError: two detectors collected tensors of the same layer and name; one has no
-            `layer_signature`, or another store of its own; one raised.
-        StoreError: the store could not keep something.
+        HookTypeError: an argument has the wrong type.
+        HookError: two detectors collected tensors of the same layer and name; a detector has
+            neither a layer nor a `layer_signature`, or has another store; or a detector raised.
+        StoreError: the store could not write a tensor.
 
     Examples:
         >>> with LocalStore("activations") as store:
@@ -84,19 +83,19 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     _check(model, batches, store, forward)
     sources = _sources(model, detectors, store)
     done = {*store.completed(run)}
-    call = forward or _caller(model)
+    call = forward or _batch_caller(model)
     ran = skipped = 0
     bar = _progress(batches, run) if progress else _no_progress()
-    # The scope takes all out of the model, wherever Ctrl-C lands.
+    # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
     with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
         for number, batch in enumerate(batches):
             if number in done:
                 skipped += 1
             else:
-                with _naming(number, run):
+                with _error_note(number, run):
                     with torch.inference_mode():
                         call(batch)
-                    _put(store, run, number, _gathered(sources))
+                    _put(store, run, number, _merge_tensors(sources))
                 ran += 1
             advance()
     silent = [name for source in sources for name in source.silent()]
@@ -126,19 +125,19 @@ def _sources(model: nn.Module, detectors: Any, store: Store) -> list[Source]:
     return sources
 
 
-def _gathered(sources: list[Source]) -> dict[str, dict[str, Tensor]]:
-    gathered: dict[str, dict[str, Tensor]] = {}
+def _merge_tensors(sources: list[Source]) -> dict[str, dict[str, Tensor]]:
+    merged: dict[str, dict[str, Tensor]] = {}
     for source in sources:
         for layer, tensors in source.take().items():
-            own = gathered.setdefault(layer, {})
+            own = merged.setdefault(layer, {})
             if both := own.keys() & tensors.keys():
                 msg = (
-                    f"two detectors collected {min(both)!r} of layer {layer!r}: leave one of them "
-                    "out, or collect them in runs of their own"
+                    f"two detectors collected {min(both)!r} of layer {layer!r}: drop one of them, "
+                    "or collect them in separate runs"
                 )
                 raise HookError(msg)
             own.update(tensors)
-    return gathered
+    return merged
 
 
 def _put(store: Store, run: str, number: int, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -151,7 +150,7 @@ def _put(store: Store, run: str, number: int, layers: Mapping[str, Mapping[str, 
         raise
 
 
-def _caller(model: nn.Module) -> Callable[[Any], object]:
+def _batch_caller(model: nn.Module) -> Callable[[Any], object]:
     def call(batch: Any) -> object:
         if isinstance(batch, Mapping):
             return model(**batch)
@@ -167,18 +166,18 @@ def _flushing(store: Store) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(StoreError):  # what ended the loop is told
+        with suppress(StoreError):  # the loop's own exception comes first
             store.flush()
         raise
     store.flush()
 
 
 @contextmanager
-def _naming(number: int, run: str) -> Iterator[None]:
+def _error_note(number: int, run: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"ferrohook: in batch {number} of run {run!r}; those before are complete")
+        error.add_note(f"ferrohook: in batch {number} of run {run!r}; earlier batches are complete")
         raise
 
 
@@ -189,10 +188,10 @@ def _no_progress() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]]:
-    """A bar on stderr, by whichever library is there; gives what is called after each batch."""
+    """Shows a bar on stderr by rich or tqdm; yields the function to call after each batch."""
     total = None
     if isinstance(batches, Sized):
-        with suppress(TypeError):  # a DataLoader of what has no length has only the method
+        with suppress(TypeError):  # a DataLoader of an IterableDataset has a `__len__` that raises
             total = len(batches)
     hidden = not sys.stderr.isatty()
     try:
@@ -218,10 +217,10 @@ def _check(model: object, batches: object, store: object, forward: object) -> No
         "batches is an iterable of batches": (batches, Iterable),
         "store is a Store": (store, Store),
     }
-    for what, (given, types) in expected.items():
-        if not isinstance(given, types):
-            msg = f"collect: {what}, got {describe(given)}"
+    for requirement, (value, types) in expected.items():
+        if not isinstance(value, types):
+            msg = f"collect: {requirement}, got {describe(value)}"
             raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
-        msg = f"collect: forward is called with a batch, got {type(forward).__name__}"
+        msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
         raise HookTypeError(msg)

@@ -1,4 +1,4 @@
-"""Conversion of captured tensors: sliced, cast and moved."""
+"""Conversion of captured tensors: slice, cast, move to a device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def converter(
     index: Index,
     copy: str,
 ) -> Callable[[Tensor], Tensor] | None:
-    """The function that a collector calls with each tensor; None where it would do nothing."""
-    # Holds the copies and not the collector, which holds it: tensors are not to wait for the
-    # garbage collector.
+    """Makes the function that a collector calls with each tensor; None if nothing is to convert."""
+    # The collector refers to this function, which therefore refers to the copies alone: a reference
+    # cycle would keep tensors until the next garbage collection.
     if device is None and dtype is None and index is None:
         return None
 
@@ -42,7 +42,7 @@ def converter(
                 clone = copy != "ref" and share_memory(result, tensor)
                 return copies.start(result, clone=clone)
             result = result.to(device)
-        # A slice is not to keep all of the tensor alive.
+        # A view would keep the whole tensor alive.
         own = copy == "clone" or index is not None
         return result.clone() if own and share_memory(result, tensor) else result
 
@@ -50,16 +50,16 @@ def converter(
 
 
 def check_index(index: Any, *, inside: bool = False) -> None:
-    """Refuses an index that no tensor takes.
+    """Validates an index into a tensor.
 
     Raises:
-        HookTypeError: it is of another type than an `Index`.
-        ValueError: a slice with a step below 1.
+        HookTypeError: it is not an `Index`.
+        ValueError: a slice has a step below 1.
     """
     if isinstance(index, slice):
         for bound in (index.start, index.stop, index.step):
             if isinstance(bound, bool) or not (bound is None or hasattr(bound, "__index__")):
-                expect(bound, (), "the bounds of a slice are whole numbers")
+                expect(bound, (), "the bounds of a slice are ints")
         if index.step is not None and not isinstance(index.step, Tensor) and index.step < 1:
             msg = f"the step of a slice of a tensor is at least 1, got {index.step}"
             raise ValueError(msg)
@@ -67,7 +67,7 @@ def check_index(index: Any, *, inside: bool = False) -> None:
         for each in index:
             check_index(each, inside=True)
     elif not isinstance(index, int | type(...) | Tensor | None) or (
-        # In a mask, not by itself: that adds a dimension.
+        # A bool is fine in a mask; by itself it adds a dimension.
         isinstance(index, bool) and not inside
     ):
-        expect(index, (), "slice is what a tensor can be indexed by")
+        expect(index, (), "slice is an index into a tensor")

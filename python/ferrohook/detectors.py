@@ -1,7 +1,7 @@
-"""Detectors for services: native hooks that keep statistics of what passes a module.
+"""Native detectors for services: hooks that run in Rust and count statistics of activations.
 
-They run in Rust, are shared by any number of threads and add up: `merge` takes in those of other
-threads, and unpickled those of other processes.
+Any number of threads may share one. `merge` adds the statistics of another detector, such as one
+unpickled from another process.
 
 Examples:
     >>> watch = NonFiniteDetector()

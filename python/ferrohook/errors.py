@@ -2,42 +2,42 @@
 
 
 class HookError(Exception):
-    """A hook, a handle or a hooked module was used in a way that cannot work."""
+    """Invalid use of a hook, a handle or a hooked module."""
 
 
 class HookTypeError(HookError, TypeError):
-    """Something of the wrong type where a hook, a module or an option was expected.
+    """Argument of the wrong type in place of a hook, a module or an option.
 
-    Raised where it enters, and also in a call when a typed hook returns what its type forbids.
+    A call raises it too, if a typed hook returns a value that its type forbids.
     """
 
 
 class SelectionError(HookError, KeyError):
-    """What was to be selected, or a part of it, matches no module of the model."""
+    """Selector, or a part of one, that matches no module of the model."""
 
-    # That of KeyError shows the message in quotes.
+    # KeyError's own puts the message in quotes.
     __str__ = Exception.__str__
 
 
 class StaleActivationError(HookError):
-    """A captured activation was changed in place after it was captured."""
+    """Captured activation that was changed in place after the capture."""
 
 
 class CaptureBudgetError(HookError):
-    """Keeping an activation would have exceeded `max_bytes`; what was captured stays readable."""
+    """Activation that would exceed `max_bytes`; earlier activations stay readable."""
 
 
 class StoreError(HookError):
-    """A store cannot keep or give back what it was asked for; what it acknowledged stays there."""
+    """Failed operation of a store; batches that it acknowledged stay stored."""
 
 
 class NeverFiredWarning(UserWarning):
-    """Modules that were selected never ran."""
+    """Selected modules never ran."""
 
 
 class NotInstrumentedWarning(UserWarning):
-    """Modules that cannot be instrumented were left as they are."""
+    """Modules that cannot be instrumented were skipped."""
 
 
 class UnattributedWarning(UserWarning):
-    """A recorded layer ran where nothing told which call it belongs to."""
+    """Recorded layer ran, but no rule identified its call; its output was dropped."""

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class HandleGroup(AttachmentContext):
-    """The handles of one hook on many modules: acts on all of them.
+    """Handles of one hook on many modules; each method acts on all of them.
 
     Iterating yields the `HookHandle`s, in the order of the modules. As a context manager it removes
-    the hooks at exit, and warns with `NeverFiredWarning` of modules that never ran meanwhile.
+    the hooks at exit, and warns with `NeverFiredWarning` of modules that never ran inside.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class HandleGroup(AttachmentContext):
         self._handles.update(zip(modules, handles, strict=True))
 
     def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
-        """Takes over modules that are instrumented for hooks, and these hooks."""
+        """Takes ownership of hooks and of their modules' instrumentation."""
         self._handles.update(handles)
         self.attachment.adopt([*modules], [*handles.values()])
 
@@ -54,41 +54,41 @@ class HandleGroup(AttachmentContext):
 
     @property
     def calls(self) -> int:
-        """How often the hooks were called and have returned or raised, all together."""
+        """Total number of finished calls of the hooks, those that raised included."""
         return sum(handle.calls for handle in self)
 
     @property
     def removed(self) -> bool:
-        """Whether all of them were removed."""
+        """True once all of the hooks are removed."""
         return all(handle.removed for handle in self)
 
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
-        """Removes the hooks; modules that were instrumented for them are given back.
+        """Removes the hooks, and restores modules that were instrumented for them.
 
         Args:
-            wait: return only when no thread is still inside any of them.
-            timeout: how many seconds to wait at most for each.
+            wait: return only when no thread is still inside any of the hooks.
+            timeout: seconds to wait at most, for each hook.
 
         Raises:
             HookError: `wait=True` from inside one of the hooks; all are removed.
-            TimeoutError: a thread was still inside one; all are removed.
-            HookTypeError: an option of the wrong type; none is removed.
+            TimeoutError: a thread was still inside one of the hooks; all are removed.
+            HookTypeError: an option has the wrong type; none is removed.
             ValueError: a `timeout` below 0 or without `wait`; none is removed.
         """
-        # Refuses what they would refuse, and waits for nobody.
+        # Validates the options: a removed handle waits for no thread.
         HookHandle._removed("forward").remove(wait=wait, timeout=timeout)
-        # All of them before waiting for the first.
+        # Removes all hooks before waiting for the first.
         self.attachment.release()
         for handle in self:
             handle.remove(wait=wait, timeout=timeout)
 
     def disable(self) -> None:
-        """Keeps the hooks and their places, and skips them until `enable`."""
+        """Skips the hooks until `enable`; their places in the order stay."""
         for handle in self:
             handle.disable()
 
     def enable(self) -> None:
-        """Lets the hooks fire again, at their old places."""
+        """Makes the hooks fire again, at their places in the order."""
         for handle in self:
             handle.enable()
 
@@ -107,18 +107,18 @@ class HandleGroup(AttachmentContext):
 
     def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self._silent()):
-            warnings.warn(self._told(silent), NeverFiredWarning, stacklevel=2)
+            warnings.warn(self._warning_text(silent), NeverFiredWarning, stacklevel=2)
 
     def _silent(self) -> list[str]:
-        """The names of the modules that never ran."""
-        # A hook that was disabled or removed says nothing of its module.
+        """Returns the names of the modules that never ran."""
+        # A disabled or removed hook has not counted its module's calls.
         return [
             name
             for name, handle in self._handles.items()
             if not handle.calls and handle.enabled and not handle.removed
         ]
 
-    def _told(self, silent: list[str]) -> str:
+    def _warning_text(self, silent: list[str]) -> str:
         phase = self._handles[silent[0]].phase
         if phase.startswith("forward"):
             return explain(self._model, silent)
@@ -126,7 +126,7 @@ class HandleGroup(AttachmentContext):
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
     def __reduce__(self) -> Any:
-        # The handles of a copy are removed ones, and it holds nothing.
+        # The handles of a copy are removed, so the copy gets an empty attachment.
         return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
@@ -150,32 +150,31 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
 
-    Modules that are not instrumented are, for as long as the hook is registered: until it is
-    removed, or the scope is left. A hook on a `HookedModule` inside the model is registered with
-    the wrapper.
+    Modules are instrumented until the hook is removed or the scope is left. A hook on a
+    `HookedModule` inside the model is registered with the wrapper.
 
     Args:
         model: any module.
-        what: which of its modules, see `select`.
+        what: modules to hook, see `select`.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
             detector.
-        phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for that of a typed
-            hook, and `forward` for others.
-        prepend: ahead of all others of its priority, instead of behind them.
+        phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
+            hook, and for `forward` otherwise.
+        prepend: put the hook ahead of all others of its priority, instead of behind them.
         with_kwargs: pass the keyword arguments too.
         always_call: run a forward hook also when the call fails.
         priority: higher fires first.
-        on_error: what a call does about the hook's exception: `raise`, `disable` or `ignore`.
+        on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
         timed: count the time spent in the hook, for `summary`.
-        scope: the hook fires only in the contexts that entered this scope, until it is left.
+        scope: fire only in the contexts that entered this scope, until it is left.
 
     Returns:
-        A handle for all of them.
+        The handles of the hook, as a group.
 
     Raises:
         SelectionError: `what` matches no module.
-        HookTypeError: not a callable, a typed hook of another phase, or an option of the wrong
-            type.
+        HookTypeError: `hook` is not callable or a typed hook of another phase, or an option has the
+            wrong type.
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
@@ -183,7 +182,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
-    if isinstance(scope, Frame):  # anything else is refused by registering
+    if isinstance(scope, Frame):  # registering rejects any other type
         group.attachment.release_with(scope)
     try:
         attach(modules, group.attachment)
@@ -216,19 +215,19 @@ def run(
 
     Args:
         model: any module.
-        *args: for the model.
-        hooks: from what `select` takes to the hook: a forward hook of PyTorch's contract, or a
-            typed hook of any phase.
-        capture: which modules' outputs to keep, see `select`; None for none.
-        **kwargs: for the model.
+        *args: positional arguments for the model.
+        hooks: dict from a selector, see `select`, to a hook: a forward hook of PyTorch's contract,
+            or a typed hook of any phase.
+        capture: modules whose outputs to capture, see `select`; None for none.
+        **kwargs: keyword arguments for the model.
 
     Warns with `NeverFiredWarning` of modules that never ran.
 
     Returns:
-        The model's output; with `capture` a tuple of it and the `ActivationCache`.
+        The model's output; with `capture` a tuple of the output and the `ActivationCache`.
 
     Raises:
-        SelectionError: something matches no module.
+        SelectionError: a selector matches no module.
         HookTypeError: a hook is neither a callable nor a typed hook.
 
     Examples:
@@ -236,16 +235,16 @@ def run(
     """
     expect_module(model, "run calls")
     if not isinstance(hooks, Mapping | None):
-        msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
+        msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
         raise HookTypeError(msg)
     session = None if capture is None else _capture(model, capture).tag.session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
         acts = None if session is None else ActivationCache(*session.begin(own))
         output = model(*args, **kwargs)
-        told = [group._told(silent) for group in groups if (silent := group._silent())]
+        texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
     if session is not None and (silent := session.silent()):
-        told.append(explain(model, silent))
-    for text in told:
+        texts.append(explain(model, silent))
+    for text in texts:
         warnings.warn(text, NeverFiredWarning, stacklevel=2)
     return output if acts is None else (output, acts)

@@ -1,4 +1,4 @@
-"""`HookInfo`: one registered hook, as lists of hooks show it."""
+"""`HookInfo`: description of one registered hook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class HookInfo(NamedTuple):
-    """One registered hook, as `HookedModule.hooks` lists it."""
+    """Description of one registered hook; `HookedModule.hooks` returns a list of them."""
 
     id: int
     """Unique in the process, increasing, never reused."""
@@ -20,22 +20,22 @@ class HookInfo(NamedTuple):
     priority: int
     """Higher fires first."""
     enabled: bool
-    """Tells whether it fires when its turn comes."""
+    """False while the hook is disabled."""
     calls: int
-    """Number of calls that have returned or raised."""
+    """Number of finished calls, those that raised included."""
 
 
 def timed_hooks(
     registry: Registry | None, phase: str | None = None
 ) -> list[tuple[HookInfo, float | None]]:
-    """The hooks of a registry that fire in this context, in order, with the seconds spent in each.
+    """Lists the hooks of a registry that fire in this context, in order, with their times.
 
     Args:
-        registry: that of a module; None for a plain module, which has no hooks.
+        registry: a module's registry; None for a plain module, which has no hooks.
         phase: one phase; None for all.
 
     Returns:
-        Pairs of the hook and its time, None where that is not counted.
+        Pairs of the hook and the seconds spent in it, None if it is not timed.
 
     Raises:
         ValueError: an unknown phase.
@@ -45,5 +45,5 @@ def timed_hooks(
 
 
 def hooks_of(registry: Registry | None, phase: str | None = None) -> list[HookInfo]:
-    """The same without the time."""
+    """Lists the hooks of a registry that fire in this context, in order."""
     return [hook for hook, _ in timed_hooks(registry, phase)]

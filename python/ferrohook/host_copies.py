@@ -1,4 +1,4 @@
-"""Copies from a GPU into pinned memory, made beside what the GPU computes."""
+"""Asynchronous copies from a GPU into pinned memory, on a stream of their own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class HostCopies:
-    """The copies that one capture or detector has started."""
+    """Copies that one capture or detector has started."""
 
     def __init__(self) -> None:
         self._streams: set[torch.cuda.Stream] = set()
 
     def finish(self) -> None:
-        """Waits until all are complete."""
+        """Waits until all copies are complete."""
         for stream in list(self._streams):
             stream.synchronize()
 
     def start(self, tensor: Tensor, *, clone: bool) -> Tensor:
-        """Starts a copy into pinned memory."""
-        # On the stream that computes: what it writes in place later must not reach the copy.
+        """Starts a copy into pinned memory and returns it; `finish` before reading."""
+        # Clones on the computing stream, so later writes in place there do not reach the copy.
         source = tensor.clone() if clone else tensor
         stream = _side_stream(tensor.device)
         self._streams.add(stream)

@@ -1,4 +1,4 @@
-"""`instrument`: gives the modules of a model the Rust dispatcher, in place and reversibly."""
+"""`instrument`: installs the Rust dispatcher in modules of a model, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _KEY = Dispatcher.KEY
 _CALL, _CALL_IMPL = Dispatcher.methods(nn.Module)
 trace_as(_CALL, traced_dispatch)
 trace_as(_CALL_IMPL, traced_dispatch)
-# `object`'s own: `__class__` of an instrumented module says the plain class.
+# `object`'s descriptor: `__class__` of an instrumented module returns the plain class.
 _CLASS = vars(object)["__class__"]
-# Where somebody saves a module's `__dict__` by himself.
+# For code that pickles a module's `__dict__` directly.
 copyreg.pickle(Dispatcher, lambda _: (type(None), ()))  # type: ignore[arg-type, return-value]
 
 
 class Instrumented(nn.Module):
-    """What the class of an instrumented module has beside that of the plain module.
+    """Mixin of the class of an instrumented module.
 
-    Another thread may give the module back while a method runs, so none uses `super()`.
+    Another thread may restore the module while a method runs, so none uses `super()`.
     """
 
-    # Nothing of its own, and nn.Module's layout: a module's class can be changed to one with this.
+    # Has nn.Module's memory layout, which assigning to a module's `__class__` requires.
     __slots__ = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -65,9 +65,9 @@ class Instrumented(nn.Module):
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (set below)
-        """The plain class, as if the module was not instrumented.
+        """The plain class, as if the module were not instrumented.
 
-        What changes a module's class (parametrize, FSDP2) changes the plain one.
+        Assigning it (parametrize, FSDP2) replaces the plain class and keeps the instrumentation.
         """
         return plain_class(type(self))
 
@@ -79,8 +79,8 @@ class Instrumented(nn.Module):
     def _forward_hooks(self) -> Any:
         """The module's own torch hooks.
 
-        TransformerEncoderLayer's fast path calls no submodules. It is taken where none has
-        torch hooks, and ours must keep it from being taken too.
+        The fast path of TransformerEncoderLayer calls no submodules. torch takes it if none has
+        hooks in this dict, so an extra entry stands there for the registry's hooks.
         """
         hooks = vars(self)["_forward_hooks"]
         if (
@@ -94,7 +94,7 @@ class Instrumented(nn.Module):
     @_forward_hooks.setter
     def _forward_hooks(self, hooks: Any) -> None:
         if _KEY not in vars(self):
-            # `nn.Module.__init__` of what somebody makes by `type(module)(...)`.
+            # Runs in `nn.Module.__init__` of an instance made by `type(module)(...)`.
             _CLASS.__set__(self, plain_class(type(self)))
         vars(self)["_forward_hooks"] = hooks
 
@@ -102,8 +102,8 @@ class Instrumented(nn.Module):
     def _forward_hooks(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         del vars(self)["_forward_hooks"]
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (that of nn.Module)
-        # The module without its own hooks, which run around what was compiled.
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102 (nn.Module's docstring)
+        # Compiles the module without the hooks of its registry, which run around the compiled call.
         call_impl = types.MethodType(nn.Module._call_impl, self)
         self._compiled_call_impl = torch.compile(call_impl, *args, **kwargs)
 
@@ -117,20 +117,20 @@ class Instrumented(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as the plain class; hooks are run-time state.
-        reduced = _reduced(self, protocol)
+        reduced = _reduce(self, protocol)
         return reduced if isinstance(reduced, str) else _without_dispatcher(reduced)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = getattr(plain_class(type(self)), "__deepcopy__", None)
-        return _as_copy(self, own(self, memo) if own else _reconstruct(self, memo), memo)
+        return _copy_hooks(self, own(self, memo) if own else _reconstruct(self, memo), memo)
 
     def __copy__(self) -> Any:
         own = getattr(plain_class(type(self)), "__copy__", None)
-        return _as_copy(self, own(self) if own else _reconstruct(self, None), None)
+        return _copy_hooks(self, own(self) if own else _reconstruct(self, None), None)
 
 
-def _reduced(module: nn.Module, protocol: int) -> Any:
-    """What the module is made of, dispatcher included, for one of its plain class."""
+def _reduce(module: nn.Module, protocol: int) -> Any:
+    """Reduces a module to one of its plain class (see `pickle`), dispatcher included."""
     reduced = plain_class(type(module)).__reduce_ex__(module, protocol)
     if isinstance(reduced, str):
         return reduced
@@ -139,25 +139,25 @@ def _reduced(module: nn.Module, protocol: int) -> Any:
 
 
 def _reconstruct(module: nn.Module, memo: dict[int, Any] | None) -> Any:
-    reduced = _reduced(module, 4)
+    reduced = _reduce(module, 4)
     if isinstance(reduced, str):
         return module
     return copy._reconstruct(module, memo, *reduced)  # type: ignore[attr-defined]
 
 
-def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> Any:
-    """Gives a copy of a module the hooks: copies of them, or (no memo) the hooks themselves."""
+def _copy_hooks(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> Any:
+    """Copies a module's hooks to a copy of it; without a memo, the copy shares them."""
     dispatcher: Dispatcher | None = vars(original).get(_KEY)
     if copied is original or not isinstance(copied, nn.Module):
         return copied
     if dispatcher is None or not (
-        # What a scope, a capture or recording wants of a module, it does not want of a copy.
+        # Instrumentation for a scope, a capture or recording alone is not copied.
         dispatcher.explicit or contextvars.Context().run(dispatcher.registry.list)
     ):
         vars(copied).pop(_KEY, None)
         _assign_class(copied, plain_class(type(copied)))
         return copied
-    # From the memo, where the copy's `__dict__` was copied deeply.
+    # A deep copy of the `__dict__` has put the dispatcher's copy into the memo.
     duplicate = copy.copy(dispatcher) if memo is None else copy.deepcopy(dispatcher, memo)
     vars(copied)[_KEY] = duplicate
     _assign_class(copied, plain_class(type(copied)))
@@ -165,7 +165,7 @@ def _as_copy(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -> A
 
 
 def _assign_class(module: nn.Module, plain: type[nn.Module]) -> None:
-    """Gives a module another class, or what is made of it for instrumented modules."""
+    """Changes the plain class of a module, instrumented or not."""
     if not assign_class(module, plain, None):
         assign_class(module, plain, _instrumented_class(plain))
 
@@ -179,30 +179,30 @@ _PHASES = {
 }
 
 
-def _registering(name: str, phase: str) -> Callable[..., HookHandle]:
+def _register_method(name: str, phase: str) -> Callable[..., HookHandle]:
     @functools.wraps(getattr(HookedBase, name))
     def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
         dispatcher: Dispatcher | None = vars(self).get(_KEY)
-        # Instrumented for a hook or a capture alone, what PyTorch's method registers is to outlast
-        # that.
+        # A module that is instrumented for a hook or a capture alone will be restored: hooks of
+        # this method must outlive that, so they go into torch's dicts.
         if dispatcher is None or not dispatcher.explicit or keeps_state_in_torch_hooks(hook):
             return cast("HookHandle", getattr(nn.Module, name)(self, hook, *args, **options))
         # PyTorch takes `prepend` by position in the methods for backward hooks.
         positional = dict(zip(("prepend",), args, strict=False))
         handle = dispatcher.registry.register(phase, hook, **positional, **options)
         if vars(self).get(_KEY) is not dispatcher:
-            handle.remove()  # with the others, by another thread that restored meanwhile
+            handle.remove()  # another thread restored the module and removed the other hooks
         return handle
 
     return register
 
 
 for _name, _phase in _PHASES.items():
-    setattr(Instrumented, _name, _registering(_name, _phase))
+    setattr(Instrumented, _name, _register_method(_name, _phase))
 
 
 def find_registry(module: nn.Module) -> Registry | None:
-    """The hooks of a wrapper or of an instrumented module; None for a plain one."""
+    """Returns the registry of a wrapper or an instrumented module; None for a plain module."""
     if issubclass(type(module), HookedBase):
         return cast("HookedBase", module)._registry
     dispatcher = vars(module).get(_KEY)
@@ -210,10 +210,10 @@ def find_registry(module: nn.Module) -> Registry | None:
 
 
 def registry_of(module: nn.Module) -> Registry:
-    """The hooks of a module that is instrumented or wrapped.
+    """Returns the registry of a wrapper or an instrumented module.
 
     Raises:
-        HookError: another thread gave it back.
+        HookError: another thread restored the module.
     """
     registry = find_registry(module)
     if registry is None:
@@ -231,7 +231,7 @@ def _instrumented_class(plain: type[nn.Module]) -> Any:
     if plain._call_impl is not nn.Module._call_impl:
         msg = "its class overrides _call_impl"
         raise HookError(msg)
-    members = functools.partial(_members, plain)
+    members = functools.partial(_class_members, plain)
     try:
         return common_subclass(plain.__name__, Instrumented, plain, members, in_place=True)
     except TypeError as error:
@@ -239,13 +239,14 @@ def _instrumented_class(plain: type[nn.Module]) -> Any:
         raise HookError(msg) from error
 
 
-def _members(plain: type[nn.Module]) -> dict[str, Any]:
-    namespace = {name: value for name, value in vars(Instrumented).items() if name not in _KEEP}
+def _class_members(plain: type[nn.Module]) -> dict[str, Any]:
+    mixin = vars(Instrumented)
+    namespace = {name: value for name, value in mixin.items() if name not in _NOT_COPIED}
     namespace |= {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
-        # torch.jit.script compiles the others.
+        # torch.jit.script compiles all properties but these.
         "__jit_unused_properties__": [
             *getattr(plain, "__jit_unused_properties__", ()),
             "_forward_hooks",
@@ -253,10 +254,10 @@ def _members(plain: type[nn.Module]) -> dict[str, Any]:
         "_call_impl": _CALL_IMPL,
         "_call_cache": CallCache(),
     }
-    # A `__call__` of the class's own comes to `_call_impl` in the end, where PyTorch's hooks are.
+    # A `__call__` or method that the class overrides stays; the former ends in `_call_impl`.
     if plain.__call__ is nn.Module.__call__:
         namespace["__call__"] = _CALL
-    for name in (*_PHASES, "compile"):  # likewise
+    for name in (*_PHASES, "compile"):
         if getattr(plain, name) is not getattr(nn.Module, name):
             namespace[name] = inspect.getattr_static(plain, name)
     if issubclass(plain, fx.GraphModule):
@@ -267,22 +268,22 @@ def _members(plain: type[nn.Module]) -> dict[str, Any]:
     return namespace
 
 
-_KEEP = {"__slots__", "__init_subclass__", "__dict__", "__weakref__", "__annotations__"}
+_NOT_COPIED = {"__slots__", "__init_subclass__", "__dict__", "__weakref__", "__annotations__"}
 
 
 def _on_plain_class(name: str) -> Callable[..., Any]:
-    """A method that changes `type(self)`, which is to be the plain class."""
+    """Makes a method that writes to the plain class, as the original writes to `type(self)`."""
 
     def method(self: Any, *args: Any) -> Any:
-        twin = object.__new__(plain_class(type(self)))
-        object.__setattr__(twin, "__dict__", vars(self))
-        return getattr(twin, name)(*args)
+        plain = object.__new__(plain_class(type(self)))
+        object.__setattr__(plain, "__dict__", vars(self))
+        return getattr(plain, name)(*args)
 
     return method
 
 
 def _new_graph_module(cls: type, *_args: Any, **_kwargs: Any) -> Any:
-    # Each gets a class of its own, derived from this one if that were not known for plain.
+    # GraphModule derives a class for each instance: from the plain class, not from this one.
     plain = plain_class(cls)
     return plain.__new__(plain)
 
@@ -294,16 +295,16 @@ def _plain(value: Any) -> Any:
 def _without_dispatcher(state: Any) -> Any:
     if isinstance(state, dict) and _KEY in state:
         return {key: value for key, value in state.items() if key != _KEY}
-    if type(state) is tuple:  # with slots, or arguments
+    if type(state) is tuple:  # the state of a class with slots, or the arguments of a constructor
         return tuple(map(_without_dispatcher, state))
     return state
 
 
 def make_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` once it is instrumented.
+    """Returns the class that `module` has while it is instrumented.
 
     Raises:
-        HookError: it cannot be.
+        HookError: the module cannot be instrumented.
     """
     if isinstance(module, jit.ScriptModule):
         msg = "TorchScript runs it outside of Python"
@@ -321,13 +322,13 @@ def attach(
     """Instruments modules, all of them or none, until an attachment is released.
 
     Args:
-        modules: by name. Those that have their hooks elsewhere (wrappers) are left out.
-        attachment: what they are added to; released where this fails.
-        skip: leave out those that cannot be instrumented, with a warning, unless none can.
-        explicit: by a call of `instrument`, and not only for a hook or a capture.
+        modules: modules by name. Wrappers are skipped: they have registries of their own.
+        attachment: owner of the instrumentation; released on failure.
+        skip: skip modules that cannot be instrumented, with a warning, unless none can.
+        explicit: true for a call of `instrument`, false for a hook or a capture.
 
     Raises:
-        HookError: which could not be instrumented, and why.
+        HookError: a module cannot be instrumented; names each such module and the reason.
     """
     names = [*modules]
     try:
@@ -341,60 +342,62 @@ def attach(
             if not (skip and len(refused) < len(modules)):
                 msg = f"cannot be instrumented: {reasons}"
                 raise HookError(msg) from next(iter(refused.values()))  # noqa: TRY301
-            warnings.warn(f"left as they are: {reasons}", NotInstrumentedWarning, stacklevel=3)
-    except BaseException:  # the warning may be one too
+            warnings.warn(f"not instrumented: {reasons}", NotInstrumentedWarning, stacklevel=3)
+    except BaseException:  # a warning may be raised as an error
         attachment.release()
         raise
 
 
 class Instrumentation(AttachmentContext):
-    """What one call of `instrument` did, to be undone.
+    """Result of one call of `instrument`; undoes it.
 
-    A context manager: leaving it restores.
+    A context manager: leaving it restores the modules.
     """
 
-    def _done_to(self, model: nn.Module) -> None:
-        """Lets `restore(model)` find it."""
-        # The models are not kept alive, and an id is not taken for that of a later model.
-        self._model = weakref.ref(model, functools.partial(_forget, _DONE, id(model)))
+    def _track(self, model: nn.Module) -> None:
+        """Makes this findable by `restore(model)`."""
+        # A weak reference keeps no model alive, and drops the entry before the id is reused.
+        forget = functools.partial(_forget, _INSTRUMENTATIONS, id(model))
+        self._model = weakref.ref(model, forget)
         with _LOCK:
-            before = [each for each in _DONE.get(id(model), ()) if not each.attachment.released]
-            _DONE[id(model)] = [*before, self]
+            tracked = _INSTRUMENTATIONS.get(id(model), ())
+            active = [each for each in tracked if not each.attachment.released]
+            _INSTRUMENTATIONS[id(model)] = [*active, self]
 
     def restore(self) -> None:
-        """Undo it, once; modules that nothing else instruments lose their hooks."""
+        """Restores the modules, once; those that nothing else instruments lose their hooks."""
         self.attachment.release()
 
     def __reduce__(self) -> Any:
-        # What was done was not done to a copy.
+        # A copy instruments nothing.
         return type(self), ()
 
 
-# By the id of the model, the latest last; some may be undone since.
 _LOCK = threading.RLock()
-_DONE: dict[int, list[Instrumentation]] = {}
+# By the id of the model, the latest last; some may be released already.
+_INSTRUMENTATIONS: dict[int, list[Instrumentation]] = {}
 
 
-# Given the dict: at the interpreter's end the module has no variables any more.
-def _forget(done: dict[int, list[Instrumentation]], key: int, _model: object) -> None:
-    done.pop(key, None)
+# The dict is an argument: globals may be gone at interpreter exit.
+def _forget(tracked: dict[int, list[Instrumentation]], key: int, _model: object) -> None:
+    tracked.pop(key, None)
 
 
 def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
-    """Gives modules of a model the Rust dispatcher, in place and reversibly.
+    """Installs the Rust dispatcher in modules of a model, in place and reversibly.
 
-    An instrumented module keeps its identity, `isinstance`, name, repr, `state_dict` and
-    attributes, and is saved as what it was. Its `register_*` methods are PyTorch's contract on the
-    Rust registry, with `priority`, `on_error` and `scope` beside it. Hooks in torch's own dicts,
-    those from before and those put there behind its back, go on working; of each phase they run
-    first. `torch.nn.utils` finds its hooks in torch's dicts.
+    An instrumented module has the same identity, `isinstance`, name, repr, `state_dict` and
+    attributes, and is saved as the plain module. Its `register_*` methods follow PyTorch's
+    contract on the Rust registry, with `priority`, `on_error` and `scope` as extra keywords. Hooks
+    in torch's own dicts still run, first in each phase, whenever they were added. Hooks of
+    `torch.nn.utils` are registered in torch's dicts.
 
-    Calls count: a module is given back when each `instrument` was undone.
+    Calls are counted: a module is restored when the last `instrument` of it is undone.
 
     Args:
         model: any module.
-        select: which of its modules, see `select`; None for all, itself included. Modules that
-            cannot be instrumented (TorchScript) are then left as they are, with a
+        select: modules to instrument, see `select`; None for all, the model included. With None,
+            modules that cannot be instrumented (TorchScript) are skipped with a
             `NotInstrumentedWarning`.
 
     Returns:
@@ -402,7 +405,7 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
 
     Raises:
         SelectionError: `select` matches nothing.
-        HookError: a module that was asked for cannot be instrumented; none was.
+        HookError: a selected module cannot be instrumented; none was.
 
     Examples:
         >>> with fh.instrument(model):
@@ -410,28 +413,28 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
         ...     model(ids)
     """
     modules = _select(model, select)
-    done = Instrumentation()
+    instrumentation = Instrumentation()
     try:
-        attach(modules, done.attachment, skip=select is None, explicit=True)
-        done._done_to(model)
+        attach(modules, instrumentation.attachment, skip=select is None, explicit=True)
+        instrumentation._track(model)
     except BaseException:
-        done.attachment.release()
+        instrumentation.attachment.release()
         raise
-    return done
+    return instrumentation
 
 
 def restore(model: nn.Module) -> None:
-    """Undoes the latest `instrument(model)` that was not undone.
+    """Undoes the latest `instrument(model)` that is still active.
 
-    A deep copy of an instrumented model is instrumented too, once.
+    A deep copy of an instrumented model counts as instrumented once.
 
     Raises:
-        HookError: there is none.
+        HookError: the model is not instrumented.
     """
-    latest_first = reversed(_DONE.get(id(model), []))
-    if any(done.attachment.release() for done in latest_first):
+    latest_first = reversed(_INSTRUMENTATIONS.get(id(model), []))
+    if any(each.attachment.release() for each in latest_first):
         return
-    # All of them, not the first.
+    # The list makes `any` release every module, not the first alone.
     if not (isinstance(model, nn.Module) and any([*map(release_copy, model.modules())])):
-        msg = f"restore undoes instrument, and this {type(model).__name__} was not instrumented"
+        msg = f"this {type(model).__name__} is not instrumented: call instrument before restore"
         raise HookError(msg)

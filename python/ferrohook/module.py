@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 else:
 
     class _OfModule:
-        # Without `Generic`, whose place among the bases of a module's class may be another.
+        # Not `Generic`: its position among the bases could conflict with that in a module's class.
         __slots__ = ()
         __class_getitem__ = classmethod(types.GenericAlias)
 
 
 class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignore[misc]  # our handles, not torch's
-    """Wraps a module and gives it hooks on the Rust registry.
+    """Wrapper of a module, with hooks on the Rust registry.
 
     The wrapper shares the module's `__dict__`: parameters, buffers, submodules, `training` and
-    every other attribute are those of the module inside, under the same names, read and written
-    through either. It is an instance of the module's class too, so that methods of that class
-    call the hooked module (`generate` of a language model runs the hooks). Methods of `nn.Module`
-    run on the module inside. Calling the wrapper runs its hooks around the module, which goes on
-    honouring its own torch hooks and torch's global ones.
+    every other attribute are the module's, under the same names, read and written through either.
+    It is an instance of the module's class too, so methods of that class call the hooked module
+    (`generate` of a language model runs the hooks). Methods of `nn.Module` run on the module
+    inside. Calling the wrapper runs its hooks around the module, which still runs its own torch
+    hooks and torch's global ones.
 
-    A module that has one of the wrapper's names itself (`inner`, `into_inner`, `hooks`,
-    `clear_hooks`, `quiesce`) is wrapped without becoming an instance of its class; its attribute
-    of that name is `hooked.inner.<name>`.
+    If a module has one of the wrapper's names itself (`inner`, `into_inner`, `hooks`,
+    `clear_hooks`, `quiesce`), the wrapper is not an instance of its class. Use
+    `hooked.inner.<name>` for the module's attribute.
 
-    Follows ferrotorch's `HookedModule`, which however holds a lock while hooks run.
+    Follows ferrotorch's `HookedModule`, but runs hooks without a lock.
 
     Args:
-        module: the module to wrap, itself left as it is.
+        module: the module to wrap; it is not changed.
 
     Raises:
-        HookTypeError: `module` is no `nn.Module`.
+        HookTypeError: `module` is not an `nn.Module`.
     """
 
     __slots__ = ()
@@ -70,17 +70,17 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         """The wrapped module.
 
         Raises:
-            HookError: it was given back by `into_inner`.
+            HookError: `into_inner` released it.
         """
         return cast("M", self._inner)
 
     def into_inner(self) -> M:
-        """Gives the wrapped module back and removes every hook.
+        """Releases the wrapped module and removes every hook.
 
-        Calling the wrapper, or registering with it, raises `HookError` after that.
+        Later calls of the wrapper, and registering with it, raise `HookError`.
 
         Returns:
-            The module, without the wrapper's hooks; its own torch hooks are untouched.
+            The module, without the wrapper's hooks; its own torch hooks stay.
         """
         module = self.inner
         HookedBase._release(self)
@@ -89,7 +89,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         return module
 
     def hooks(self, phase: str | None = None) -> list[HookInfo]:
-        """What is registered, in firing order.
+        """Lists the registered hooks, in firing order.
 
         Args:
             phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
@@ -100,7 +100,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         return hooks_of(self._registry, phase)
 
     def clear_hooks(self, phase: str | None = None) -> None:
-        """Removes the hooks of one phase, or of all, those of scopes too; torch's own hooks stay.
+        """Removes the hooks of one phase or of all, those of scopes included; torch's own stay.
 
         Args:
             phase: one of `forward_pre`, `forward`, `backward_pre`, `backward`; None for all.
@@ -111,18 +111,18 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         self._registry.clear(phase)
 
     def quiesce(self, timeout: float | None = None) -> None:
-        """Returns when no thread is inside any of the hooks, removed ones included.
+        """Waits until no thread is inside any of the hooks, removed ones included.
 
         Args:
-            timeout: how many seconds to wait at most; None waits for ever.
+            timeout: seconds to wait at most; None for no limit.
 
         Raises:
             HookError: called from inside one of the hooks.
-            TimeoutError: a thread was still inside one.
+            TimeoutError: a thread was still inside a hook.
         """
         self._registry.quiesce(timeout)
 
-    if not TYPE_CHECKING:  # for checkers the signature is the extension's
+    if not TYPE_CHECKING:  # type checkers use the extension's signature
 
         @functools.wraps(HookedBase.register_forward_pre_hook)
         def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:  # noqa: D102
@@ -131,9 +131,9 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:
-        """How many hooks of each phase there are."""
+        """Counts the hooks of each phase, for the repr."""
         counts: dict[str, int] = {}
-        for hook in HookedModule.hooks(self):  # a module may have its own `hooks`
+        for hook in HookedModule.hooks(self):  # `self.hooks` may be the module's own
             counts[hook.phase] = counts.get(hook.phase, 0) + 1
         return ", ".join(f"{phase}={count}" for phase, count in counts.items())
 
@@ -141,12 +141,12 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         return self._shown("HookedModule", "hooks", self.extra_repr())
 
     def _get_name(self) -> str:
-        # The name of the module inside, for the notes on exceptions.
+        # Notes on exceptions show this name.
         name: str = self._inner._get_name()
         return f"HookedModule({name})"
 
     def __copy__(self) -> HookedModule[M]:
-        # Shallow: both share the hooks, as copies of a plain module share its hook dicts.
+        # Shares the hooks, as a shallow copy of a plain module shares its hook dicts.
         return self._around(copy.copy(self.inner))
 
     def _around(self, module: nn.Module) -> HookedModule[M]:
@@ -156,7 +156,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookedModule[M]:
         duplicate = HookedBase.__new__(type(self))
-        # Before anything inside is copied: it may refer to the wrapper.
+        # Registered before the module is copied, as it may refer to the wrapper.
         memo[id(self)] = duplicate
         inner = copy.deepcopy(self.inner, memo)
         duplicate._adopt(inner, self._registry.fork(lambda hook: copy.deepcopy(hook, memo)))
@@ -175,5 +175,5 @@ HookedModule._own_names = own_names(HookedModule)
 
 
 def keeps_state_in_torch_hooks(hook: object) -> bool:
-    """Whether torch looks for `hook` in its own dicts: prune, weight_norm and spectral_norm do."""
+    """Returns True for a hook that torch finds in its dicts (prune, weight_norm, spectral_norm)."""
     return type(hook).__module__.startswith("torch.nn.utils.")

@@ -1,4 +1,4 @@
-"""Why modules that were selected never ran, as far as it can be told."""
+"""Text of `NeverFiredWarning`, with the reason if a parent calls a `forward` directly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MOST_NAMED = 5
 
 
 def explain(model: nn.Module, names: Sequence[str]) -> str:
-    """Says of these modules of a model that they never ran, and why."""
-    told = [f"{name!r}{_reason(model, name)}" for name in names[:MOST_NAMED]]
+    """Returns the warning that these modules of a model never ran, with reasons."""
+    listed = [f"{name!r}{_bypass_reason(model, name)}" for name in names[:MOST_NAMED]]
     if len(names) > MOST_NAMED:
-        told.append(f"and {len(names) - MOST_NAMED} more")
+        listed.append(f"and {len(names) - MOST_NAMED} more")
     verb = "was" if len(names) == 1 else "were"
-    return f"{', '.join(told)} {verb} selected and never ran in this context"
+    return f"{', '.join(listed)} {verb} selected and never ran in this context"
 
 
-def _reason(model: nn.Module, name: str) -> str:
+def _bypass_reason(model: nn.Module, name: str) -> str:
     parent_name, _, attribute = name.rpartition(".")
     try:
         parent = model.get_submodule(parent_name)

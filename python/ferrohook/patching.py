@@ -1,4 +1,4 @@
-"""Patching: classes of modules replaced by name while models are made.
+"""Patching: replaces classes of modules by name while models are made.
 
 Names and behaviour are those of `transformers.monkey_patching`.
 """
@@ -33,7 +33,7 @@ __all__ = [
     "unregister_patch_mapping",
 ]
 
-# Never held while code of the user's runs. A finaliser may come in between.
+# Not held while user code runs. Reentrant, as a finaliser may run while it is held.
 _LOCK = threading.RLock()
 _MAPPING: dict[str, type[nn.Module]] = {}
 
@@ -42,31 +42,31 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
     """Registers replacements of classes, for `apply_patches` and `patch_output_recorders`.
 
     Args:
-        mapping: from a class's name, or a regex that is searched for in names (`re.search`), to the
-            subclass of `nn.Module` that replaces it. An exact name goes before every regex, and a
-            regex before those registered after it.
-        overwrite: replace what is registered under the same key.
+        mapping: dict from a class's name, or a regex for names (`re.search`), to the subclass of
+            `nn.Module` that replaces it. An exact name goes before every regex, an earlier regex
+            before a later one.
+        overwrite: replace an entry of the same key.
 
     Raises:
-        HookTypeError: a key that is no str, or a replacement that is no subclass of `nn.Module`.
-        ValueError: a key that does not compile, or is registered. Nothing was registered then.
+        HookTypeError: a key is not a str, or a replacement is not a subclass of `nn.Module`.
+        ValueError: a key does not compile, or is registered already. Nothing is registered then.
     """
     if not isinstance(mapping, Mapping):
         msg = f"the mapping is a dict from names to classes, got {describe(mapping)}"
         raise HookTypeError(msg)
-    given = dict(mapping)
-    for key, replacement in given.items():
-        _check(key, replacement)
+    entries = dict(mapping)
+    for key, replacement in entries.items():
+        _check_entry(key, replacement)
     with _LOCK:
-        known = [key for key in given if key in _MAPPING]
-        if not known or overwrite:
-            _MAPPING.update(given)
+        registered = [key for key in entries if key in _MAPPING]
+        if not registered or overwrite:
+            _MAPPING.update(entries)
             return
-    msg = f"{known[0]!r} has a replacement: pass overwrite=True for another"
+    msg = f"{registered[0]!r} has a replacement: pass overwrite=True to register another"
     raise ValueError(msg)
 
 
-def _check(key: object, replacement: object) -> None:
+def _check_entry(key: object, replacement: object) -> None:
     if not isinstance(key, str):
         msg = f"a key is the name of a class or a regex, got {describe(key)}"
         raise HookTypeError(msg)
@@ -81,11 +81,11 @@ def _check(key: object, replacement: object) -> None:
 
 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
-    """Removes replacements, by the keys that they were registered under.
+    """Removes replacements by key.
 
     Raises:
-        ValueError: a key that is not registered. Nothing was removed then.
-        HookTypeError: a single str.
+        ValueError: a key is not registered. Nothing is removed then.
+        HookTypeError: `keys` is a single str.
     """
     if isinstance(keys, str):
         msg = f"unregister_patch_mapping takes a list of keys, got the str {keys!r}"
@@ -93,18 +93,18 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     keys = list(keys)
     with _LOCK:
         unknown = [key for key in keys if key not in _MAPPING]
-        known = list(_MAPPING)
+        registered = list(_MAPPING)
         if not unknown:
             for key in keys:
-                _MAPPING.pop(key, None)  # it may be named twice
+                _MAPPING.pop(key, None)  # `keys` may have it twice
             return
-    closest = ", ".join(map(repr, closest_to(str(unknown[0]), known) or known)) or "none"
+    closest = ", ".join(map(repr, closest_to(str(unknown[0]), registered) or registered)) or "none"
     msg = f"{unknown[0]!r} has no replacement; the closest key registered is {closest}"
     raise ValueError(msg)
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
-    """The replacements that are registered, by key."""
+    """Returns the registered replacements by key."""
     with _LOCK:
         return dict(_MAPPING)
 
@@ -115,21 +115,21 @@ def clear_patch_mapping() -> None:
         _MAPPING.clear()
 
 
-def _replacement(name: str, mapping: Mapping[str, type[nn.Module]]) -> type[nn.Module] | None:
+def _find_replacement(name: str, mapping: Mapping[str, type[nn.Module]]) -> type[nn.Module] | None:
     if name in mapping:
         return mapping[name]
-    fits = (new for key, new in mapping.items() if re.search(key, name))
-    return next(fits, None)
+    matches = (new for key, new in mapping.items() if re.search(key, name))
+    return next(matches, None)
 
 
 class _Slot:
-    """An attribute of a Python module, while replacements stand in it."""
+    """An attribute of a Python module that has replacements."""
 
     def __init__(self, module: ModuleType, name: str, original: type) -> None:
         self.module = module
         self.name = name
         self._original = original
-        # By those that put them there: the last one still there is the one that stands.
+        # Replacements with their owners, the current one last.
         self._stack: list[tuple[object, type]] = []
 
     def put(self, owner: object, replacement: type) -> None:
@@ -137,11 +137,11 @@ class _Slot:
         setattr(self.module, self.name, replacement)
 
     def take(self, owner: object) -> bool:
-        """Takes out what `owner` put in, and gives whether nothing is left."""
-        standing = vars(self.module).get(self.name)
-        ours = any(standing is replacement for _, replacement in self._stack)
+        """Removes the replacements of `owner`; returns True if none is left."""
+        current = vars(self.module).get(self.name)
+        ours = any(current is replacement for _, replacement in self._stack)
         self._stack = [entry for entry in self._stack if entry[0] is not owner]
-        if ours:  # and nobody's who set the attribute since
+        if ours:  # else other code has set the attribute since
             setattr(self.module, self.name, self._stack[-1][1] if self._stack else self._original)
         return not self._stack
 
@@ -152,15 +152,15 @@ _SLOTS_LOCK = threading.RLock()
 
 @contextmanager
 def apply_patches(*packages: str) -> Iterator[None]:
-    """Replaces classes by those registered, for the models that are made meanwhile.
+    """Replaces classes by the registered ones, for models that are made inside the block.
 
-    Wherever a loaded Python module of the packages has a subclass of `nn.Module` under a name that
-    a key matches. Leaving restores them, after an exception too; of blocks that overlap, each takes
-    out its own replacements alone. A Python module's attributes are the whole process's: other
-    threads make models of the replacements meanwhile.
+    Replaces each attribute of the packages' loaded Python modules that is a subclass of `nn.Module`
+    and whose name a key matches. Leaving restores the classes, after an exception too; each of
+    overlapping blocks removes its own replacements alone. The replacement is global to the process:
+    other threads make models of the replacements meanwhile.
 
     Args:
-        *packages: the names of packages; transformers where none is given.
+        *packages: names of packages; default: transformers.
     """
     mapping = get_patch_mapping()
     owner = object()
@@ -168,20 +168,20 @@ def apply_patches(*packages: str) -> Iterator[None]:
     try:
         for module in _loaded(packages or ("transformers",)):
             for name in dir(module):
-                replacement = _replacement(name, mapping)
+                replacement = _find_replacement(name, mapping)
                 if replacement is None:
                     continue
-                found: Any = None
-                # Where it is loaded lazily, it may not load.
+                value: Any = None
+                # A lazy attribute may fail to load.
                 with suppress(AttributeError, ImportError, TypeError):
-                    found = getattr(module, name)
-                if isinstance(found, type) and issubclass(found, nn.Module):
+                    value = getattr(module, name)
+                if isinstance(value, type) and issubclass(value, nn.Module):
                     key = id(module), name
                     with _SLOTS_LOCK:
-                        # Read under the lock: before it another thread's stood there, perhaps.
-                        original = vars(module).get(name, found)
+                        # Read again: without the lock it may be another thread's replacement.
+                        original = vars(module).get(name, value)
                         slot = _SLOTS.setdefault(key, _Slot(module, name, original))
-                        put.append(key)  # first: it is taken out if this raises
+                        put.append(key)  # before `put`, so `finally` undoes one that raises
                         slot.put(owner, replacement)
         yield
     finally:
@@ -201,14 +201,13 @@ def _loaded(packages: tuple[str, ...]) -> list[ModuleType]:
 
 
 def patch_output_recorders(model: nn.Module) -> None:
-    """Has a model record the classes that replace those it declares.
+    """Makes a model record the replacements of the classes that it declares.
 
-    For a model that was made in `apply_patches`: what its class declares names the classes of
-    before. The model and its sub-models get declarations of their own; other instances of their
-    classes keep theirs.
+    For a model that was made in `apply_patches`: its class declares the original classes. The
+    model and its sub-models get declarations of their own; other instances are not changed.
 
     Raises:
-        HookTypeError: `model` is no `nn.Module`.
+        HookTypeError: `model` is not an `nn.Module`.
     """
     expect_module(model, "patch_output_recorders takes")
     mapping = get_patch_mapping()
@@ -216,20 +215,21 @@ def patch_output_recorders(model: nn.Module) -> None:
         if not declares(module):
             continue
         declared = declared_by(module)
-        patched = {key: _patched(given, mapping) for key, given in declared.items()}
+        patched = {key: _patched(recorder, mapping) for key, recorder in declared.items()}
         if patched != declared:
             vars(module)[DECLARATION] = patched
 
 
-def _patched(given: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
-    """A recorder, or a list of them, with the replacement for its class."""
-    if isinstance(given, list):
-        return [_patched(each, mapping) for each in given]
-    if isinstance(given, str | type):
-        return _replacement(given if isinstance(given, str) else given.__name__, mapping) or given
-    target = getattr(given, "target_class", None)
-    name = target.__name__ if target is not None else getattr(given, "class_name", None)
-    replacement = _replacement(name, mapping) if name else None
-    if replacement is None or not dataclasses.is_dataclass(given) or isinstance(given, type):
-        return given
-    return dataclasses.replace(given, target_class=replacement)
+def _patched(recorder: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
+    """Returns a recorder, or a list of them, with its class replaced."""
+    if isinstance(recorder, list):
+        return [_patched(each, mapping) for each in recorder]
+    if isinstance(recorder, str | type):
+        own = recorder if isinstance(recorder, str) else recorder.__name__
+        return _find_replacement(own, mapping) or recorder
+    target = getattr(recorder, "target_class", None)
+    name = target.__name__ if target is not None else getattr(recorder, "class_name", None)
+    replacement = _find_replacement(name, mapping) if name else None
+    if replacement is None or not dataclasses.is_dataclass(recorder) or isinstance(recorder, type):
+        return recorder
+    return dataclasses.replace(recorder, target_class=replacement)

@@ -1,7 +1,7 @@
-"""Priorities at the ends of the order of hooks."""
+"""Extreme priorities of hooks."""
 
 BEHIND_ALL = -(2**63)
-"""That of a capture: it sees what leaves the other hooks."""
+"""Priority of a capture, which sees the results of all other hooks."""
 
 AHEAD_OF_ALL = 2**63 - 1
-"""That of hooks which have to see each call begin."""
+"""Priority of hooks that must see each call begin."""

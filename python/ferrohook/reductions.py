@@ -1,6 +1,6 @@
-"""Reductions by torch, for tensors whose memory the native detectors cannot read themselves.
+"""Reductions by torch, for tensors whose memory the native detectors cannot read.
 
-Those of other devices, of other layouts and formats, of subclasses, and those that are not
+Such tensors are on another device, have another layout or format, are of a subclass, or are not
 contiguous.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = "tuple[float, ...]"
 
 _TORCH: Any = torch
-"""With what it does not export."""
+"""torch, untyped, for names that it does not export."""
 
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
-"""Two numbers in an element, which torch computes nothing with."""
+"""dtype with two numbers in an element; torch has no arithmetic for it."""
 
 
-class Awaited:
-    """Numbers that a GPU computes, on their way into pinned memory."""
+class PendingNumbers:
+    """Results of a reduction on a GPU, in transfer to pinned memory."""
 
     def __init__(self, reduced: Tensor) -> None:
         with torch.cuda.device(reduced.device):
@@ -39,7 +39,7 @@ class Awaited:
             self._there.record()
 
     def numbers(self, wait: bool) -> Numbers | None:  # noqa: FBT001 (called from Rust)
-        """The numbers; None where they are not there yet and are not to be waited for."""
+        """Returns the numbers; None if they have not arrived and `wait` is false."""
         if wait:
             self._there.synchronize()
         elif not self._there.query():
@@ -47,25 +47,25 @@ class Awaited:
         return _numbers(self._host)
 
 
-def reduce(function: str, tensor: Tensor) -> Numbers | Awaited | None:
-    """What a function makes of a tensor's numbers; None where it has none of floating point.
+def reduce(function: str, tensor: Tensor) -> Numbers | PendingNumbers | None:
+    """Reduces a tensor by a function; None if it has no floating-point numbers.
 
     Args:
         function: `non_finite` or `moments`.
-        tensor: any tensor; complex numbers count as pairs.
+        tensor: any tensor; a complex number counts as two.
     """
     if is_lazy(tensor):
         return None
     try:
         return _reduced(function, tensor)
-    except NotImplementedError:  # a subclass that computes little
+    except NotImplementedError:  # a subclass without these operators
         return None
 
 
-def _reduced(function: str, tensor: Tensor) -> Numbers | Awaited | None:
+def _reduced(function: str, tensor: Tensor) -> Numbers | PendingNumbers | None:
     with torch.no_grad():
         values = _unwrapped(tensor.detach())
-        # Nothing is there where shapes are tried out, in what FSDP frees between its uses.
+        # No memory: shape propagation (meta, fake), or parameters that FSDP freed between uses.
         if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
             return None
         if values.layout == torch.jagged:
@@ -79,22 +79,22 @@ def _reduced(function: str, tensor: Tensor) -> Numbers | Awaited | None:
         if values.dtype.itemsize == 1:
             if values.dtype is _PACKED:
                 return None
-            values = values.float()  # torch computes little with these
-        # Wrapped again, where everything is.
+            values = values.float()  # torch has few operators for 8-bit floats
+        # Under a mode that wraps every tensor, results are wrapped again.
         parts = [_unwrapped(part.double()) for part in _FUNCTIONS[function](values)]
-        if _computes_its_own_way(parts[0]):
+        if _has_own_dispatch(parts[0]):
             return _as_numbers(part.item() for part in parts)
         reduced = torch.stack(parts)
-        return Awaited(reduced) if reduced.is_cuda else _numbers(reduced)
+        return PendingNumbers(reduced) if reduced.is_cuda else _numbers(reduced)
 
 
-def _computes_its_own_way(tensor: Tensor) -> bool:
+def _has_own_dispatch(tensor: Tensor) -> bool:
     dispatch = "__torch_dispatch__"
     return getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """What has the numbers of a tensor that stands for others."""
+    """Returns the tensor with the memory behind a wrapper (functional, functorch, DTensor)."""
     while True:
         if isinstance(tensor, FunctionalTensor):
             tensor = tensor.elem
@@ -102,19 +102,20 @@ def _unwrapped(tensor: Tensor) -> Tensor:
             _TORCH._sync(tensor)
             tensor = _TORCH._from_functional_tensor(tensor)
         elif is_functorch_wrapped_tensor(tensor):
-            # In `torch.func`: all that is mapped over, of which a hook sees one.
+            # In `torch.func`, the whole batch; the hook sees one element.
             tensor = get_unwrapped(tensor)
         elif isinstance(tensor, MaskedTensor):
             tensor = _unmasked(tensor)
         elif to_local := getattr(tensor, "to_local", None):
-            # What this process has of a DTensor: others may have no detector that takes part.
+            # This rank's shard of a DTensor: a collective would hang if another rank has no
+            # detector.
             tensor = to_local()
         else:
             return tensor
 
 
 def _unmasked(tensor: MaskedTensor) -> Tensor:
-    """The numbers that the mask lets through: the others are not defined."""
+    """Returns the numbers inside the mask; those outside are undefined."""
     numbers: Tensor = tensor.get_data()
     mask: Tensor = tensor.get_mask()
     if numbers.layout != torch.strided:
@@ -127,31 +128,31 @@ def _numbers(reduced: Tensor) -> Numbers:
 
 
 def _as_numbers(reduced: Iterable[float]) -> Numbers:
-    # The counts too are floating point on the way.
+    # Counts arrive as floats.
     return tuple(int(n) if n.is_integer() else n for n in reduced)
 
 
 def _storage_holds(tensor: Tensor) -> bool:
-    """Whether the memory is there that a tensor is a view of: torch reads on without it."""
+    """Returns True if the storage covers the tensor; torch reads beyond a freed one unchecked."""
     if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
         return True
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     try:
-        there = tensor.untyped_storage().nbytes()
+        size = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        return True  # of a subclass without one
-    return bool((tensor.storage_offset() + last + 1) * tensor.itemsize <= there)
+        return True  # a subclass without a storage
+    return bool((tensor.storage_offset() + last + 1) * tensor.itemsize <= size)
 
 
 def _non_finite(values: Tensor) -> list[Tensor]:
-    """The numbers that are none, and the infinite ones."""
+    """Counts NaNs and infinities."""
     return [values.isnan().sum(), values.isinf().sum()]
 
 
 def _moments(values: Tensor) -> list[Tensor]:
-    """Of the finite ones: count, mean, sum of squared distances from it, minimum, maximum.
+    """Count, mean, sum of squared deviations, minimum and maximum of the finite numbers.
 
-    And how many are not finite.
+    The last number is the count of those that are not finite.
     """
     finite = values.isfinite()
     count = finite.sum()

@@ -18,17 +18,18 @@ R = TypeVar("R")
 
 
 class Scope(Frame):
-    """Hooks that fire only for calls made in the contexts that entered the scope.
+    """Set of hooks that fire only for calls in the contexts that entered the scope.
 
-    A context manager: entering it makes it one of the scopes of the current context
-    (`contextvars`), and leaving it removes the hooks that were registered with it, and no others.
-    Scopes nest. Tasks of asyncio and `asyncio.to_thread` inherit the scopes that were entered when
-    they were made; other threads get them by `wrap` or `activate`. A scope that is dropped without
-    being left stays entered for as long as the context lives.
+    A context manager: entering adds it to the scopes of the current context (`contextvars`);
+    leaving removes the hooks that were registered with it, and no others. Scopes nest. Tasks of
+    asyncio and `asyncio.to_thread` inherit the scopes entered at their creation; other threads get
+    them by `wrap` or `activate`. A scope that is dropped without being left stays entered as long
+    as the context lives.
 
-    Backward hooks fire for the calls that were recorded in the scope, wherever the backward runs.
-    What `torch.utils.checkpoint` calls again in a backward on another thread (with GPUs: always) is
-    outside, and needs `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
+    Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
+    backward. `torch.utils.checkpoint` repeats a forward during backward. On another thread (with
+    GPUs: always) the scope is not active then: pass
+    `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
     """
 
     if TYPE_CHECKING:
@@ -37,16 +38,16 @@ class Scope(Frame):
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Makes another context, such as that of another thread, one of the scope too.
+        """Activates the scope in another context, such as that of another thread.
 
-        The scopes around this one come along. Leaving ends that for the context alone.
+        Activates the scopes around it too. Leaving deactivates them for that context alone.
 
         Raises:
-            HookError: the scope was not entered, or left; or the context is another one at the end.
+            HookError: the scope was not entered, or was left; or the block ends in another context.
         """
         scopes = self._entered
         if scopes is None:
-            msg = "only a scope that is entered can be activated elsewhere"
+            msg = "activate needs an entered scope: use it inside `with scope`"
             raise HookError(msg)
         active = frames.get()
         token = frames.set((*active, *(each for each in scopes if each not in active)))
@@ -56,17 +57,17 @@ class Scope(Frame):
             try:
                 frames.reset(token)
             except ValueError as error:
-                msg = "what was activated ends in the same thread and task"
+                msg = "activate was left in another thread or task: leave it where it was entered"
                 raise HookError(msg) from error
 
     def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """`fn`, for executors: whichever thread calls it, the scope is active meanwhile.
+        """Wraps `fn` for executors: the scope is active while it runs, in whichever thread.
 
-        A coroutine function becomes one that has the scope active while its coroutine runs.
+        For a coroutine function, the scope is active while its coroutine runs.
 
         Raises:
-            HookTypeError: `fn` cannot be called, or is a generator function, whose body runs when
-                the call is over: activate the scope inside it.
+            HookTypeError: `fn` is not callable; or it is a generator function, whose body runs
+                after the call: use `activate` inside it.
             HookError: when called, if the scope is not entered.
         """
         if not callable(fn):
@@ -97,9 +98,9 @@ class Scope(Frame):
 
 
 def scope() -> Scope:
-    """A scope, to be entered by `with`.
+    """Makes a scope, to be entered by `with`.
 
-    Hooks are registered with it by the keyword `scope`, before it is entered or after.
+    Register hooks with it by the keyword `scope`, before it is entered or after.
 
     Examples:
         >>> with fh.scope() as s:

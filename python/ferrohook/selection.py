@@ -23,21 +23,20 @@ Selector: TypeAlias = "_Single | _Union | None"
 
 
 def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
-    """Names modules of a model.
+    """Selects modules of a model by name.
 
-    Whatever matches nothing is an error, also when other members of its collection do match.
+    A selector that matches nothing is an error, also inside a list whose other members match.
 
     Args:
-        model: the module whose submodules, itself included, are selected.
+        model: the module to select from; its submodules and the module itself.
         what: None for all modules, or one of
 
-            - a path as in `named_modules()`, `""` for the model itself. A module that stands in
-              several places is found by each of its paths; everything below sees each module once,
-              under the first.
+            - a path as in `named_modules()`, `""` for the model itself. A shared module is found by
+              each of its paths; all selectors below see each module once, under its first path.
             - a glob: `*`, `?` and `[...]` match inside one segment of a dotted path, the segment
-              `**` any number of segments, none included. Where it is the path of a module, it is
-              that path.
-            - a compiled regex, which is searched for in the path (`re.search`).
+              `**` any number of segments, none included. A str that is the path of a module is
+              that path, and no glob.
+            - a compiled regex, for `re.search` in the path.
             - a subclass of `nn.Module`, for its instances.
             - a predicate `(name, module) -> bool`.
             - a list, tuple or set of any of these, for their union.
@@ -46,18 +45,18 @@ def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
         The modules by path, in the order of `named_modules()`.
 
     Raises:
-        SelectionError: something matches no module.
-        HookTypeError: `model` is no `nn.Module`, or `what` is none of the above.
+        SelectionError: a selector matches no module.
+        HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "select names modules of")
-    if isinstance(what, str) and (module := _at(model, what)) is not None:
-        return {what: module}  # without a look at all others
+    if isinstance(what, str) and (module := _module_at(model, what)) is not None:
+        return {what: module}  # without walking the model
     tree = _Tree(model)
     return tree.named if what is None else tree.ordered(_match(tree, what))
 
 
-def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, if there is one."""
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Returns the module at a path, or None."""
     found: nn.Module | None = model
     for segment in path.split(".") if path else ():
         if found is None:
@@ -67,62 +66,61 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def select_names(names: Iterable[str], pattern: str | re.Pattern[str]) -> list[str]:
-    """Those of some names that a path, a glob or a compiled regex matches, see `select`."""
+    """Filters names by a path, a glob or a compiled regex, see `select`."""
     names = list(names)
     if isinstance(pattern, str) and pattern in names:
         return [pattern]
-    return [name for name in names if _pattern_fits(pattern, name)]
+    return [name for name in names if _pattern_matches(pattern, name)]
 
 
-def _pattern_fits(pattern: str | re.Pattern[str], name: str) -> bool:
-    """Whether a glob or a compiled regex matches a path."""
+def _pattern_matches(pattern: str | re.Pattern[str], name: str) -> bool:
     if isinstance(pattern, str):
-        return _fits(pattern, name)
+        return _glob_matches(pattern, name)
     return pattern.search(name) is not None
 
 
 class _Tree:
-    """The modules of a model at one moment.
+    """Snapshot of the modules of a model.
 
-    Not taken by `named_modules`, which fails when another thread adds a module meanwhile and,
-    asked for every path of shared modules, may yield exponentially many.
+    Not made by `named_modules`, which raises if another thread adds a module meanwhile and, with
+    `remove_duplicate=False`, may yield exponentially many paths of shared modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # By their first path, in the order of `named_modules`.
+        # By first path, in the order of `named_modules`.
         self.named: dict[str, nn.Module] = {}
-        seen: set[int] = set()
-        waiting = [("", model)]
-        while waiting:
-            name, module = waiting.pop()
-            if id(module) in seen:
+        visited: set[int] = set()
+        stack = [("", model)]
+        while stack:
+            name, module = stack.pop()
+            if id(module) in visited:
                 continue
-            seen.add(id(module))
+            visited.add(id(module))
             self.named[name] = module
             if children := list(module._modules.items()):
                 prefix = f"{name}." if name else ""
-                waiting += [
+                stack += [
                     (prefix + segment, child)
                     for segment, child in reversed(children)
                     if child is not None
                 ]
 
     def ordered(self, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """In the order of `named_modules`, modules at other than their first paths too."""
+        """Sorts modules in the order of `named_modules`; paths may be other than the first."""
         if found.keys() <= self.named.keys():
             return {name: module for name, module in self.named.items() if name in found}
-        return {name: found[name] for name in sorted(found, key=self._place)}
+        return {name: found[name] for name in sorted(found, key=self._sort_key)}
 
-    def _place(self, path: str) -> list[int]:
-        """The indices of the path's segments among their siblings."""
-        place: list[int] = []
+    def _sort_key(self, path: str) -> list[int]:
+        """Returns the index of each segment of the path among its siblings."""
+        key: list[int] = []
         module: nn.Module | None = self.model
         for segment in path.split(".") if path else ():
             siblings = {} if module is None else dict(module._modules)
-            place.append([*siblings].index(segment) if segment in siblings else -1)
+            key.append([*siblings].index(segment) if segment in siblings else -1)
             module = siblings.get(segment)
-        return place
+        return key
 
 
 def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
@@ -131,7 +129,7 @@ def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
             msg = f"an empty {type(what).__name__} selects nothing"
             raise SelectionError(msg)
         return {name: it for member in what for name, it in _match(tree, member).items()}
-    if isinstance(what, str) and (module := _at(tree.model, what)) is not None:
+    if isinstance(what, str) and (module := _module_at(tree.model, what)) is not None:
         return {what: module}
     if isinstance(what, nn.Module):
         names = (repr(name) for name, module in tree.named.items() if module is what)
@@ -140,32 +138,32 @@ def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
             f"not the module itself, got {describe(what)}"
         )
         raise HookTypeError(msg)
-    fits = _criterion(what)
-    found = {name: module for name, module in tree.named.items() if fits(name, module)}
+    matches = _matcher(what)
+    found = {name: module for name, module in tree.named.items() if matches(name, module)}
     if not found:
-        raise SelectionError(_nothing(tree, what))
+        raise SelectionError(_no_match_message(tree, what))
     return found
 
 
-def _criterion(what: object) -> Callable[[str, nn.Module], object]:
+def _matcher(what: object) -> Callable[[str, nn.Module], object]:
     if isinstance(what, str) or (isinstance(what, re.Pattern) and isinstance(what.pattern, str)):
-        return lambda name, _: _pattern_fits(what, name)
+        return lambda name, _: _pattern_matches(what, name)
     if isinstance(what, type) and issubclass(what, nn.Module):
         return lambda _, module: isinstance(module, what)
     if callable(what) and not isinstance(what, type) and get_origin(what) is None:
-        return _predicate(what)
-    given = f"the pattern {what!r}" if isinstance(what, re.Pattern) else describe(what)
+        return _predicate_matcher(what)
+    got = f"the pattern {what!r}" if isinstance(what, re.Pattern) else describe(what)
     msg = (
         "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
-        f" (name, module) -> bool, or a list, tuple or set of these, got {given}"
+        f" (name, module) -> bool, or a list, tuple or set of these, got {got}"
     )
     raise HookTypeError(msg)
 
 
-@functools.lru_cache(maxsize=2**14)  # a capture for each call asks the same each time
-def _fits(pattern: str, name: str) -> bool:
+@functools.lru_cache(maxsize=2**14)  # code that captures per call selects the same each time
+def _glob_matches(pattern: str, name: str) -> bool:
     glob, segments = pattern.split("."), name.split(".") if name else []
-    # How many segments the parts of the glob so far may have matched.
+    # Numbers of segments that the glob's parts up to here can match.
     ends = {0}
     for part in glob:
         if part == "**":
@@ -177,38 +175,37 @@ def _fits(pattern: str, name: str) -> bool:
     return len(segments) in ends
 
 
-def _predicate(function: Callable[..., object]) -> Callable[[str, nn.Module], object]:
-    def fits(name: str, module: nn.Module) -> object:
+def _predicate_matcher(function: Callable[..., object]) -> Callable[[str, nn.Module], object]:
+    def matches(name: str, module: nn.Module) -> object:
         try:
             return function(name, module)
         except TypeError as error:
-            # Raised by the call, not in the function: that has a frame of its own.
+            # Raised by the call itself: an error inside the function has a second frame.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 msg = f"select calls a predicate with (name, module), got {_title(function)}"
                 raise HookTypeError(msg) from error
             raise
 
-    return fits
+    return matches
 
 
-def _nothing(tree: _Tree, what: object) -> str:
-    """The message when `what`, which is of a right type, matches no module."""
+def _no_match_message(tree: _Tree, what: object) -> str:
     names: Iterable[str] = (name for name in tree.named if name)
-    kind, given = "names", ""
+    kind, unknown = "names", ""
     if isinstance(what, type):
-        shown, given = f"the class {_title(what)}", what.__name__
+        selector, unknown = f"the class {_title(what)}", what.__name__
         kind, names = "classes", (_title(type(module)) for module in tree.named.values())
     elif isinstance(what, re.Pattern):
-        shown, given = repr(what), what.pattern
+        selector, unknown = repr(what), what.pattern
     elif isinstance(what, str):
-        shown, given = repr(what), what
+        selector, unknown = repr(what), what
     else:
-        shown = f"the predicate {_title(what)}"
-    msg = f"nothing in {tree.model._get_name()} matches {shown}"
+        selector = f"the predicate {_title(what)}"
+    msg = f"nothing in {tree.model._get_name()} matches {selector}"
     if len(tree.named) == 1:
         return f"{msg}: it has no submodules"
     names = list(dict.fromkeys(names))
-    closest = closest_to(given, names)
+    closest = closest_to(unknown, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))
     return f"{msg}; the {'closest' if closest else 'first'} {kind} in it are {listed}"
 

@@ -1,4 +1,4 @@
-"""Sources: collectors of the tensors that pass some layers, batch by batch, for `collect`."""
+"""Sources of `collect`: each yields the tensors of some layers, batch by batch."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """Collects what passes some layers of a model, batch by batch."""
+    """Collector of the tensors of some layers of a model, batch by batch."""
 
     @abstractmethod
     def attach(self, scope: Scope) -> None:
-        """Sees the calls in a scope from now on, until that is left."""
+        """Collects from calls in a scope, until the scope is left."""
 
     def detach(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Undoes of it what leaving the scope does not."""
+        """Undoes the parts of `attach` that leaving the scope does not undo."""
 
     @abstractmethod
     def take(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors since the last time, by layer and name; nobody else writes to them."""
+        """Returns the tensors since the last `take`, by layer and name; the caller owns them."""
 
     @abstractmethod
     def silent(self) -> list[str]:
-        """The layers that never ran."""
+        """Returns the layers that never ran."""
 
 
 class Collectable:
-    """Base of the objects that `collect` takes beside selectors, such as detectors."""
+    """Base of objects that `collect` accepts besides selectors, such as detectors."""
 
 
 @functools.singledispatch
 def source_of(collectable: Collectable, model: nn.Module, store: Store) -> Source:
-    """The source of a `Collectable`. Whoever derives a class from it registers how it is made.
+    """Makes the source of a `Collectable`; each subclass registers its own implementation.
 
     Args:
         collectable: the object.
-        model: the one that is run.
-        store: where `collect` puts the tensors.
+        model: the model that `collect` runs.
+        store: the store that `collect` writes to.
     """
     msg = f"no source is registered for {type(collectable).__name__}"
     raise NotImplementedError(msg)
 
 
 class CapturedOutputs(Source):
-    """Captures what layers return."""
+    """Source of the outputs of layers."""
 
     def __init__(self, model: nn.Module, what: Selector) -> None:
-        # Of its own memory: the rest of the forward may compute in place.
+        # Clones, as the rest of the forward may write in place.
         self._session = capture(model, what, keep="all", copy="clone", device="cpu").tag.session
         self._ran: set[str] = set()
 
@@ -66,7 +66,7 @@ class CapturedOutputs(Source):
         self._activations, _ = self._session.begin(scope)
 
     def take(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors of each output by their paths in it."""
+        """Returns the tensors of each output by their paths in it."""
         taken = {
             layer: {
                 ".".join([f"output#{number}" if number else "output", *map(str, path)]): tensor
@@ -80,6 +80,6 @@ class CapturedOutputs(Source):
         return taken
 
     def silent(self) -> list[str]:
-        """The layers that never ran."""
-        # The capture itself forgets with each batch what compiled modules have run.
+        """Returns the layers that never ran."""
+        # `clear` drops the session's record of compiled modules that ran; `_ran` has it.
         return [name for name in self._session.silent() if name not in self._ran]

@@ -1,4 +1,4 @@
-"""`summary`: the hooked modules of a model, to look at."""
+"""`summary`: a printable tree of the hooked modules of a model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def summary(model: nn.Module, also: Selector = ()) -> Tree:
-    """The modules of a model that have hooks, as a tree to `rich.print`.
+    """Returns the modules of a model that have hooks, as a tree for `rich.print`.
 
-    Lists what fires in this context, in firing order: phase, hook, priority, calls, and the time
-    spent where it is counted (`register(timed=True)`).
+    Lists the hooks that fire in this context, in firing order: phase, hook, priority, calls, and
+    the time of timed hooks (`register(timed=True)`).
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
-        also: modules to show that have no hooks, see `select`; None for all.
+        also: modules to show although they have no hooks, see `select`; None for all.
 
     Raises:
-        HookTypeError: `model` is no `nn.Module`.
+        HookTypeError: `model` is not an `nn.Module`.
         SelectionError: `also` matches nothing.
         HookError: the package rich is not installed (`ferrohook[rich]`).
     """
@@ -43,12 +43,12 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
     modules = select(model)
     hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
     shown = {""}
-    asked_for = () if also == () else select(model, also)
+    forced = () if also == () else select(model, also)
     for name, rows in hooks.items():
-        above = name
-        while (rows or name in asked_for) and above not in shown:
-            shown.add(above)
-            above = above.rpartition(".")[0]
+        path = name
+        while (rows or name in forced) and path not in shown:
+            shown.add(path)
+            path = path.rpartition(".")[0]
     nodes: dict[str, Tree] = {}
     for name, module in modules.items():
         if name not in shown:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The items of a tuple, list, dict or dataclass by index, key or field; None of anything else.
+    """Returns the items of a tuple, list, dict or dataclass with their keys; None for others.
 
-    A field without a value is None.
+    Keys are indices, dict keys or field names. An unset field of a dataclass counts as None.
     """
     if isinstance(value, tuple | list):
         return enumerate(value)
@@ -27,8 +27,8 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def rebuilt(value: Any, items: list[Any]) -> Any:
-    """A structure of the same class with other items, in the order of `parts`."""
-    # Dynamo traces no copies of plain lists and dicts.
+    """Rebuilds a structure of the same class with new items, in the order of `parts`."""
+    # Dynamo cannot trace `copy` of plain lists and dicts.
     if type(value) is list:
         return items
     if type(value) is dict:
@@ -37,7 +37,7 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
         cls: Any = type(value)
         if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
             return cls(items)
-        # Named tuples are made by `_make`; the constructors of other classes are their own.
+        # Constructors of tuple subclasses may take anything; only `_make` of named tuples is safe.
         return getattr(cls, "_make", tuple)(items)
     copied = copy(value)
     if isinstance(value, list):
@@ -48,12 +48,12 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
     else:
         for name, item in zip(value.__dataclass_fields__, items, strict=True):
             if hasattr(value, name):
-                object.__setattr__(copied, name, item)  # it may be frozen
+                object.__setattr__(copied, name, item)  # the dataclass may be frozen
     return copied
 
 
 def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
-    """The tensors of a structure, each with the tuple of keys that leads to it, in order."""
+    """Yields the tensors of a structure in order, each with its tuple of keys."""
     if isinstance(value, Tensor):
         yield path, value
     elif inside := parts(value):
@@ -62,7 +62,7 @@ def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[An
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a structure, in order."""
+    """Yields the tensors of a structure in order."""
     if isinstance(value, Tensor):
         yield value
     elif inside := parts(value):
@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure, of the same classes, with other tensors."""
+    """Converts every tensor of a structure; the classes of the structure stay."""
     if isinstance(value, Tensor):
         return convert(value)
     inside = parts(value)
@@ -81,9 +81,9 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Tells views of one storage from tensors of their own."""
+    """Returns True if two tensors are views of one storage."""
     if one is other:
         return True
     if one.layout != torch.strided or other.layout != torch.strided:
-        return False  # of several storages, and never views
+        return False  # other layouts have several storages and are never views
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

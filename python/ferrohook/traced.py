@@ -1,9 +1,9 @@
-"""What `torch.compile` traces in place of the native call: the same walk, in Python.
+"""Python twin of the native call, which `torch.compile` traces in its place.
 
-Dynamo reads the hooks from `HookedModule._registry.traced` while it traces and guards on what it
-read, so a later change of the hooks makes the next call trace anew. It cannot follow the counting
-of calls: inside a compiled region `HookHandle.calls` stands still. Hooks with `always_call` or an
-`on_error` other than `raise`, and those that raise while they are traced, break the graph (with
+Dynamo reads the hooks from `HookedModule._registry.traced` and guards on the result, so the next
+call after a change of hooks is traced anew. It cannot trace the counting of calls:
+`HookHandle.calls` does not increase inside a compiled region. Hooks with `always_call` or an
+`on_error` other than `raise`, and hooks that raise while traced, break the graph (with
 `fullgraph=True`: raise).
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Rows: TypeAlias = "Sequence[tuple[Any, str, bool]]"
-"""Hooks of one phase: what to call, which kind it is, and whether it takes keywords."""
+"""Hooks of one phase: callable, kind, `with_kwargs`."""
 NO_TORCH_HOOKS: tuple[Rows, Rows, Rows, Rows] = ((), (), (), ())
 _GLOBAL_PRE = module_globals._global_forward_pre_hooks
 _GLOBAL = module_globals._global_forward_hooks
@@ -63,7 +63,7 @@ def traced_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _call(self, registry, self.forward, args, kwargs, torch_hooks)
 
 
-# Where it is broken, the native call runs instead: what follows a break here is not reached.
+# After a graph break the native call runs instead: code behind `graph_break()` is never reached.
 def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     self: Any,
     registry: Registry,
@@ -74,8 +74,8 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
 ) -> Any:
     phases, traceable = registry.traced
     if not traceable:
-        # always_call and on_error speak of what happens when the graph itself fails; and some
-        # recorders keep what hangs on autograd's graph.
+        # always_call and on_error apply when the graph itself fails, and some recorders store
+        # tensors with their autograd graph.
         torch._dynamo.graph_break()
     forward_pre, forward, backward_pre, backward = (
         (*torchs, *ours) for torchs, ours in zip(torch_hooks, phases, strict=True)
@@ -84,11 +84,11 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     tap = None
     if (backward_pre or backward) and torch.is_grad_enabled():
         if kwargs and not args:
-            torch._dynamo.graph_break()  # torch's hook, which Dynamo knows, does not see these
-        # Dynamo follows this with compiled autograd and says that it needs it otherwise.
+            torch._dynamo.graph_break()  # torch's BackwardHook observes positional arguments alone
+        # Dynamo needs compiled autograd to trace this, and says so in its error.
         tap = BackwardHook(
             self,
-            [_as_plain(hook) if kind == "typed" else hook for hook, kind, _ in backward],
+            [_plain_backward(hook) if kind == "typed" else hook for hook, kind, _ in backward],
             [hook for hook, _, _ in backward_pre],
         )
         args = tap.setup_input_hook(args)
@@ -96,7 +96,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     if tap is None:
         return output
     if not isinstance(output, torch.Tensor | tuple):
-        torch._dynamo.graph_break()  # nor lists and dicts
+        torch._dynamo.graph_break()  # BackwardHook observes no lists and dicts
     return tap.setup_output_hook(output)
 
 
@@ -106,13 +106,13 @@ def _forward_pre(
     recorders = 0
     for hook, kind, with_kwargs in hooks:
         if kind == "recorder":
-            taken = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
-            _record(registry, "forward_pre", recorders, hook, taken)
+            value = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
+            _record(registry, "forward_pre", recorders, hook, value)
             recorders += 1
         elif kind == "typed":
-            args = _typed_input(hook(args[0] if len(args) == 1 else args), args)
+            args = _check_typed_result(hook(args[0] if len(args) == 1 else args), args)
         elif with_kwargs:
-            args, kwargs = _args_and_kwargs(hook(module, args, kwargs), args, kwargs)
+            args, kwargs = _check_kwargs_result(hook(module, args, kwargs), args, kwargs)
         else:
             result = hook(module, args)
             if result is not None:
@@ -150,13 +150,13 @@ def _record(registry: Registry, phase: str, position: int, part: Any, value: Any
         by_name = isinstance(part, str) and not isinstance(value, dict)
         value = getattr(value, part) if by_name else value[part]
     if not isinstance(value, torch.Tensor):
-        torch._dynamo.graph_break()  # the operator takes one tensor
+        torch._dynamo.graph_break()  # the operator takes a single tensor
     torch.ops.ferrohook.record(value, registry.module, phase, position)
 
 
 @torch.library.custom_op("ferrohook::record", mutates_args=())
 def _record_op(value: torch.Tensor, module: int, phase: str, position: int) -> None:
-    # A copy: what was compiled may reuse the memory for what it computes next.
+    # Clones, as compiled code may reuse the buffer.
     record(module, phase, position, value.detach().clone())
 
 
@@ -165,11 +165,13 @@ def _(value: torch.Tensor, module: int, phase: str, position: int) -> None:
     pass
 
 
-# Graphs are cleaned of what has neither a result nor an effect.
+# Without this, dead code elimination removes the operator, which has no result.
 has_side_effect(torch.ops.ferrohook.record.default)
 
 
-def _args_and_kwargs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _check_kwargs_result(
+    result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     if result is None:
         return args, kwargs
     if isinstance(result, tuple) and len(result) == len(("args", "kwargs")):
@@ -180,7 +182,7 @@ def _args_and_kwargs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     raise RuntimeError(msg)
 
 
-def _typed_input(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _check_typed_result(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(result, tuple) and len(result) == len(args):
         return result
     if isinstance(result, torch.Tensor) and len(args) == 1:
@@ -192,7 +194,7 @@ def _typed_input(result: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     raise HookTypeError(msg)
 
 
-def _as_plain(hook: Any) -> Any:
+def _plain_backward(hook: Any) -> Any:
     def plain(_module: Any, grad_input: Any, grad_output: Any) -> None:
         hook(grad_input, grad_output)
 
@@ -200,53 +202,54 @@ def _as_plain(hook: Any) -> Any:
 
 
 _DYNAMO = "torch._dynamo"
-_TOLD: list[Callable[[], object]] = []
+_CALLBACKS: list[Callable[[], object]] = []
 
 
 def trace_as(native: Any, twin: Any) -> None:
-    """Have Dynamo trace `twin` in place of `native`."""
+    """Makes Dynamo trace `twin` in place of `native`."""
 
-    def tell() -> None:
+    def substitute() -> None:
         torch.compiler.substitute_in_graph(native, skip_signature_check=True)(twin)
 
-    _tell(tell)
+    _after_dynamo_import(substitute)
 
 
 def never_trace(owner: type | ModuleType, name: str, reason: str) -> None:
-    """Have Dynamo leave a function of a class or a module alone, and all that it calls."""
+    """Excludes a function of a class or a module, and all that it calls, from tracing."""
 
-    def tell() -> None:
+    def disable() -> None:
         disabled = torch.compiler.disable(vars(owner)[name], reason=reason)
         setattr(owner, name, disabled)
 
-    _tell(tell)
+    _after_dynamo_import(disable)
 
 
-def _tell(tell: Callable[[], object]) -> None:
+def _after_dynamo_import(callback: Callable[[], object]) -> None:
     if _DYNAMO in sys.modules:
-        tell()
+        callback()
     else:
-        _TOLD.append(tell)
+        _CALLBACKS.append(callback)
 
 
-class _AfterDynamo(MetaPathFinder, Loader):
-    """Tells Dynamo as soon as somebody imports it.
+class _DynamoImportHook(MetaPathFinder, Loader):
+    """Import hook that runs the callbacks of `_after_dynamo_import` once Dynamo is imported.
 
-    To tell it is to import it, which takes seconds that users who compile nothing should not pay.
+    The functions of `torch.compiler` import Dynamo, which takes seconds; users who compile nothing
+    do not pay for them.
     """
 
-    _looking = False
+    _searching = False
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _DYNAMO or self._looking:
+        if name != _DYNAMO or self._searching:
             return None
-        self._looking = True
+        self._searching = True
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._looking = False
+            self._searching = False
         if spec is not None and spec.loader is not None:
             self._loader = spec.loader
             spec.loader = self
@@ -260,10 +263,10 @@ class _AfterDynamo(MetaPathFinder, Loader):
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         sys.meta_path.remove(self)
-        while _TOLD:
-            _TOLD.pop(0)()
+        while _CALLBACKS:
+            _CALLBACKS.pop(0)()
 
 
 trace_as(HookedBase.__call__, traced_call)
 if _DYNAMO not in sys.modules:
-    sys.meta_path.insert(0, _AfterDynamo())
+    sys.meta_path.insert(0, _DynamoImportHook())

@@ -1,8 +1,8 @@
-"""Typed hooks: they say what they may do and are held to it.
+"""Typed hooks: hooks with a checked return value.
 
-A plain callable follows PyTorch's contract and may do anything that contract allows. A typed hook
-is an instance of one of these classes around a function, made by calling the class or using it as
-a decorator, and is registered by the same methods. The names are ferrotorch's.
+A plain callable follows PyTorch's contract for the phase. A typed hook is an instance of one of
+these classes around a function, made by calling the class or using it as a decorator, and is
+registered by the same methods. The names are ferrotorch's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Out = TypeVar("Out")
 class ForwardPreHook(TypedHook, Generic[In]):
     """Transforms a module's input: `fn(input) -> input`.
 
-    `input` is the single positional argument where there is exactly one, else the tuple of them.
-    Returning anything but a tensor for the one, or a tuple of as many as the call has, is a
-    `HookTypeError` in that call.
+    `input` is the positional argument if there is exactly one, else the tuple of them. `fn` returns
+    a tensor for a single argument, or a tuple with as many elements as the call has; any other
+    value is a `HookTypeError` in that call.
 
     Args:
         fn: called with the input before the module runs.
@@ -38,16 +38,16 @@ class ForwardPreHook(TypedHook, Generic[In]):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[In], In]) -> Self:  # noqa: D102 (the class says it)
+    def __new__(cls, fn: Callable[[In], In]) -> Self:  # noqa: D102 (see the class)
         return super().__new__(cls, "forward_pre", fn)
 
     if TYPE_CHECKING:
 
         @property
-        def phase(self) -> Literal["forward_pre"]: ...  # noqa: D102 (that of TypedHook)
+        def phase(self) -> Literal["forward_pre"]: ...  # noqa: D102 (TypedHook's docstring)
 
     def __call__(self, input: In, /) -> In:  # noqa: A002 (the contract's word)
-        """Calls the function: a decorated one stays usable."""
+        """Calls the function, so a decorated function stays callable."""
         result: In = self.fn(input)
         return result
 
@@ -55,8 +55,8 @@ class ForwardPreHook(TypedHook, Generic[In]):
 class ForwardHook(TypedHook, Generic[In, Out]):
     """Observes a module's input and output: `fn(input, output) -> None`.
 
-    It cannot change what the caller gets: returning a value is a `HookTypeError` in that call.
-    `input` is the single positional argument where there is exactly one, else the tuple of them.
+    It cannot replace the output: returning a value is a `HookTypeError` in that call. `input` is
+    the positional argument if there is exactly one, else the tuple of them.
 
     Args:
         fn: called with the input and the output after the module ran.
@@ -67,27 +67,27 @@ class ForwardHook(TypedHook, Generic[In, Out]):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[In, Out], None]) -> Self:  # noqa: D102 (the class says it)
+    def __new__(cls, fn: Callable[[In, Out], None]) -> Self:  # noqa: D102 (see the class)
         return super().__new__(cls, "forward", fn)
 
     if TYPE_CHECKING:
 
         @property
-        def phase(self) -> Literal["forward"]: ...  # noqa: D102 (that of TypedHook)
+        def phase(self) -> Literal["forward"]: ...  # noqa: D102 (TypedHook's docstring)
 
     def __call__(self, input: In, output: Out, /) -> None:  # noqa: A002 (the contract's word)
-        """Calls the function: a decorated one stays usable."""
+        """Calls the function, so a decorated function stays callable."""
         self.fn(input, output)
 
 
 class BackwardHook(TypedHook):
     """Observes gradients: `fn(grad_input, grad_output) -> None`.
 
-    Both are tuples as PyTorch's full backward hooks get them, with None for what is no tensor or
-    needs no gradient. Returning a value is a `HookTypeError` in that backward pass.
+    Both are the tuples of PyTorch's full backward hooks, with None for a value that is not a tensor
+    or does not require grad. Returning a value is a `HookTypeError` in that backward pass.
 
     Args:
-        fn: called with both tuples when the gradients of the module's input are known.
+        fn: called with both tuples once autograd has the gradients of the module's input.
 
     Raises:
         HookTypeError: `fn` is not callable.
@@ -95,14 +95,14 @@ class BackwardHook(TypedHook):
 
     __slots__ = ()
 
-    def __new__(cls, fn: Callable[[Grads, Grads], None]) -> Self:  # noqa: D102 (the class says it)
+    def __new__(cls, fn: Callable[[Grads, Grads], None]) -> Self:  # noqa: D102 (see the class)
         return super().__new__(cls, "backward", fn)
 
     if TYPE_CHECKING:
 
         @property
-        def phase(self) -> Literal["backward"]: ...  # noqa: D102 (that of TypedHook)
+        def phase(self) -> Literal["backward"]: ...  # noqa: D102 (TypedHook's docstring)
 
     def __call__(self, grad_input: Grads, grad_output: Grads, /) -> None:
-        """Calls the function: a decorated one stays usable."""
+        """Calls the function, so a decorated function stays callable."""
         self.fn(grad_input, grad_output)

@@ -1,4 +1,4 @@
-"""Versions of tensors: PyTorch counts the writes in place to a tensor's memory."""
+"""Version tags of tensors, which PyTorch increments at each write in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """The number of writes to a tensor; None for inference tensors, which count none."""
+    """Returns the version of a tensor; None for an inference tensor, which has none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -20,17 +20,17 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def versions_of(value: Any) -> list[int | None]:
-    """Those of the tensors of a structure, in order."""
+    """Returns the versions of the tensors of a structure, in order."""
     return [version_of(tensor) for tensor in tensors_in(value)]
 
 
 def check_unchanged(value: Any, versions: list[int | None], name: str) -> None:
-    """Refuses a captured structure of tensors that was written to.
+    """Checks that no tensor of a captured structure was changed in place.
 
     Args:
         value: the structure.
-        versions: those of its tensors when it was captured.
-        name: of the module or the hook point, for the message.
+        versions: versions of its tensors at the time of the capture.
+        name: name of the module or the hook point, for the message.
 
     Raises:
         StaleActivationError: a tensor was changed in place since.

@@ -1,4 +1,4 @@
-"""Transparent wrappers: modules that share everything with the module inside."""
+"""Transparent wrappers: modules that share their `__dict__` with the module inside."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 
 class TransparentWrapper(nn.Module):
-    """A wrapper whose `__dict__` is that of the module inside.
+    """Wrapper whose `__dict__` is the `__dict__` of the module inside.
 
-    Its class is made for the occasion: a subclass of the wrapper's class and of the module's, so
-    that `isinstance` holds and methods of the module's class run with the wrapper as `self`.
-    Methods of `nn.Module`, which modules override, run on the module inside.
+    Its class is generated: a subclass of the wrapper's class and of the module's, so `isinstance`
+    holds and methods of the module's class run with the wrapper as `self`. Methods of `nn.Module`,
+    which modules override, run on the module inside.
 
-    Subclasses keep the module in a slot and call `_share`; their `_own_names` are set behind them.
+    Subclasses store the module in a slot and call `_share`; set their `_own_names` after the class
+    statement.
     """
 
     __slots__ = ()
 
     _own_names: ClassVar[frozenset[str]] = frozenset()
-    """The names that a wrapper has beside those of `nn.Module`."""
+    """Names that the wrapper adds to those of `nn.Module`."""
 
     _own_slots: ClassVar[tuple[str, ...]] = ()
-    """The attributes that are the wrapper's, and not the module's."""
+    """Attributes of the wrapper that are not the module's."""
 
     def __new__(cls, module: object = None, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102
         return super().__new__(cast("type[Self]", class_around(cls, module)))
@@ -43,25 +44,25 @@ class TransparentWrapper(nn.Module):
         """The wrapped module.
 
         Raises:
-            HookError: it was given back by `into_inner`.
+            HookError: `into_inner` released it.
         """
         raise NotImplementedError
 
     def _share(self, module: nn.Module | None) -> None:
-        """Takes over the `__dict__` of a module; none is left with None."""
+        """Makes the `__dict__` of a module the wrapper's; an empty one for None."""
         object.__setattr__(self, "__dict__", {} if module is None else module.__dict__)
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride] (the module's, signature included)
-        """The module's own `forward`: runs no hooks, as PyTorch's users expect."""
+        """The module's own `forward`; as in PyTorch, it runs no hooks."""
         return cast("Callable[..., Any]", self.inner.forward)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (set by __setattr__)
         """The class of the module inside.
 
-        `isinstance(hooked, nn.Linear)` holds beside `isinstance(hooked, HookedModule)`, and what
-        changes a module's class (parametrize, FSDP2) changes that of the module inside.
+        `isinstance(hooked, nn.Linear)` and `isinstance(hooked, HookedModule)` both hold. Assigning
+        it (parametrize, FSDP2) changes the class of the module inside.
         """
         try:
             return self.inner.__class__
@@ -73,13 +74,13 @@ class TransparentWrapper(nn.Module):
         raise HookError(msg)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached when neither the shared __dict__ nor nn.Module knows the name.
+        # Called if neither the shared __dict__ nor nn.Module has the name.
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._own_slots:
             object.__setattr__(self, name, value)
-        # What `HookedModule[nn.Linear](module)` leaves is nothing that the module should keep.
+        # `HookedModule[nn.Linear](module)` sets `__orig_class__`, which is not the module's.
         elif name != "__orig_class__":
             setattr(self.inner, name, value)
 
@@ -93,7 +94,7 @@ class TransparentWrapper(nn.Module):
         return sorted({*dir(type(self)), *dir(self.inner)})
 
     def _shown(self, name: str, what: str, listed: str) -> str:
-        """The `repr` of a wrapper."""
+        """Formats the repr of a wrapper."""
         try:
             inner = repr(self.inner).replace("\n", "\n  ")
         except HookError:
@@ -102,27 +103,27 @@ class TransparentWrapper(nn.Module):
 
 
 def wrapper_class(wrapper: TransparentWrapper) -> type:
-    """The class of a wrapper without that of the module inside."""
+    """Returns the wrapper's own class, without the module's."""
     cls, *_ = getattr(type(wrapper), "_made_from", (type(wrapper),))
     return cast("type", cls)
 
 
 def own_names(wrapper: type[TransparentWrapper]) -> frozenset[str]:
-    """The names that modules are not to have whose class is combined with a wrapper's."""
+    """Returns the names that a wrapper adds; a module that has one gets no combined class."""
     names = {name for name in dir(wrapper) if not name.startswith("__")}
     return frozenset(names - {*dir(nn.Module)})
 
 
 def class_around(wrapper: type[TransparentWrapper], module: object) -> type[TransparentWrapper]:
-    """The class of a `wrapper` around `module`: where possible a subclass of both classes."""
+    """Returns the class for a `wrapper` around `module`: a subclass of both, if one can be made."""
     cls = type(module)
     if issubclass(cls, wrapper):
         return cls
     wrapped = issubclass(cls, TransparentWrapper)
     if not wrapped:
         cls = plain_class(cls)
-    # The metaclass of ScriptModules compiles whatever is derived from them. And methods of a module
-    # with names that are the wrapper's too would find the wrapper's.
+    # The metaclass of ScriptModules compiles each subclass. And a method of a module that uses a
+    # name of the wrapper's would find the wrapper's attribute.
     if (
         not isinstance(module, nn.Module)
         or issubclass(cls, jit.ScriptModule)
@@ -135,7 +136,7 @@ def class_around(wrapper: type[TransparentWrapper], module: object) -> type[Tran
 
     try:
         return common_subclass(wrapper.__name__, wrapper, cls, members)
-    except TypeError:  # another layout (__slots__) or order of bases: attributes are passed on
+    except TypeError:  # incompatible layout (__slots__) or MRO: the wrapper delegates attributes
         return wrapper
 
 
@@ -150,9 +151,9 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-# Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): all but
-# those that yield the module itself run on the module inside. Parents find the wrapper in the tree.
-_OWN = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
+# Modules override methods of nn.Module (an LSTM `_apply`, a quantised module `state_dict`): these
+# run on the module inside. Not those that yield the module itself: a parent's tree has the wrapper.
+_NOT_DELEGATED = {"modules", "named_modules", "_call_impl", "_wrapped_call_impl"}
 for _name in [name for name, value in vars(nn.Module).items() if callable(value)]:
-    if not _name.startswith("__") and _name not in _OWN | {*vars(TransparentWrapper)}:
+    if not _name.startswith("__") and _name not in _NOT_DELEGATED | {*vars(TransparentWrapper)}:
         setattr(TransparentWrapper, _name, _delegate(_name))

@@ -360,7 +360,7 @@ def test_a_class_that_overrides_call_impl_is_refused_and_left_as_it_was() -> Non
     with pytest.raises(fh.HookError, match=r"1 \(Own\): its class overrides _call_impl"):
         fh.instrument(model, ["0", "1"])
     assert state_of(model) == before
-    with pytest.warns(fh.NotInstrumentedWarning, match=r"left as they are: 1 \(Own\)") as caught:
+    with pytest.warns(fh.NotInstrumentedWarning, match=r"not instrumented: 1 \(Own\)") as caught:
         undo = fh.instrument(model)
     assert caught[0].filename == __file__
     with undo:

@@ -188,7 +188,7 @@ def test_what_was_activated_ends_where_it_began(
         hooked.register_forward_hook(add(1), scope=s)
         activated = s.activate()
         activated.__enter__()
-        with pytest.raises(fh.HookError, match="ends in the same thread and task"):
+        with pytest.raises(fh.HookError, match="left in another thread or task"):
             elsewhere.submit(activated.__exit__, None, None, None).result(LIMIT)
         assert hooked(0) == 1
 

@@ -199,9 +199,9 @@ def test_a_scope_that_is_not_entered_cannot_be_activated(
     s = fh.scope()
     wrapped = s.wrap(hooked)
     for _ in range(2):
-        with pytest.raises(fh.HookError, match="only a scope that is entered can be activated"):
+        with pytest.raises(fh.HookError, match="activate needs an entered scope: use it inside"):
             wrapped(1)
-        with pytest.raises(fh.HookError, match="only a scope that is entered"), s.activate():
+        with pytest.raises(fh.HookError, match="activate needs an entered scope"), s.activate():
             pytest.fail("it was activated")
         if not s.closed:
             with s:
