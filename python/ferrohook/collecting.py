@@ -1,4 +1,4 @@
-"""`collect`: runs a model over batches and stores what passes its modules."""
+"""`collect`: runs a model over batches and stores activations of its modules."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Detectors: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable
 
 
 class Collected(NamedTuple):
-    """What a call of `collect` did."""
+    """Counts of one call of `collect`."""
 
     batches: int
-    """How many batches it ran and stored."""
+    """Number of batches that it ran and stored."""
     skipped: int
-    """How many were complete already."""
+    """Number of batches that were complete before."""
 
 
 def collect(  # noqa: PLR0913 (the options by keyword)
@@ -45,36 +45,35 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     forward: Callable[[Any], object] | None = None,
     progress: bool = True,
 ) -> Collected:
-    """Runs a model over batches and stores what passes its modules.
+    """Runs a model over batches and stores activations of its modules.
 
-    In inference mode; `model.eval()` is the caller's decision. Each batch is stored as a whole:
-    when an error or Ctrl-C ends the loop, all batches before are complete in the store, and the
-    same call with the same batches goes on behind them. The store stays open.
+    Runs in inference mode; calling `model.eval()` is left to the caller. Each batch is stored as a
+    whole: if an error or Ctrl-C ends the loop, all batches before are complete in the store, and
+    the same call with the same batches resumes behind them. The store stays open.
+
+    A `NeverFiredWarning` lists selected modules that never ran.
 
     Args:
         model: any module.
-        batches: what the model takes: its keyword arguments as a mapping, its arguments as a tuple
-            or a list, or its only argument. They are numbered in this order.
-        detectors: which modules' outputs to store, see `select`; or detectors of
-            `ferrohook.interventions`; or a list, tuple or set of both. The tensor that a module
-            returned is stored as `output`, those of a structure as `output.0` or `output.name`,
-            and those of a module's second call in a batch with `output#1` in place of `output`.
-            Of a detector that is what `tensor_metadata` has after a batch, under the path of its
-            layer, and is then forgotten there. One that is registered on no layer is for the
-            time on that of its `layer_signature`.
-        store: where it goes.
-        run: under which name.
-        forward: runs one batch, where that is more than calling the model.
+        batches: inputs of the model: its keyword arguments as a mapping, its arguments as a tuple
+            or a list, or its only argument. Their order numbers them.
+        detectors: modules whose outputs to store, see `select`; or detectors of
+            `ferrohook.interventions`; or a list, tuple or set of both. A module's output tensor is
+            stored as `output`, tensors of a structure as `output.0` or `output.name`; a module's
+            second call in a batch has `output#1` in place of `output`. A detector's
+            `tensor_metadata` is stored under the path of its layer and cleared after each batch. A
+            detector on no layer is registered on that of its `layer_signature` meanwhile.
+        store: the store for the tensors.
+        run: name of the run in the store.
+        forward: runs one batch; None calls the model.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
-
-    Warns with `NeverFiredWarning` of modules that were to be watched and never ran.
 
     Raises:
         SelectionError: a selector matches no module.
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
         HookError: two detectors collected tensors of the same layer and name; one has no
             `layer_signature`, or another store of its own; one raised.
-        StoreError: the store could not keep something.
+        StoreError: the store is closed, read only or failed to write.
 
     Examples:
         >>> with LocalStore("activations") as store:
@@ -87,13 +86,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     call = forward or _caller(model)
     ran = skipped = 0
     bar = _progress(batches, run) if progress else _no_progress()
-    # The scope takes all out of the model, wherever Ctrl-C lands.
+    # Leaving the scope removes every hook, even if Ctrl-C interrupts the loop anywhere.
     with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
         for number, batch in enumerate(batches):
             if number in done:
                 skipped += 1
             else:
-                with _naming(number, run):
+                with _batch_note(number, run):
                     with torch.inference_mode():
                         call(batch)
                     _put(store, run, number, _gathered(sources))
@@ -167,14 +166,14 @@ def _flushing(store: Store) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(StoreError):  # what ended the loop is told
+        with suppress(StoreError):  # the loop's own exception is raised
             store.flush()
         raise
     store.flush()
 
 
 @contextmanager
-def _naming(number: int, run: str) -> Iterator[None]:
+def _batch_note(number: int, run: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -189,10 +188,10 @@ def _no_progress() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]]:
-    """A bar on stderr, by whichever library is there; gives what is called after each batch."""
+    """Shows a bar on stderr by rich or tqdm; yields a callable that advances it."""
     total = None
     if isinstance(batches, Sized):
-        with suppress(TypeError):  # a DataLoader of what has no length has only the method
+        with suppress(TypeError):  # a DataLoader's __len__ raises if its data set has none
             total = len(batches)
     hidden = not sys.stderr.isatty()
     try:
@@ -218,9 +217,9 @@ def _check(model: object, batches: object, store: object, forward: object) -> No
         "batches is an iterable of batches": (batches, Iterable),
         "store is a Store": (store, Store),
     }
-    for what, (given, types) in expected.items():
-        if not isinstance(given, types):
-            msg = f"collect: {what}, got {describe(given)}"
+    for expectation, (argument, types) in expected.items():
+        if not isinstance(argument, types):
+            msg = f"collect: {expectation}, got {describe(argument)}"
             raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is called with a batch, got {type(forward).__name__}"

@@ -1,6 +1,6 @@
-"""Patching: classes of modules replaced by name while models are made.
+"""Patching: replaces module classes by name while models are constructed.
 
-Names and behaviour are those of `transformers.monkey_patching`.
+Names and behaviour follow `transformers.monkey_patching`.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ __all__ = [
     "unregister_patch_mapping",
 ]
 
-# Never held while code of the user's runs. A finaliser may come in between.
+# Never held while user code runs; recursive, as a finaliser may run under it.
 _LOCK = threading.RLock()
 _MAPPING: dict[str, type[nn.Module]] = {}
 
 
 def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:  # noqa: FBT001, FBT002 (transformers' signature)
-    """Registers replacements of classes, for `apply_patches` and `patch_output_recorders`.
+    """Registers replacement classes, for `apply_patches` and `patch_output_recorders`.
 
     Args:
-        mapping: from a class's name, or a regex that is searched for in names (`re.search`), to the
-            subclass of `nn.Module` that replaces it. An exact name goes before every regex, and a
-            regex before those registered after it.
-        overwrite: replace what is registered under the same key.
+        mapping: from a class name, or a regex that `re.search` looks for in names, to the subclass
+            of `nn.Module` that replaces it. An exact name precedes every regex, and a regex those
+            registered after it.
+        overwrite: replace the classes of registered keys.
 
     Raises:
-        HookTypeError: a key that is no str, or a replacement that is no subclass of `nn.Module`.
-        ValueError: a key that does not compile, or is registered. Nothing was registered then.
+        HookTypeError: a key is no str, or a replacement is no subclass of `nn.Module`.
+        ValueError: a key does not compile, or is registered; nothing was registered.
     """
     if not isinstance(mapping, Mapping):
         msg = f"the mapping is a dict from names to classes, got {describe(mapping)}"
         raise HookTypeError(msg)
-    given = dict(mapping)
-    for key, replacement in given.items():
+    added = dict(mapping)
+    for key, replacement in added.items():
         _check(key, replacement)
     with _LOCK:
-        known = [key for key in given if key in _MAPPING]
-        if not known or overwrite:
-            _MAPPING.update(given)
+        registered = [key for key in added if key in _MAPPING]
+        if not registered or overwrite:
+            _MAPPING.update(added)
             return
-    msg = f"{known[0]!r} has a replacement: pass overwrite=True for another"
+    msg = f"{registered[0]!r} has a replacement: pass overwrite=True for another"
     raise ValueError(msg)
 
 
@@ -81,11 +81,11 @@ def _check(key: object, replacement: object) -> None:
 
 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
-    """Removes replacements, by the keys that they were registered under.
+    """Removes replacements by key.
 
     Raises:
-        ValueError: a key that is not registered. Nothing was removed then.
-        HookTypeError: a single str.
+        ValueError: a key is not registered; nothing was removed.
+        HookTypeError: `keys` is a str.
     """
     if isinstance(keys, str):
         msg = f"unregister_patch_mapping takes a list of keys, got the str {keys!r}"
@@ -93,18 +93,18 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     keys = list(keys)
     with _LOCK:
         unknown = [key for key in keys if key not in _MAPPING]
-        known = list(_MAPPING)
+        registered = list(_MAPPING)
         if not unknown:
             for key in keys:
-                _MAPPING.pop(key, None)  # it may be named twice
+                _MAPPING.pop(key, None)  # `keys` may repeat it
             return
-    closest = ", ".join(map(repr, closest_to(str(unknown[0]), known) or known)) or "none"
+    closest = ", ".join(map(repr, closest_to(str(unknown[0]), registered) or registered)) or "none"
     msg = f"{unknown[0]!r} has no replacement; the closest key registered is {closest}"
     raise ValueError(msg)
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
-    """The replacements that are registered, by key."""
+    """Returns the registered replacements by key."""
     with _LOCK:
         return dict(_MAPPING)
 
@@ -118,18 +118,18 @@ def clear_patch_mapping() -> None:
 def _replacement(name: str, mapping: Mapping[str, type[nn.Module]]) -> type[nn.Module] | None:
     if name in mapping:
         return mapping[name]
-    fits = (new for key, new in mapping.items() if re.search(key, name))
-    return next(fits, None)
+    matches = (new for key, new in mapping.items() if re.search(key, name))
+    return next(matches, None)
 
 
 class _Slot:
-    """An attribute of a Python module, while replacements stand in it."""
+    """A patched attribute of a Python module."""
 
     def __init__(self, module: ModuleType, name: str, original: type) -> None:
         self.module = module
         self.name = name
         self._original = original
-        # By those that put them there: the last one still there is the one that stands.
+        # Replacements by owner; the last is the attribute's value.
         self._stack: list[tuple[object, type]] = []
 
     def put(self, owner: object, replacement: type) -> None:
@@ -137,11 +137,11 @@ class _Slot:
         setattr(self.module, self.name, replacement)
 
     def take(self, owner: object) -> bool:
-        """Takes out what `owner` put in, and gives whether nothing is left."""
-        standing = vars(self.module).get(self.name)
-        ours = any(standing is replacement for _, replacement in self._stack)
+        """Removes the replacements of `owner`; returns True if none is left."""
+        current = vars(self.module).get(self.name)
+        ours = any(current is replacement for _, replacement in self._stack)
         self._stack = [entry for entry in self._stack if entry[0] is not owner]
-        if ours:  # and nobody's who set the attribute since
+        if ours:  # else other code has set the attribute meanwhile
             setattr(self.module, self.name, self._stack[-1][1] if self._stack else self._original)
         return not self._stack
 
@@ -152,15 +152,15 @@ _SLOTS_LOCK = threading.RLock()
 
 @contextmanager
 def apply_patches(*packages: str) -> Iterator[None]:
-    """Replaces classes by those registered, for the models that are made meanwhile.
+    """Replaces registered classes in packages, for models constructed meanwhile.
 
-    Wherever a loaded Python module of the packages has a subclass of `nn.Module` under a name that
-    a key matches. Leaving restores them, after an exception too; of blocks that overlap, each takes
-    out its own replacements alone. A Python module's attributes are the whole process's: other
-    threads make models of the replacements meanwhile.
+    Replaces each attribute of the packages' loaded Python modules that is a subclass of
+    `nn.Module` and whose name a key matches. Leaving restores them, after an exception too; of
+    overlapping blocks, each removes its own replacements alone. Module attributes are global:
+    models that other threads construct meanwhile use the replacements too.
 
     Args:
-        *packages: the names of packages; transformers where none is given.
+        *packages: names of packages; transformers by default.
     """
     mapping = get_patch_mapping()
     owner = object()
@@ -172,16 +172,16 @@ def apply_patches(*packages: str) -> Iterator[None]:
                 if replacement is None:
                     continue
                 found: Any = None
-                # Where it is loaded lazily, it may not load.
+                # A lazy attribute may fail to load.
                 with suppress(AttributeError, ImportError, TypeError):
                     found = getattr(module, name)
                 if isinstance(found, type) and issubclass(found, nn.Module):
                     key = id(module), name
                     with _SLOTS_LOCK:
-                        # Read under the lock: before it another thread's stood there, perhaps.
+                        # Read under the lock: `found` may be another thread's replacement.
                         original = vars(module).get(name, found)
                         slot = _SLOTS.setdefault(key, _Slot(module, name, original))
-                        put.append(key)  # first: it is taken out if this raises
+                        put.append(key)  # first: `finally` removes it if `slot.put` raises
                         slot.put(owner, replacement)
         yield
     finally:
@@ -201,11 +201,10 @@ def _loaded(packages: tuple[str, ...]) -> list[ModuleType]:
 
 
 def patch_output_recorders(model: nn.Module) -> None:
-    """Has a model record the classes that replace those it declares.
+    """Updates a model's declared output recorders to the replacement classes.
 
-    For a model that was made in `apply_patches`: what its class declares names the classes of
-    before. The model and its sub-models get declarations of their own; other instances of their
-    classes keep theirs.
+    For a model constructed in `apply_patches`, whose class still declares the original classes. The
+    model and its sub-models get declarations of their own; other instances keep theirs.
 
     Raises:
         HookTypeError: `model` is no `nn.Module`.
@@ -216,20 +215,23 @@ def patch_output_recorders(model: nn.Module) -> None:
         if not declares(module):
             continue
         declared = declared_by(module)
-        patched = {key: _patched(given, mapping) for key, given in declared.items()}
+        patched = {key: _patched(recorder, mapping) for key, recorder in declared.items()}
         if patched != declared:
             vars(module)[DECLARATION] = patched
 
 
-def _patched(given: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
-    """A recorder, or a list of them, with the replacement for its class."""
-    if isinstance(given, list):
-        return [_patched(each, mapping) for each in given]
-    if isinstance(given, str | type):
-        return _replacement(given if isinstance(given, str) else given.__name__, mapping) or given
-    target = getattr(given, "target_class", None)
-    name = target.__name__ if target is not None else getattr(given, "class_name", None)
+def _patched(recorder: Any, mapping: Mapping[str, type[nn.Module]]) -> Any:
+    """Substitutes the replacement class in a recorder or a list of them."""
+    if isinstance(recorder, list):
+        return [_patched(each, mapping) for each in recorder]
+    if isinstance(recorder, str | type):
+        return (
+            _replacement(recorder if isinstance(recorder, str) else recorder.__name__, mapping)
+            or recorder
+        )
+    target = getattr(recorder, "target_class", None)
+    name = target.__name__ if target is not None else getattr(recorder, "class_name", None)
     replacement = _replacement(name, mapping) if name else None
-    if replacement is None or not dataclasses.is_dataclass(given) or isinstance(given, type):
-        return given
-    return dataclasses.replace(given, target_class=replacement)
+    if replacement is None or not dataclasses.is_dataclass(recorder) or isinstance(recorder, type):
+        return recorder
+    return dataclasses.replace(recorder, target_class=replacement)

@@ -1,4 +1,4 @@
-"""Sources: collectors of the tensors that pass some layers, batch by batch, for `collect`."""
+"""`Source`: collects tensors of layers batch by batch, for `collect`."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """Collects what passes some layers of a model, batch by batch."""
+    """Collects tensors of some layers of a model, batch by batch."""
 
     @abstractmethod
     def attach(self, scope: Scope) -> None:
-        """Sees the calls in a scope from now on, until that is left."""
+        """Starts collecting from calls in a scope, until the scope is left."""
 
-    def detach(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Undoes of it what leaving the scope does not."""
+    def detach(self) -> None:  # noqa: B027 (optional: most sources need none)
+        """Undoes the part of `attach` that leaving the scope does not."""
 
     @abstractmethod
     def take(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors since the last time, by layer and name; nobody else writes to them."""
+        """Returns the tensors since the last call, by layer and name, owned by the caller."""
 
     @abstractmethod
     def silent(self) -> list[str]:
-        """The layers that never ran."""
+        """Lists the layers that never ran."""
 
 
 class Collectable:
-    """Base of the objects that `collect` takes beside selectors, such as detectors."""
+    """Base class of objects that `collect` takes beside selectors, such as detectors."""
 
 
 @functools.singledispatch
 def source_of(collectable: Collectable, model: nn.Module, store: Store) -> Source:
-    """The source of a `Collectable`. Whoever derives a class from it registers how it is made.
+    """Creates the source of a `Collectable`; each subclass registers an implementation.
 
     Args:
         collectable: the object.
-        model: the one that is run.
-        store: where `collect` puts the tensors.
+        model: the model that is run.
+        store: the store that `collect` puts tensors into.
     """
     msg = f"no source is registered for {type(collectable).__name__}"
     raise NotImplementedError(msg)
 
 
 class CapturedOutputs(Source):
-    """Captures what layers return."""
+    """Captures the outputs of layers."""
 
-    def __init__(self, model: nn.Module, what: Selector) -> None:
-        # Of its own memory: the rest of the forward may compute in place.
-        self._session = capture(model, what, keep="all", copy="clone", device="cpu").session
+    def __init__(self, model: nn.Module, selector: Selector) -> None:
+        # Cloned: the rest of the forward may write in place.
+        self._session = capture(model, selector, keep="all", copy="clone", device="cpu").session
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:
@@ -66,7 +66,7 @@ class CapturedOutputs(Source):
         self._activations, _ = self._session.begin(scope)
 
     def take(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors of each output by their paths in it."""
+        """Returns the tensors of each output by their paths in it."""
         taken = {
             layer: {
                 ".".join([f"output#{number}" if number else "output", *map(str, path)]): tensor
@@ -80,6 +80,6 @@ class CapturedOutputs(Source):
         return taken
 
     def silent(self) -> list[str]:
-        """The layers that never ran."""
-        # The capture itself forgets with each batch what compiled modules have run.
+        """Lists the layers that never ran."""
+        # Clearing the session resets the runs of compiled modules.
         return [name for name in self._session.silent() if name not in self._ran]
