@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich import box
 from rich.table import Table
 
 import ferrohook as fh
@@ -126,8 +125,8 @@ class Sheet:
 
     def table(self) -> Table:
         """The sheet for a terminal."""
-        table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(self.headings[0], min_width=20)
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column(self.headings[0], overflow="fold")
         for heading in self.headings[1:]:
             table.add_column(heading, justify="right", no_wrap=True)
         for cells in self.cells:

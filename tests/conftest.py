@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and skips that all tests share."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import ferrohook as fh
 from support.compiling import compiles
+from support.numbers import close
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ class Compiled:
     def check(self) -> Tensor:
         """Both agree, and calling again with nothing changed compiles nothing."""
         output = self.compiled(self.x)
-        assert torch.allclose(output, self.model(self.x), atol=1e-5)
+        assert close(output, self.model(self.x))
         compiled = graphs()
         assert torch.equal(self.compiled(self.x), output)
         assert graphs() == compiled, "compiled again although nothing changed"
@@ -61,27 +62,27 @@ def test_every_change_of_the_hooks_takes_effect_at_the_next_call(
 
     double = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     doubled = compiled.check()
-    assert not torch.allclose(doubled, plain)
+    assert not close(doubled, plain)
 
     pre = hooked.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
-    assert not torch.allclose(compiled.check(), doubled)
+    assert not close(compiled.check(), doubled)
 
     pre.disable()
-    assert torch.allclose(compiled.check(), doubled)
+    assert close(compiled.check(), doubled)
 
     shift = hooked.register_forward_hook(lambda _module, _args, output: output + 1)
     last = compiled.check()
     shift.priority = 1
     first = compiled.check()
-    assert not torch.allclose(last, first)
+    assert not close(last, first)
 
     double.remove()
     shift.remove()
-    assert torch.allclose(compiled.check(), plain)
+    assert close(compiled.check(), plain)
     pre.enable()
-    assert not torch.allclose(compiled.check(), plain)
+    assert not close(compiled.check(), plain)
     hooked.clear_hooks()
-    assert torch.allclose(compiled.check(), plain)
+    assert close(compiled.check(), plain)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -117,8 +118,8 @@ def test_typed_and_keyword_hooks_are_in_the_graph(backend: str) -> None:
     hooked.register_forward_hook(shift, with_kwargs=True)
     compiled = torch.compile(hooked, fullgraph=True, backend=backend)
     x = torch.randn(3)
-    assert torch.allclose(compiled(x, scale=1.0), x * 6 + 2)
-    assert torch.allclose(hooked(x, scale=1.0), x * 6 + 2)
+    assert close(compiled(x, scale=1.0), x * 6 + 2)
+    assert close(hooked(x, scale=1.0), x * 6 + 2)
     assert shapes == [torch.Size([3]), torch.Size([3])]
 
 
@@ -131,7 +132,7 @@ def test_hooks_see_the_same_classes_compiled_as_eager() -> None:
             )
         )
     compiled = Compiled(hooked, "eager")
-    assert torch.allclose(compiled.check(), hooked.inner(compiled.x) * 6)
+    assert close(compiled.check(), hooked.inner(compiled.x) * 6)
 
 
 def test_the_module_s_own_torch_hooks_and_nested_wrappers_are_in_the_graph() -> None:
@@ -141,7 +142,7 @@ def test_the_module_s_own_torch_hooks_and_nested_wrappers_are_in_the_graph() -> 
     outer.inner.register_forward_hook(lambda _module, _args, output: output * 2)
     outer.register_forward_hook(lambda _module, _args, output: output - 3)
     compiled = Compiled(outer, "eager")
-    assert torch.allclose(compiled.check(), (inner(compiled.x)) * 2 - 3)
+    assert close(compiled.check(), (inner(compiled.x)) * 2 - 3)
 
 
 def test_gradients_are_those_of_eager_mode() -> None:
@@ -153,7 +154,7 @@ def test_gradients_are_those_of_eager_mode() -> None:
         hooked.zero_grad()
         model(x).pow(2).sum().backward()
         grads.append(hooked.weight.grad)
-    assert torch.allclose(*grads)
+    assert close(*grads)
 
 
 def test_backward_hooks_break_the_graph_and_fire_or_raise_but_are_never_dropped() -> None:
@@ -183,7 +184,7 @@ def test_backward_hooks_are_traced_with_compiled_autograd() -> None:
         step()
     assert expected is not None
     assert x.grad is not None
-    assert torch.allclose(x.grad, expected)
+    assert close(x.grad, expected)
 
 
 @pytest.mark.parametrize("place", [alone, inside_a_sequential])
@@ -206,7 +207,7 @@ def test_a_hook_that_raises_is_not_dropped(
     lenient = hooked.register_forward_hook(fail, on_error="disable")
     with caplog.at_level(logging.ERROR, logger="ferrohook"):
         output = torch.compile(model, backend="eager")(x)
-    assert torch.allclose(output, model(x))
+    assert close(output, model(x))
     assert not lenient.enabled
     assert [record.name for record in caplog.records].count("ferrohook") == 1
 
@@ -266,7 +267,7 @@ def test_compiling_the_module_inside_leaves_the_hooks_around_it() -> None:
     expected = hooked(x) * 2
     handle = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     hooked.compile(backend="eager", fullgraph=True)
-    assert torch.allclose(hooked(x), expected)
+    assert close(hooked(x), expected)
     assert handle.calls == 1
 
 
@@ -276,7 +277,7 @@ def test_a_second_backend_and_dynamic_shapes() -> None:
     compiled = torch.compile(hooked, fullgraph=True, backend="eager", dynamic=True)
     for size in (2, 3, 5, 7):
         x = torch.randn(size, 4)
-        assert torch.allclose(compiled(x), hooked(x))
+        assert close(compiled(x), hooked(x))
 
 
 # --- Instrumented models ------------------------------------------------------------------------
@@ -295,15 +296,15 @@ def test_changes_of_an_instrumented_model_take_effect_at_the_next_call(
     plain = instrumented.check()
     inner: Any = instrumented.model.get_submodule("2.0")
     handle = inner.register_forward_hook(lambda module, args, output: output + 1)
-    assert torch.allclose(instrumented.check(), plain + 1)
+    assert close(instrumented.check(), plain + 1)
     handle.disable()
-    assert torch.allclose(instrumented.check(), plain)
+    assert close(instrumented.check(), plain)
     handle.enable()
     ahead = inner.register_forward_hook(lambda module, args, output: output * 0, priority=1)
     assert torch.equal(instrumented.check(), torch.ones_like(plain))
     ahead.remove()
     handle.remove()
-    assert torch.allclose(instrumented.check(), plain)
+    assert close(instrumented.check(), plain)
 
 
 def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Compiled) -> None:
@@ -314,7 +315,7 @@ def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Com
     nn.Module.register_forward_pre_hook(
         inner, lambda module, args, kwargs: ((args[0] * 0,), kwargs), with_kwargs=True
     )
-    assert torch.allclose(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
+    assert close(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
 
 
 def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:
@@ -322,16 +323,16 @@ def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:
     for _ in range(3):
         with fh.scope() as scope:
             steer = fh.register(instrumented.model, "2.0", add_one, scope=scope)
-            assert torch.allclose(instrumented.check(), plain + 1)
+            assert close(instrumented.check(), plain + 1)
             in_thread: list[Tensor] = []
             other = threading.Thread(
                 target=lambda calls=in_thread: calls.append(instrumented.compiled(instrumented.x))
             )
             other.start()
             other.join(60)
-            assert torch.allclose(in_thread[0], plain)
+            assert close(in_thread[0], plain)
         steer.remove()
-        assert torch.allclose(instrumented.check(), plain)
+        assert close(instrumented.check(), plain)
 
 
 def add_one(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -351,7 +352,7 @@ def test_a_capture_around_a_compiled_call(instrumented: Compiled, inputs: bool) 
             instrumented.model(instrumented.x)
         assert list(acts) == list(eager)
         for name, tensor in acts.items():
-            assert torch.allclose(tensor, eager[name], atol=1e-6)
+            assert close(tensor, eager[name])
     assert compiled == [1] + [0] * 11
     instrumented.check()
 
@@ -400,18 +401,18 @@ def test_a_model_compiled_in_place_runs_its_hooks_once(before: bool) -> None:
             model.compile(backend="eager", fullgraph=True)
         handle = model.register_forward_hook(lambda module, args, output: output + 1)
         inside = model[0].register_forward_hook(lambda module, args, output: output * 2)
-        assert torch.allclose(model(x), plain * 2 + 1)
+        assert close(model(x), plain * 2 + 1)
         assert handle.calls == 1
         inside.remove()
-        assert torch.allclose(model(x), plain + 1)
+        assert close(model(x), plain + 1)
     compiled = graphs()
-    assert torch.allclose(model(x), plain)
+    assert close(model(x), plain)
     assert graphs() <= compiled + 1
 
 
 def test_restoring_reaches_compiled_calls(instrumented: Compiled) -> None:
     plain = instrumented.check()
     instrumented.model[2].register_forward_hook(lambda module, args, output: output + 1)  # type: ignore[index]
-    assert torch.allclose(instrumented.check(), plain + 1)
+    assert close(instrumented.check(), plain + 1)
     fh.restore(instrumented.model)
-    assert torch.allclose(instrumented.check(), plain)
+    assert close(instrumented.check(), plain)

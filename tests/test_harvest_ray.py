@@ -207,7 +207,7 @@ def processes_here() -> set[int]:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LIMIT / 2
+    end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end, f"no sign of {what}"
         time.sleep(0.05)

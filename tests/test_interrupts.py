@@ -22,7 +22,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook import interventions as fi
 from ferrohook import recording
-from ferrohook._core import active_scopes
+from ferrohook._core import frames
 from ferrohook.stores import LocalStore, MemoryStore
 from support.limits import LIMIT
 
@@ -143,11 +143,11 @@ def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None])
     for place in itertools.count():
         model = small()
         landed, interrupt = interrupted(functools.partial(act, model), place)
-        if state(model) != plain or active_scopes.get():
+        if state(model) != plain or frames.get():
             # The exception is not to hold on to what would put it right in the end.
-            frames = traceback.extract_tb(interrupt and interrupt.__traceback__)
-            left.append([f"{frame.name}, line {frame.lineno}" for frame in frames])
-            active_scopes.set(())
+            stack = traceback.extract_tb(interrupt and interrupt.__traceback__)
+            left.append([f"{frame.name}, line {frame.lineno}" for frame in stack])
+            frames.set(())
         if not landed:
             break
     assert left == []
@@ -178,7 +178,7 @@ def test_an_interrupt_leaves_a_model_that_records_to_uninstall() -> None:
             break
         recording.uninstall(model)
         assert state(model) == plain
-        assert active_scopes.get() == ()
+        assert frames.get() == ()
         assert len(model(X, output_hidden_states=True)["hidden_states"]) == 3
     assert place > 20
 

@@ -41,6 +41,11 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert first[1] == fh.__version__
 
 
+def test_the_wheel_holds_no_benchmarks() -> None:
+    assert [*(ROOT / "python").rglob("*bench*")] == []
+    assert "bench" not in tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+
+
 def test_public_ci_runs_each_lane_once() -> None:
     lanes = re.search(r"^for lane in (.+); do$", read(".ci/run"), re.MULTILINE)
     assert lanes is not None
@@ -65,3 +70,13 @@ def test_what_is_released_is_tested() -> None:
     assert sorted(set_up["python-version"].split()) == sorted(built[1].split())
     project = tomllib.loads(read("pyproject.toml"))["project"]
     assert project["requires-python"] == f">={with_gil[0]}"
+
+
+def test_private_parts_of_pyo3_are_checked_at_each_upgrade() -> None:
+    fence = ROOT / "rust/py/src/cpython/trampoline.rs"
+    sources = (ROOT / "rust/py/src").rglob("*.rs")
+    assert [path for path in sources if "pyo3::impl_" in path.read_text()] == [fence]
+    packages = tomllib.loads(read("Cargo.lock"))["package"]
+    (version,) = [each["version"] for each in packages if each["name"] == "pyo3"]
+    # Another one: read pyo3's `impl_::trampoline` and this file again, then change the number here.
+    assert version.startswith("0.28.")

@@ -87,7 +87,7 @@ def norms() -> dict[str, Sampler]:
 
 
 def storing() -> dict[str, Sampler]:
-    """Megabytes a second of wall time: another thread writes.
+    """Gigabytes a second of wall time: another thread writes.
 
     Neither side copies: as in `collect`, the tensors are the store's own.
     """
@@ -114,7 +114,7 @@ def storing() -> dict[str, Sampler]:
             try:
                 start = perf_counter()
                 write(folder)
-                return nbytes / 1e6 / (perf_counter() - start)
+                return nbytes / 1e9 / (perf_counter() - start)
             finally:
                 shutil.rmtree(folder)
 
@@ -163,7 +163,7 @@ GROUPS = [
                 at_least=True,
             )
         ],
-        unit="MB/s",
+        unit="GB/s",
         repeats=15,
     ),
 ]

@@ -210,7 +210,7 @@ if sys.platform == "linux":
                     absolute=True,
                 )
             ],
-            unit="bytes",
+            unit="B",
             repeats=2,
         )
     )

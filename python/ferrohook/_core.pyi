@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Thread
-from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
 
 from typing_extensions import disjoint_base
 
@@ -15,6 +15,7 @@ __all__ = [
     "CallCounter",
     "Collector",
     "Dispatcher",
+    "Frame",
     "HookHandle",
     "HookedBase",
     "InstallationBase",
@@ -28,14 +29,13 @@ __all__ = [
     "RecordedLayerBase",
     "Recorder",
     "Registry",
-    "ScopeBase",
     "ShapeDetector",
     "Stop",
     "TypedHook",
     "__version__",
-    "active_scopes",
     "assign_class",
     "calls_in_progress",
+    "frames",
     "installations",
     "record",
     "record_all",
@@ -43,7 +43,7 @@ __all__ = [
     "release_copy",
 ]
 
-active_scopes: ContextVar[tuple[ScopeBase, ...]]
+frames: ContextVar[tuple[Frame, ...]]
 installations: dict[int, Any]  # of subclasses of InstallationBase
 
 __version__: str
@@ -176,7 +176,7 @@ class Registry:
         priority: int = 0,
         on_error: str = "raise",
         timed: bool = False,
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...
     def list(
         self, phase: str | None = None
@@ -224,12 +224,12 @@ class Attachment:
         priority: int = 0,
         on_error: str = "raise",
         timed: bool = False,
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> list[HookHandle]: ...
     def adopt(self, modules: list[Any], handles: list[HookHandle]) -> None: ...
     @property
     def modules(self) -> list[Any]: ...
-    def release_with(self, scope: ScopeBase) -> None: ...
+    def release_with(self, scope: Frame) -> None: ...
     def release(self) -> bool: ...
     @property
     def released(self) -> bool: ...
@@ -247,18 +247,18 @@ def release_copy(module: Any) -> bool: ...
 def assign_class(module: Any, plain: type, instrumented: type | None) -> bool: ...
 
 @disjoint_base
-class ScopeBase:
-    # What is raised where it is entered again.
-    _ONCE: ClassVar[str]
-    def __new__(cls, *_others: Any, **_options: Any) -> Self: ...
+class Frame:
+    def __new__(cls, tag: object = None) -> Self: ...
+    @property
+    def tag(self) -> Any: ...
     @property
     def closed(self) -> bool: ...
     @property
-    def _entered(self) -> tuple[ScopeBase, ...] | None: ...
-    def _begin(self) -> Any: ...
-    def _left(self, _fine: bool, /) -> None: ...
+    def _entered(self) -> tuple[Frame, ...] | None: ...
+    def enter_outermost(self) -> None: ...
+    def take_out(self) -> None: ...
     def _close(self) -> bool: ...
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Any: ...  # what the tag makes, or the frame
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
 @disjoint_base
@@ -298,7 +298,7 @@ class RecordedLayerBase(NativeHook):
     def installation(self) -> Any: ...  # the subclass of InstallationBase that it was made with
 
 @final
-class Call(ScopeBase):
+class Call(Frame):
     def __new__(
         cls,
         model: Any,
@@ -351,11 +351,11 @@ def record_all(
     collector: Collector,
     modules: list[Any],
     priority: int,
-    scope: ScopeBase,
+    scope: Frame,
     inputs: bool = False,
     part: object = None,
 ) -> list[HookHandle]: ...
-def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: str, scope: ScopeBase) -> None: ...
+def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: str, scope: Frame) -> None: ...
 def record(module: int, phase: str, position: int, value: Any) -> None: ...
 
 @final
@@ -409,7 +409,7 @@ class HookedBase:
         with_kwargs: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...
     def register_forward_hook(
         self,
@@ -420,7 +420,7 @@ class HookedBase:
         always_call: bool = False,
         priority: int = 0,
         on_error: _OnError = "raise",
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...
     def register_full_backward_pre_hook(
         self,
@@ -429,7 +429,7 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...
     def register_full_backward_hook(
         self,
@@ -438,7 +438,7 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...
     def register_backward_hook(
         self,
@@ -447,5 +447,5 @@ class HookedBase:
         *,
         priority: int = 0,
         on_error: _OnError = "raise",
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> HookHandle: ...

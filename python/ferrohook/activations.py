@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook._core import Frame
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
 
@@ -171,25 +172,31 @@ class ActivationCache(Mapping[str, Any]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-class _Capture(Scope):
-    """A capture as a context manager; see `capture`."""
+class _CaptureTag:
+    """The tag of a capture's frame."""
 
-    _ONCE = "a capture is entered once: call capture() again for another"
+    ONCE = "a capture is entered once: call capture() again for another"
 
     def __init__(self, session: CaptureSession) -> None:
         self.session = session
 
-    if TYPE_CHECKING:
+    def begin(self, frame: Frame) -> ActivationCache:
+        return ActivationCache(*self.session.begin(frame))
 
-        def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
-
-    def _begin(self) -> ActivationCache:
-        return ActivationCache(*self.session.begin(self))
-
-    def _left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
+    def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self.session.silent()):
             text = explain(self.session.model, silent)
             warnings.warn(text, NeverFiredWarning, stacklevel=2)
+
+
+class Capture(Scope):
+    """A scope that captures, see `capture`; its `with` statement gives the activations."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def tag(self) -> _CaptureTag: ...  # noqa: D102 (for checkers)
+        def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
 
 
 def capture(  # noqa: PLR0913 (all but the first two by keyword)
@@ -207,7 +214,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
-) -> _Capture:
+) -> Capture:
     """Keeps the activations that pass modules of a model, for the calls of this context.
 
     A context manager that gives an `ActivationCache`, to be read inside and after. Modules that are
@@ -277,7 +284,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
         },
     )
-    return _Capture(CaptureSession(model, modules, options))
+    return Capture(_CaptureTag(CaptureSession(model, modules, options)))
 
 
 def _how_many(keep: Any) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ferrohook._core import Attachment, Collector, HookHandle, ScopeBase, record_all
+from ferrohook._core import Attachment, Collector, Frame, HookHandle, record_all
 from ferrohook.errors import SelectionError
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
@@ -87,7 +87,7 @@ class CaptureSession:
         self._options = options
         self._handles: list[HookHandle] = []
 
-    def begin(self, scope: ScopeBase) -> tuple[Activations, Activations | None]:
+    def begin(self, scope: Frame) -> tuple[Activations, Activations | None]:
         """Captures the calls in a scope, until it is left; what was captured stays readable.
 
         Returns:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ferrohook._core import AttachmentContext, HookHandle, NativeDetector, ScopeBase, TypedHook
+from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
 from ferrohook.activations import ActivationCache
 from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
@@ -183,7 +183,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
-    if isinstance(scope, ScopeBase):  # anything else is refused by registering
+    if isinstance(scope, Frame):  # anything else is refused by registering
         group.attachment.release_with(scope)
     try:
         attach(modules, group.attachment)
@@ -238,7 +238,7 @@ def run(
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from what to select to the hook, got {type(hooks).__name__}"
         raise HookTypeError(msg)
-    session = None if capture is None else _capture(model, capture).session
+    session = None if capture is None else _capture(model, capture).tag.session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
         acts = None if session is None else ActivationCache(*session.begin(own))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from ferrohook._core import ScopeBase, active_scopes
+from ferrohook._core import Frame, frames
 from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Scope(ScopeBase):
+class Scope(Frame):
     """Hooks that fire only for calls made in the contexts that entered the scope.
 
     A context manager: entering it makes it one of the scopes of the current context
@@ -31,9 +31,9 @@ class Scope(ScopeBase):
     outside, and needs `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
     """
 
-    _ONCE: ClassVar[str] = (
-        "a scope is entered once: use activate() for other threads, scope() for another"
-    )
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Self: ...
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
@@ -48,13 +48,13 @@ class Scope(ScopeBase):
         if scopes is None:
             msg = "only a scope that is entered can be activated elsewhere"
             raise HookError(msg)
-        active = active_scopes.get()
-        token = active_scopes.set((*active, *(each for each in scopes if each not in active)))
+        active = frames.get()
+        token = frames.set((*active, *(each for each in scopes if each not in active)))
         try:
             yield
         finally:
             try:
-                active_scopes.reset(token)
+                frames.reset(token)
             except ValueError as error:
                 msg = "what was activated ends in the same thread and task"
                 raise HookError(msg) from error

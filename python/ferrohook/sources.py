@@ -58,7 +58,8 @@ class CapturedOutputs(Source):
 
     def __init__(self, model: nn.Module, selector: Selector) -> None:
         # Cloned: the rest of the forward may write in place.
-        self._session = capture(model, selector, keep="all", copy="clone", device="cpu").session
+        captured = capture(model, selector, keep="all", copy="clone", device="cpu")
+        self._session = captured.tag.session
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:

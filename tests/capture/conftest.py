@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of captures."""
+"""Fixtures of the tests of captures."""
 
 from __future__ import annotations
 

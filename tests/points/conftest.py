@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of hook points."""
+"""Fixtures of the tests of hook points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of captures."""
+"""Models of the tests of captures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def captured(value: Any, **options: Any) -> Any:
-    """What a capture keeps of a module that returns `value`."""
+    """Capture of a module that returns `value`."""
     module = Returning(lambda: value)
     with fh.capture(module, "", **options) as acts:
         assert module() is value

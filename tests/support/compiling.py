@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from typing import TypeVar
+from typing import Any
 
 import pytest
-
-T = TypeVar("T")
-
 
 compiles = [
     pytest.mark.filterwarnings("ignore"),  # Dynamo and Inductor warn about themselves
@@ -21,7 +18,7 @@ compiles = [
 ]
 
 
-def compiled(test: T) -> T:
+def compiled(test: Any) -> Any:
     """Marks one test that compiles."""
     for mark in compiles:
         test = mark(test)

@@ -1,4 +1,4 @@
-"""Modules of the tests of native detectors."""
+"""Helpers of the tests of native detectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def seen(detector: NativeDetector, *outputs: Any) -> dict[str, Any]:
-    """What a detector says after a module has returned these."""
+    """Snapshot of a detector after a module has returned `outputs`."""
     module = fh.HookedModule(Returning())
     with module.register_forward_hook(detector) as handle:
         for output in outputs:

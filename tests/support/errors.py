@@ -1,4 +1,4 @@
-"""Modules and fixtures of the tests of errors."""
+"""Helpers of the tests of errors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
 RANKS = 2
-LIMIT = 100.0
+LIMIT = 250.0
 """Seconds that a check takes at most, the start of the processes included."""
 
 
@@ -36,16 +36,16 @@ class Pair:
         """Runs `check(rank, *args)` in both; what fails in either fails here."""
         if not self._ranks:
             self._start()
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         try:
             for pipe in waiting:
                 pipe.send((check, args))
             while waiting:
-                ready = connection.wait([*waiting], LIMIT)
+                ready: list[Any] = connection.wait([*waiting], LIMIT)
                 assert ready, f"no answer of ranks {[*waiting.values()]}"
                 for pipe in ready:
-                    rank = waiting.pop(pipe)  # type: ignore[call-overload]
-                    error = pipe.recv()  # type: ignore[union-attr]
+                    rank = waiting.pop(pipe)
+                    error = pipe.recv()
                     assert not error, f"rank {rank}: {error}"
         except BaseException:
             self.end()

@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of instrumenting."""
+"""Models of the tests of instrumenting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logging(log: Log, name: str) -> Callable[..., None]:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """What `restore` gives back: for each module its class, its attributes in order, its hooks."""
+    """State that `restore` gives back: of each module its class, attributes in order and hooks."""
     return [
         (name, type(each), list(vars(each).items()), {k: list(v) for k, v in hook_dicts(each)})
         for name, each in module.named_modules(remove_duplicate=False)

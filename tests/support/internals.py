@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ferrohook._core import active_scopes
+from ferrohook._core import frames
 from ferrohook.instrumentation import find_registry as find_registry
 from ferrohook.instrumentation import registry_of as registry_of
 
@@ -23,4 +23,4 @@ def instrumented(model: nn.Module) -> list[str]:
 
 def in_no_scope() -> bool:
     """Says that nothing is left on the context's stack of scopes."""
-    return active_scopes.get() == ()
+    return frames.get() == ()

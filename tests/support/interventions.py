@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of detectors and controllers."""
+"""Models of the tests of detectors and controllers."""
 
 from __future__ import annotations
 

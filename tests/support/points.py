@@ -1,4 +1,4 @@
-"""Models and fixtures of the tests of hook points."""
+"""Models of the tests of hook points."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Transposed:
 
 
 def compiled_for(model: Any, x: torch.Tensor) -> Callable[..., Any]:
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Callable[..., Any] = torch.compile(model, fullgraph=True, backend="eager")
     try:
         compiled(x)
     except RuntimeError as error:  # no Dynamo on this Python

@@ -85,7 +85,7 @@ class Probe:
     def scaling(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (call,) = args
         self.kwargs_pre(module, args, kwargs)
-        # What the hooks behind this one are to see.
+        # Seen by the hooks behind this one.
         call.kwargs = {"scale": 2 * kwargs["scale"]}
         return args, call.kwargs
 

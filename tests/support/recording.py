@@ -110,7 +110,7 @@ FLAGS = [
 
 
 def wrong_calls(model: Any, called: Any, rounds: int = 100) -> list[str]:
-    """How many of 4 threads' calls with different flags are not what they are alone."""
+    """Calls of 4 threads with different flags whose outputs differ from those of single calls."""
     inputs = [X + number for number in range(4)]
     with torch.no_grad():
         right = [expected(model, x) for x in inputs]

@@ -1,4 +1,4 @@
-"""Modules and fixtures of the tests of scopes."""
+"""Helpers of the tests of scopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and fixtures of the tests of wrapping."""
+"""Modules of the tests of wrapping."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ferrohook._core import ScopeBase
+    from ferrohook._core import Frame
     from ferrohook.points.hook_point import HookPoint
     from ferrohook.points.slices import Slice
 
@@ -216,7 +216,7 @@ class CacheRecorder:
     """Native recorders on hook points, for the calls of one scope."""
 
     def __init__(
-        self, points: dict[str, HookPoint], options: CacheOptions, scope: ScopeBase, *, grads: bool
+        self, points: dict[str, HookPoint], options: CacheOptions, scope: Frame, *, grads: bool
     ) -> None:
         self._options = options
         self._grads = grads
@@ -237,7 +237,7 @@ class CacheRecorder:
         self,
         points: dict[str, HookPoint],
         convert: Callable[[Tensor], Tensor] | None,
-        scope: ScopeBase,
+        scope: Frame,
     ) -> Collector:
         collector = Collector(
             list(points),

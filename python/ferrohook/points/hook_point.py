@@ -23,7 +23,7 @@ from ferrohook.points.lens_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ferrohook._core import ScopeBase
+    from ferrohook._core import Frame
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class HookPoint(nn.Module):
         prepend: bool = False,
         alias_names: Sequence[str] | None = None,
         *,
-        scope: ScopeBase | None = None,
+        scope: Frame | None = None,
     ) -> LensHandle:
         """Adds a hook, called as `hook(tensor, hook=point)`.
 

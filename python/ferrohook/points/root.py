@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Recorder, ScopeBase, active_scopes, register_all
+from ferrohook._core import Frame, Recorder, frames, register_all
 from ferrohook.arguments import check_copy, describe
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
@@ -41,39 +41,25 @@ NameOrFilter: TypeAlias = "str | Callable[[str], bool]"
 Hooks: TypeAlias = "Iterable[tuple[NameOrFilter, HookFunction]]"
 
 
-class _HooksScope(Scope):
-    """The scope of one `hooks` context of a model."""
+class _HooksContext:
+    """Tag of the scope of one `hooks` context."""
 
-    model: nn.Module
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        scope = cls()
-        scope.model = model
-        return scope
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
 
-class _PersistentScope(ScopeBase):
-    """The hooks of `hooks(reset_hooks_end=False)`, active in its context until removed."""
+class _PersistentHooks:
+    """Tag of the frame of `hooks(reset_hooks_end=False)`, active until its hooks are removed."""
 
     def __init__(self) -> None:
         self.handles: list[LensHandle] = []
 
-    def enter(self) -> None:
-        # First in the tuple: the scopes behind it are left innermost first.
-        active_scopes.set((self, *active_scopes.get()))
 
-    def leave(self) -> None:
-        self._close()
-        active_scopes.set(tuple(scope for scope in active_scopes.get() if scope is not self))
-
-
-def _leave_empty_scopes() -> None:
-    for scope in active_scopes.get():
-        if isinstance(scope, _PersistentScope) and all(
-            handle.hook.removed for handle in scope.handles
-        ):
-            scope.leave()
+def _leave_empty_frames() -> None:
+    for frame in frames.get():
+        tag = frame.tag
+        if isinstance(tag, _PersistentHooks) and all(each.hook.removed for each in tag.handles):
+            frame.take_out()
 
 
 class HookedRootModule(nn.Module):
@@ -157,8 +143,8 @@ class HookedRootModule(nn.Module):
     @property
     def context_level(self) -> int:
         """Number of `hooks` contexts of this model that are open in this context."""
-        scopes = (scope for scope in active_scopes.get() if isinstance(scope, _HooksScope))
-        return sum(scope.model is self for scope in scopes)
+        tags = (frame.tag for frame in frames.get())
+        return sum(isinstance(tag, _HooksContext) and tag.model is self for tag in tags)
 
     @property
     def is_caching(self) -> bool:
@@ -302,25 +288,25 @@ class HookedRootModule(nn.Module):
             >>> with model.hooks(fwd_hooks=[("blocks.0.hook_out", ablate)]):
             ...     model(ids)
         """
-        with _HooksScope.of(self) as level:
-            persistent = None if reset_hooks_end else _PersistentScope()
+        with Scope(_HooksContext(self)) as level:
+            persistent = None if reset_hooks_end else Frame(_PersistentHooks())
             if persistent is not None:
-                persistent.enter()
+                persistent.enter_outermost()
             try:
                 handles = self._add_all(fwd_hooks, bwd_hooks, persistent or level)
             except BaseException:
                 if persistent is not None:
-                    persistent.leave()
+                    persistent.take_out()
                 raise
             if persistent is not None:
-                persistent.handles = handles
+                persistent.tag.handles = handles
             try:
                 yield self
             finally:
                 if reset_hooks_end and clear_contexts:
                     self.clear_contexts()
 
-    def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: ScopeBase) -> list[LensHandle]:
+    def _add_all(self, fwd_hooks: Hooks, bwd_hooks: Hooks, scope: Frame) -> list[LensHandle]:
         level = self.context_level
         points = self.hook_dict
         handles: list[LensHandle] = []
@@ -433,7 +419,7 @@ class HookedRootModule(nn.Module):
             cache, fwd, bwd = self._saving_hooks(points, options, None, incl_bwd=incl_bwd)
             with self.hooks(fwd, bwd, reset_hooks_end=False):
                 return self._call(model_args, model_kwargs, backward=incl_bwd), cache
-        with _HooksScope.of(self) as level:
+        with Scope(_HooksContext(self)) as level:
             recorder = CacheRecorder(points, options, level, grads=incl_bwd)
             try:
                 output = self._call(model_args, model_kwargs, backward=incl_bwd)
@@ -574,7 +560,7 @@ class HookedRootModule(nn.Module):
         """Removes hooks from all hook points, see `HookPoint.remove_hooks`."""
         for point in self.hook_points():
             point.remove_hooks(direction, including_permanent=including_permanent, level=level)
-        _leave_empty_scopes()
+        _leave_empty_frames()
 
     def reset_hooks(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from ferrohook._core import Call, active_scopes, calls_in_progress
+from ferrohook._core import Call, calls_in_progress, frames
 from ferrohook.errors import UnattributedWarning
 from ferrohook.tensors import share_memory, tensors_in
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def innermost() -> Call | None:
     """The call that records in this context, or keeps others from it."""
-    for scope in active_scopes.get():
+    for scope in frames.get():
         if type(scope) is Call:
             return scope
     return None

@@ -33,7 +33,7 @@ mod _core {
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all};
     #[pymodule_export]
-    use crate::contexts::scope::ScopeBase;
+    use crate::contexts::frame::Frame;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]
@@ -66,7 +66,7 @@ mod _core {
         // Made here: not in a call, where the stack may be as deep as it can be.
         module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
         let scopes = crate::contexts::current::variable(module.py())?;
-        module.add("active_scopes", scopes)?;
+        module.add("frames", scopes)?;
         module.add(
             "installations",
             crate::recorded::installation::installations(module.py()),

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::contexts::current::Scopes;
-use crate::contexts::scope::{self, ScopeArg};
+use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
@@ -119,7 +119,7 @@ impl Registry {
     }
 
     fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Snapshot> {
-        let mut snapshots = scope::hooks(scopes, self.module)
+        let mut snapshots = frame::hooks(scopes, self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
             .chain(self.begin_outside(self.work(), phase));
@@ -147,7 +147,7 @@ impl Registry {
     ) -> PyResult<bool> {
         if work.watched(phase)
             && let Some(scopes) = scopes.entered(py)?
-            && scope::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
+            && frame::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
         {
             return Ok(true);
         }

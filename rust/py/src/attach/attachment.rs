@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, registry_of, release};
-use crate::contexts::scope::{Release, ScopeArg};
+use crate::contexts::frame::{Release, ScopeArg};
 use crate::error::{hook_error, is_hook_error};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
-use pyo3::impl_::trampoline::get_trampoline_function;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::call::call as call_with_hooks;
 use crate::cpython::dict::{get_last, instance_dict};
+use crate::cpython::trampoline::get_trampoline_function;
 use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::{Target, call_plain};

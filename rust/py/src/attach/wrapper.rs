@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call;
-use crate::contexts::scope::ScopeArg;
+use crate::contexts::frame::ScopeArg;
 use crate::error::hook_error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::{OnError, Options, Priority};

@@ -9,7 +9,7 @@ use pyo3::types::PyString;
 use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
 use crate::contexts::current::Scopes;
-use crate::contexts::scope::{self, ScopeArg};
+use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
@@ -150,7 +150,7 @@ pub fn record(
     let Some(scopes) = scopes.entered(py)? else {
         return Ok(());
     };
-    let snapshots: Vec<_> = scope::hooks(scopes, module)
+    let snapshots: Vec<_> = frame::hooks(scopes, module)
         .map(|hooks| hooks.snapshot(phase.0))
         .collect();
     let merged = Snapshot::merged(&snapshots);

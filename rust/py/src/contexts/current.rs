@@ -55,6 +55,23 @@ pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     Ok(active.cast_into()?)
 }
 
+/// Makes these the scopes of this context.
+pub fn set(scopes: &Bound<'_, PyTuple>) -> PyResult<()> {
+    let py = scopes.py();
+    variable(py)?
+        .call_method1(intern!(py, "set"), (scopes,))
+        .map(drop)
+}
+
+/// The tuple without one of its objects.
+pub fn without<'py>(
+    scopes: &Bound<'py, PyTuple>,
+    one: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let others = scopes.iter_borrowed().filter(|each| !each.is(one));
+    PyTuple::new(scopes.py(), others.collect::<Vec<_>>())
+}
+
 /// Whether two tuples have the same objects.
 pub fn same(first: &Bound<'_, PyTuple>, second: &Bound<'_, PyTuple>) -> bool {
     let mut pairs = first.iter_borrowed().zip(second.iter_borrowed());

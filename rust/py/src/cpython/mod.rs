@@ -6,3 +6,4 @@ pub mod dict;
 pub mod dict_version;
 pub mod heap_type;
 pub mod invoke;
+pub mod trampoline;

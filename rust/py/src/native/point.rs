@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
 use crate::attach::instrumenting::registry_of;
-use crate::contexts::scope::ScopeArg;
+use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::hooks::handle::HookHandle;

@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefRef
 
 use crate::capture::collector::Collector;
 use crate::contexts::current::{self, Scopes};
-use crate::contexts::scope::ScopeBase;
+use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
@@ -23,7 +23,7 @@ use crate::torch;
 /// One call of a model in progress, and what it records, if anything.
 ///
 /// The innermost one of a context is the one that records there.
-#[pyclass(frozen, extends = ScopeBase, module = "ferrohook._core")]
+#[pyclass(frozen, extends = Frame, module = "ferrohook._core")]
 pub struct Call {
     model: Py<PyAny>,
     /// Of whose layers; None where the model never recorded.
@@ -72,7 +72,7 @@ impl Call {
         around: Option<Bound<'py, Self>>,
         args: Bound<'py, PyTuple>,
         kwargs: Bound<'py, PyDict>,
-    ) -> PyResult<(Self, ScopeBase)> {
+    ) -> PyResult<(Self, Frame)> {
         static GET_IDENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         static ENUMERATE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let py = model.py();
@@ -100,7 +100,7 @@ impl Call {
             recorded: Mutex::default(),
             ended: AtomicBool::new(false),
         };
-        Ok((call, ScopeBase::new()))
+        Ok((call, Frame::new(None)))
     }
 
     /// Runs the forward: what it returned, and what was recorded under each key, in the order of the

@@ -1,4 +1,4 @@
-//! Scopes: hooks that fire for the calls of the contexts that entered them, and for no others.
+//! Frames: hooks that fire for the calls of the contexts that entered them, and for no others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,9 +9,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 
-use crate::contexts::current::{self, Entered, active, same, variable};
+use crate::contexts::current::{self, Entered, active, same, set, variable, without};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::hook::Hook;
@@ -23,13 +23,16 @@ pub trait Release: Send + Sync {
     fn released(&self) -> bool;
 }
 
-/// The hooks of a scope, until it is closed.
+/// An entry of the context's stack: hooks that fire in the contexts that entered it, until it is
+/// closed, and a tag.
 ///
-/// Stored here and not with the modules, so that a call never walks hooks of other contexts.
-/// Entering and leaving is native: in Python, Ctrl-C might land in the middle.
+/// The tag is any object; its methods `begin(frame)`, which makes the value of the `with` statement,
+/// and `left(fine)`, and its text `ONCE` for entering again are optional. Entering and leaving is
+/// native: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 #[derive(Default)]
-pub struct ScopeBase {
+pub struct Frame {
+    tag: Option<Py<PyAny>>,
     /// None when it is closed.
     modules: Mutex<Option<Modules>>,
     /// Whether it was entered, if only for a moment.
@@ -39,9 +42,10 @@ pub struct ScopeBase {
     attachments: Mutex<Vec<Box<dyn Release>>>,
 }
 
-impl ScopeBase {
-    pub fn new() -> Self {
+impl Frame {
+    pub fn new(tag: Option<Py<PyAny>>) -> Self {
         Self {
+            tag,
             modules: Mutex::new(Some(Modules::default())),
             ..Self::default()
         }
@@ -49,6 +53,14 @@ impl ScopeBase {
 
     fn closed(&self) -> bool {
         self.modules.lock().is_none()
+    }
+
+    /// An attribute of the tag, if there are both.
+    fn of_tag<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self.tag(name.py()) {
+            Some(tag) => tag.getattr_opt(name),
+            None => Ok(None),
+        }
     }
 
     /// Removes the hooks. Returns whether it was this call that did so.
@@ -93,11 +105,10 @@ impl ScopeBase {
             elsewhere.set_cause(py, Some(error));
             elsewhere
         })?;
-        let others = active.iter_borrowed().filter(|each| !each.is(slf));
-        let others = PyTuple::new(py, others.collect::<Vec<_>>())?;
+        let others = without(&active, slf.as_any())?;
         // Left out of order, this one or one inside it?
         if !same(&current::active(py)?, &others) {
-            variable.call_method1(intern!(py, "set"), (others,))?;
+            set(&others)?;
         }
         this.close(py)?;
         if active
@@ -177,6 +188,8 @@ impl ScopeBase {
     }
 }
 
+const ONCE: &str = "a scope is entered once: use activate() for other threads, scope() for another";
+
 fn closed(py: Python<'_>) -> PyErr {
     hook_error(
         py,
@@ -185,11 +198,17 @@ fn closed(py: Python<'_>) -> PyErr {
 }
 
 #[pymethods]
-impl ScopeBase {
+impl Frame {
     #[new]
-    #[pyo3(signature = (*_others, **_options))]
-    fn py_new(_others: &Bound<'_, PyTuple>, _options: Option<&Bound<'_, PyDict>>) -> Self {
-        Self::new()
+    #[pyo3(signature = (tag = None))]
+    fn py_new(tag: Option<Py<PyAny>>) -> Self {
+        Self::new(tag)
+    }
+
+    /// The object that says what the frame is for.
+    #[getter]
+    pub fn tag<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.tag.as_ref()?.bind(py))
     }
 
     /// Whether the scope was closed.
@@ -205,27 +224,20 @@ impl ScopeBase {
         Some(entered.as_ref()?.scopes.bind(py).clone())
     }
 
-    /// For subclasses: what they do first when the scope is entered, and give to `with`.
-    #[pyo3(name = "_begin")]
-    fn begin(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    /// For subclasses: what they do when it was left, and whether no exception is on its way.
-    #[pyo3(name = "_left", signature = (_fine, /))]
-    #[expect(clippy::unused_self, reason = "a method of Python's")]
-    fn left(&self, _fine: bool) {}
-
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         if this.closed() || this.once.swap(true, Ordering::Relaxed) {
-            let message = slf.getattr(intern!(py, "_ONCE"))?.extract()?;
+            let message = this.of_tag(intern!(py, "ONCE"))?;
+            let message = message.map_or_else(|| Ok(ONCE.to_owned()), |text| text.extract())?;
             return Err(hook_error(py, message));
         }
         let enter = || {
-            let given = slf.call_method0(intern!(py, "_begin"))?;
+            let value = match this.of_tag(intern!(py, "begin"))? {
+                Some(begin) => begin.call1((slf,))?,
+                None => slf.as_any().clone(),
+            };
             *this.entered.lock() = Some(current::enter(slf.as_any(), None)?);
-            Ok(given)
+            Ok(value)
         };
         enter().inspect_err(|_| drop(this.close(py)))
     }
@@ -238,8 +250,25 @@ impl ScopeBase {
     ) -> PyResult<()> {
         Self::leave(slf)?;
         let py = slf.py();
-        slf.call_method1(intern!(py, "_left"), (error.is_none(),))?;
+        if let Some(left) = slf.get().of_tag(intern!(py, "left"))? {
+            left.call1((error.is_none(),))?;
+        }
         Ok(())
+    }
+
+    /// Makes it the outermost frame of this context, until `take_out`: the others are left one
+    /// inside the other.
+    fn enter_outermost(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let py = slf.py();
+        let inner = active(py)?;
+        let frames: Vec<_> = std::iter::once(slf.as_any().clone()).chain(inner).collect();
+        set(&PyTuple::new(py, frames)?)
+    }
+
+    /// Closes the frame, and takes it out of this context wherever it stands.
+    fn take_out(slf: &Bound<'_, Self>) -> PyResult<()> {
+        slf.get().close(slf.py())?;
+        set(&without(&active(slf.py())?, slf.as_any())?)
     }
 
     /// Removes the scope's hooks, for good, and releases its attachments. True for the call that did
@@ -260,6 +289,7 @@ impl ScopeBase {
         {
             scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
+        visit.call(&self.tag)?;
         if let Some(entered) = &*self.entered.lock() {
             visit.call(&entered.scopes)?;
             visit.call(&entered.token)?;
@@ -274,14 +304,14 @@ impl ScopeBase {
 }
 
 /// What `scope=` takes.
-pub struct ScopeArg<'py>(pub Bound<'py, ScopeBase>);
+pub struct ScopeArg<'py>(pub Bound<'py, Frame>);
 
 impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         object
-            .cast::<ScopeBase>()
+            .cast::<Frame>()
             .map(|scope| Self((*scope).clone()))
             .map_err(|_| {
                 hook_type_error(
@@ -299,5 +329,5 @@ pub fn hooks(
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
     scopes
         .iter_borrowed()
-        .filter_map(move |scope| scope.cast::<ScopeBase>().ok()?.get().hooks(module))
+        .filter_map(move |scope| scope.cast::<Frame>().ok()?.get().hooks(module))
 }
