@@ -1,6 +1,6 @@
 """Patching: replaces classes of modules by name while models are made.
 
-Names and behaviour are those of `transformers.monkey_patching`.
+Names and behaviour follow `transformers.monkey_patching`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAPPING: dict[str, type[nn.Module]] = {}
 
 
 def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:  # noqa: FBT001, FBT002 (transformers' signature)
-    """Registers replacements of classes, for `apply_patches` and `patch_output_recorders`.
+    """Registers replacement classes, for `apply_patches` and `patch_output_recorders`.
 
     Args:
         mapping: dict from a class's name, or a regex for names (`re.search`), to the subclass of

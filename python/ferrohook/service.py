@@ -57,37 +57,37 @@ __all__ = [
 ]
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5, 5))
-"""The bounds of the latency histograms, in seconds: what modules take is between them."""
+"""Default bounds of the latency histograms, in seconds."""
 
 _deadline: ContextVar[float] = ContextVar("ferrohook_deadline", default=float("inf"))
 
 
 async def request_scope() -> AsyncIterator[Scope]:
-    """A dependency of FastAPI: a scope that is entered while one request is answered.
+    """FastAPI dependency: a scope entered for one request.
 
-    The hooks registered with it fire for the calls that the request makes, on the event loop, in
-    the thread pool of `def` endpoints and in `asyncio.to_thread`, and are gone with it.
+    Hooks registered with it fire for the request's calls, on the event loop, in the thread pool of
+    `def` endpoints and in `asyncio.to_thread`, and are removed at its end.
     """
-    # Not a plain generator: FastAPI would enter that in a thread, in a context of its own.
+    # An async generator: FastAPI would enter a plain one in a thread with its own context.
     with Scope() as scope:
         yield scope
 
 
 RequestScope: TypeAlias = Annotated[Scope, Depends(request_scope)]
-"""The type of an endpoint's parameter that is to be the request's scope."""
+"""Type of an endpoint's parameter that receives the request's scope."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Gives the calls of this context so many seconds, see `check_deadline`.
+    """Sets a time limit for the calls of this context, see `check_deadline`.
 
-    Inside another one, the earlier of both counts.
+    Of nested deadlines the earliest applies.
 
     Raises:
-        ValueError: `seconds` is below 0, or no number.
+        ValueError: `seconds` is negative or NaN.
     """
     if not seconds >= 0:
-        msg = f"a deadline is some seconds from now, at least 0, got {seconds}"
+        msg = f"a deadline is at least 0 seconds from now, got {seconds}"
         raise ValueError(msg)
     token = _deadline.set(min(_deadline.get(), monotonic() + seconds))
     try:
@@ -97,12 +97,12 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def check_deadline(_module: object, _args: object) -> None:
-    """A `forward_pre` hook that ends calls whose `deadline` is over.
+    """A `forward_pre` hook that ends calls whose `deadline` has passed.
 
-    Registered where a forward may be given up: on every layer, say.
+    Register it on the modules that may end a forward: on every layer, say.
 
     Raises:
-        TimeoutError: it is over.
+        TimeoutError: the deadline has passed.
 
     Examples:
         >>> fh.register(model, "layers.*", check_deadline, phase="forward_pre")
@@ -115,7 +115,7 @@ def check_deadline(_module: object, _args: object) -> None:
 
 
 def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
-    """The modules of a model by name, each with the hooks that fire in this context, in order.
+    """Lists the hooks that fire in this context, by module name, in firing order.
 
     Raises:
         HookTypeError: `model` is no `nn.Module`.
@@ -124,22 +124,22 @@ def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
 
 
 class ModelMetrics(Collector):
-    """What modules of a model do, for Prometheus.
+    """Prometheus metrics of a model's modules.
 
-    - `ferrohook_module_calls_total`: the calls that began,
-    - `ferrohook_module_seconds`: a histogram of how long those took that returned,
-    - `ferrohook_hook_errors_total`: how often a hook raised, whatever its `on_error`,
-    - `ferrohook_captured_bytes_total`: what `add_captured` was told of,
+    - `ferrohook_module_calls_total`: calls that began,
+    - `ferrohook_module_seconds`: histogram of the duration of calls that returned,
+    - `ferrohook_hook_errors_total`: exceptions of hooks, whatever their `on_error`,
+    - `ferrohook_captured_bytes_total`: bytes of the captures passed to `add_captured`,
 
-    all but the last by `module`; the model itself goes by the name of its class. A collector, to be
-    registered with a `CollectorRegistry` of prometheus_client. It observes natively, without any
-    Python in the calls, until it is closed.
+    all but the last by `module`; the model itself has the name of its class. A collector for a
+    `CollectorRegistry` of prometheus_client. It observes natively, without Python in the calls,
+    until it is closed.
 
     Args:
         model: any module.
-        what: which of its modules, see `select`; None for all.
-        buckets: the upper bounds of the histogram, in seconds.
-        namespace: what the metrics' names begin with, to tell several models apart.
+        what: selector of modules, see `select`; None for all.
+        buckets: upper bounds of the histogram, in seconds.
+        namespace: prefix of the metrics' names, to distinguish models.
 
     Raises:
         SelectionError: `what` matches nothing.
@@ -182,7 +182,7 @@ class ModelMetrics(Collector):
             self._captured += nbytes
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
-        """For each module what `LatencyDetector.snapshot` has, and beside it `began` and `errors`.
+        """Returns `LatencyDetector.snapshot` with `began` and `errors` for each module.
 
         Empty after `close`.
         """
@@ -196,45 +196,45 @@ class ModelMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yields the current metrics."""
         calls = CounterMetricFamily(
-            f"{self._namespace}_module_calls", "The calls that began.", labels=["module"]
+            f"{self._namespace}_module_calls", "Calls that began.", labels=["module"]
         )
         seconds = HistogramMetricFamily(
             f"{self._namespace}_module_seconds",
-            "How long the calls took that returned, without the module's own hooks.",
+            "Duration of the calls that returned, without the module's own hooks.",
             labels=["module"],
         )
         errors = CounterMetricFamily(
-            f"{self._namespace}_hook_errors", "How often a hook raised.", labels=["module"]
+            f"{self._namespace}_hook_errors", "Exceptions that hooks raised.", labels=["module"]
         )
-        for name, seen in self.snapshot().items():
+        for name, counts in self.snapshot().items():
             labels = [name or self._root]
-            calls.add_metric(labels, seen["began"])
-            seconds.add_metric(labels, self._cumulative(seen["histogram"]), seen["total"])
-            errors.add_metric(labels, seen["errors"])
+            calls.add_metric(labels, counts["began"])
+            seconds.add_metric(labels, self._cumulative(counts["histogram"]), counts["total"])
+            errors.add_metric(labels, counts["errors"])
         yield calls
         yield seconds
         yield errors
         yield CounterMetricFamily(
             f"{self._namespace}_captured_bytes",
-            "The bytes of captured activations.",
+            "Bytes of captured activations.",
             value=self._captured,
         )
 
     def _cumulative(self, ranges: list[tuple[float, float, int]]) -> list[tuple[str, float]]:
-        """For each bound how many calls took no longer; fine ranges that it cuts are above it."""
-        found: list[tuple[str, float]] = []
-        below = place = 0
+        """Cumulative call counts by bound; a fine range that a bound cuts counts above it."""
+        cumulative: list[tuple[str, float]] = []
+        below = index = 0
         for bound in self._bounds:
-            while place < len(ranges) and ranges[place][1] <= bound:
-                below += ranges[place][2]
-                place += 1
-            found.append((str(bound), below))
-        found.append(("+Inf", below + sum(calls for _, _, calls in ranges[place:])))
-        return found
+            while index < len(ranges) and ranges[index][1] <= bound:
+                below += ranges[index][2]
+                index += 1
+            cumulative.append((str(bound), below))
+        cumulative.append(("+Inf", below + sum(calls for _, _, calls in ranges[index:])))
+        return cumulative
 
     def close(self) -> None:
-        """Ends observing; the modules' metrics are gone, the captured bytes stay."""
+        """Stops observing and drops the modules' metrics; the captured bytes stay."""
         self._hooks.close()
         self._modules = {}

@@ -1,4 +1,4 @@
-"""Structures of tensors as files in the format of safetensors."""
+"""Reads and writes structures of tensors as safetensors files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KEY = "ferrohook"
 
 
 def safetensors_library() -> ModuleType:
-    """The library that reads files.
+    """Imports the library that reads files.
 
     Raises:
-        HookError: it is not installed.
+        HookError: safetensors is not installed.
     """
     try:
         import safetensors.torch  # noqa: PLC0415 (an extra)
@@ -41,10 +41,10 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
     The file appears whole or not at all.
 
     Raises:
-        HookTypeError: something that is none of these.
+        HookTypeError: `value` contains an object of another type.
     """
     tensors: dict[str, Tensor] = {}
-    structure = json.dumps(_described(value, tensors, ""))
+    structure = json.dumps(_encode(value, tensors, ""))
     write(Path(path), tensors, {_KEY: structure})
 
 
@@ -68,7 +68,7 @@ FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls the types that it knows."""
+"""The format's names of dtypes; it has no others."""
 
 
 def write(
@@ -76,16 +76,17 @@ def write(
 ) -> None:
     """Writes tensors to a file that appears whole or not at all.
 
-    Not by the library, which makes a copy of each tensor first: in a thread that costs as much as
-    the writing.
+    The safetensors library is not used: it copies each tensor first, which in a thread costs as
+    much as writing.
 
     Args:
-        target: replaced where it is there.
-        tensors: by name; strided, neither lazily conjugated nor negated, of one of `FORMATS`.
-        metadata: for the file's header.
-        sync: return only when it would survive a loss of power.
+        target: path of the file, replaced if it exists.
+        tensors: tensors by name; strided, without conjugate or negative bit, of a dtype in
+            `FORMATS`.
+        metadata: metadata of the file's header.
+        sync: return only when the file would survive a loss of power.
     """
-    # By the size of an element, so that each tensor is aligned.
+    # Sorted by element size, so that each tensor is aligned.
     named = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -117,7 +118,7 @@ def write(
 
 
 def sync_to_disk(directory: Path) -> None:
-    """Returns when the names in a directory would survive a loss of power."""
+    """Syncs a directory: its names survive a loss of power after that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,27 +127,27 @@ def sync_to_disk(directory: Path) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` wrote, on the CPU.
+    """Reads a file that `save` wrote, onto the CPU.
 
     Raises:
-        HookError: another kind of file.
+        HookError: the file is of another kind.
     """
     library = safetensors_library()
-    msg = f"{os.fspath(path)} holds no activations that ferrohook saved"
+    msg = f"{os.fspath(path)} has no activations saved by ferrohook"
     try:
         with library.safe_open(path, framework="pt") as file:
             structure = (file.metadata() or {}).get(_KEY)
             if structure is None:
                 raise HookError(msg)
-            return _built(json.loads(structure), file)
+            return _decode(json.loads(structure), file)
     except library.SafetensorError as error:
         raise HookError(msg) from error
 
 
-def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """The structure as JSON; its tensors go into `tensors`, by their paths."""
+def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """Converts the structure to JSON; adds its tensors to `tensors` by path."""
     if isinstance(value, Tensor):
-        return _described_tensor(value, tensors, path)
+        return _encode_tensor(value, tensors, path)
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     inside = value.items() if isinstance(value, Mapping) else parts(value)
@@ -155,18 +156,18 @@ def _described(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         raise HookTypeError(msg)
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_described(item, tensors, f"{path}/{key}") for key, item in inside]}
-    described = {}
+        return {kind: [_encode(item, tensors, f"{path}/{key}") for key, item in inside]}
+    encoded = {}
     for key, item in inside:
         if not isinstance(key, str):
             msg = f"{path or 'the top'}: keys are saved as str, got {type(key).__name__}"
             raise HookTypeError(msg)
-        described[key] = _described(item, tensors, f"{path}/{key}")
-    return {"dict": described}
+        encoded[key] = _encode(item, tensors, f"{path}/{key}")
+    return {"dict": encoded}
 
 
-def _described_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> Any:
-    while path in tensors:  # a key may have a slash in it
+def _encode_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> Any:
+    while path in tensors:  # a key may contain a slash
         path += "'"
     if tensor.layout != torch.strided:
         msg = f"{path}: a tensor of layout {tensor.layout} cannot be saved"
@@ -178,16 +179,16 @@ def _described_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> 
     return {"tensor": path}
 
 
-def _built(structure: dict[str, Any], file: Any) -> Any:
+def _decode(structure: dict[str, Any], file: Any) -> Any:
     ((kind, content),) = structure.items()
     match kind:
         case "tensor":
             return file.get_tensor(content)
         case "dict":
-            return {key: _built(item, file) for key, item in content.items()}
+            return {key: _decode(item, file) for key, item in content.items()}
         case "tuple":
-            return tuple(_built(item, file) for item in content)
+            return tuple(_decode(item, file) for item in content)
         case "list":
-            return [_built(item, file) for item in content]
+            return [_decode(item, file) for item in content]
         case _:
             return content

@@ -188,7 +188,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "other")
     for name in ("text", "empty", "other"):
-        with pytest.raises(fh.HookError, match=f"{name} holds no activations that ferrohook saved"):
+        with pytest.raises(fh.HookError, match=f"{name} has no activations saved by ferrohook"):
             fh.ActivationCache.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         fh.ActivationCache.load(tmp_path / "missing")

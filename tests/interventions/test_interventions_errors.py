@@ -93,7 +93,7 @@ def test_what_is_no_hook_or_no_model_is_refused() -> None:
             layers.register_hook("head", wrong)  # type: ignore[arg-type]
     for elsewhere in (double, fh.detectors.CallCounter(), fh.ForwardHook(print)):
         with pytest.raises(
-            fh.HookTypeError, match=r"that is for ferrohook\.register\(model, layer"
+            fh.HookTypeError, match=r": register it by ferrohook\.register\(model, layer"
         ):
             layers.register_hook("head", elsewhere)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match=r"instance of nn\.Module, got the class Model"):
@@ -122,7 +122,7 @@ def test_a_hook_is_registered_once_and_so_is_an_id() -> None:
     for each in (layers, fi.Layers(layers.model)):
         with pytest.raises(fh.HookError, match="'mine', forward on 'head'> is registered"):
             each.register_hook("layers.0", hook)
-    with pytest.raises(fh.HookError, match="the id 'mine' is that of"):
+    with pytest.raises(fh.HookError, match="the id 'mine' is taken by"):
         layers.register_hook("layers.0", Seen(hook_id="mine"))
     assert layers.get_hooks() == [hook]
     assert hook.layer == "head"

@@ -243,7 +243,7 @@ def test_a_batch_is_one_file_with_the_modes_of_others(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "run" / names[0]).stat().st_mode == plain.stat().st_mode
-    with pytest.raises(fh.HookError, match="holds no activations"):
+    with pytest.raises(fh.HookError, match="has no activations"):
         shards.load(tmp_path / "run" / names[0])
 
 

@@ -1,4 +1,4 @@
-"""Controllers: hooks that change what passes a module."""
+"""`Controller`: a hook that replaces a module's activations."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 class Controller(Hook):
-    """A hook that changes what passes a module.
+    """A hook that replaces a module's activations.
 
-    Subclasses say in `modify_activations` what takes the place of the activations. What comes out
-    of it flows on, and autograd sees it. Nothing is written in place: a controller that writes to
-    the activations is an error, and is given a copy in inference mode and in compiled regions,
-    where nobody could tell. A hook that is a `Detector` too detects first.
+    Subclasses implement `modify_activations`, whose result replaces the activations; autograd
+    tracks it. Writing to the activations in place raises an error; in inference mode and in
+    compiled regions, where a write cannot be detected, the controller gets a copy. A hook that is
+    a `Detector` too detects first.
 
     Args:
-        hook_type: `HookType.FORWARD` to change what the module returns, `HookType.PRE_FORWARD` for
-            what it takes; see `Hook`.
+        hook_type: `HookType.FORWARD` to change the module's output, `HookType.PRE_FORWARD` to
+            change its input; see `Hook`.
         hook_id: see `Hook`.
         layer_signature: see `Hook`.
 
     Raises:
         ValueError: an unknown `hook_type`.
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
     """
 
     _controls = True
@@ -59,18 +59,18 @@ class Controller(Hook):
     def modify_activations(
         self, module: nn.Module, inputs: Tensor | None, output: Tensor | None
     ) -> Tensor | None:
-        """Says what takes the place of the activations, which it does not write to.
+        """Computes the replacement for the activations, without writing to them.
 
         Args:
-            module: that is called.
-            inputs: the tensor that it takes, see `extract_tensor_from_input`; before a forward, if
-                there are no positional arguments, the first tensor among the keyword arguments.
-            output: the tensor that it returned, see `extract_tensor_from_output`; before its
-                forward the same as `inputs`.
+            module: the module that is called.
+            inputs: its input tensor, see `extract_tensor_from_input`; in a pre-forward hook of a
+                call without positional arguments, the first tensor among the keyword arguments.
+            output: its output tensor, see `extract_tensor_from_output`; in a pre-forward hook the
+                same as `inputs`.
 
         Returns:
-            A tensor of the same shape, which is moved to the device and cast to the dtype of what
-            it replaces; or None for the activations as they are.
+            A tensor of the same shape, moved to the device and cast to the dtype of the original;
+            or None to leave the activations unchanged.
         """
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -107,20 +107,20 @@ class Controller(Hook):
             raise self._failed(error) from error
 
     def _change(self, module: Any, args: Any, original: Tensor) -> Tensor | None:
-        """What takes the place of a tensor; None for itself. Before a forward without `args`."""
-        # Where nobody could tell that it is written to, a copy is given.
+        """Returns the replacement of a tensor, or None; `args` is None in a pre-forward hook."""
+        # Without a version tag a write cannot be detected: pass a copy.
         version = None if is_compiling() else version_of(original)
-        given = original.clone() if version is None else original
-        inputs = given if args is None else extract_tensor_from_input(args)
-        changed = self.modify_activations(module, inputs, given)
-        if version is not None and version_of(given) != version:
+        passed = original.clone() if version is None else original
+        inputs = passed if args is None else extract_tensor_from_input(args)
+        changed = self.modify_activations(module, inputs, passed)
+        if version is not None and version_of(passed) != version:
             msg = (
-                "it wrote to the activations in place, which may be those of others: "
+                "it wrote to the activations in place, which others may share: "
                 "return a new tensor, as x * 2 and not x.mul_(2), or write to x.clone()"
             )
             raise RuntimeError(msg)
         if changed is None or changed is original:
-            return None if given is original else given
+            return None if passed is original else passed
         if not isinstance(changed, Tensor):
             msg = f"modify_activations returns a tensor or None, got {type(changed).__name__}"
             raise HookTypeError(msg)
@@ -131,16 +131,15 @@ class FunctionController(Controller):
     """A controller made of a function from tensor to tensor.
 
     Args:
-        layer_signature: the name or the index of the layer.
-        function: gets the activations, and returns what takes their place: a new tensor of the
-            same shape.
+        layer_signature: name or index of the layer.
+        function: maps the activations to their replacement, a new tensor of the same shape.
         hook_type: see `Controller`.
         hook_id: see `Hook`.
 
     Raises:
         ValueError: an unknown `hook_type`.
-        HookTypeError: no `layer_signature`, a `function` that cannot be called, or an argument of
-            the wrong type.
+        HookTypeError: no `layer_signature`, `function` is not callable, or an argument has the
+            wrong type.
 
     Examples:
         >>> controller = FunctionController("layers.3.mlp", lambda x: x * 2)
@@ -161,7 +160,7 @@ class FunctionController(Controller):
         super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
         self.function = function
 
-    def modify_activations(  # noqa: D102 (that of Controller)
+    def modify_activations(  # noqa: D102 (Controller's)
         self,
         module: nn.Module,  # noqa: ARG002
         inputs: Tensor | None,

@@ -1,4 +1,4 @@
-"""Detectors: hooks that watch what passes a module and keep it."""
+"""`Detector`: a hook that collects a module's activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.errors import HookError, HookTypeError
-from ferrohook.interventions.collected import ContextDict, TensorDict
+from ferrohook.interventions.context_dict import ContextDict, TensorDict
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import extract_tensor_from_output, first_tensor
 from ferrohook.sources import Collectable
@@ -22,29 +22,27 @@ if TYPE_CHECKING:
 
 
 class Detector(Hook, Collectable):
-    """A hook that watches what passes a module, and changes nothing.
+    """A hook that collects a module's activations, and changes nothing.
 
-    Subclasses say in `process_activations` what they keep, in `metadata` and `tensor_metadata`.
-    Each context (`contextvars`) has its own: threads that share a detector see what they collected
-    themselves.
+    Subclasses implement `process_activations`, which writes to `metadata` and `tensor_metadata`.
+    Both have separate contents in each context (`contextvars`): threads that share a detector see
+    what they collected themselves.
 
-    Where nobody gives a priority, it runs behind the controllers of its layer and sees what they
-    make of the activations.
+    By default it runs behind the controllers of its layer and sees their results.
 
     Args:
         hook_type: see `Hook`.
         hook_id: see `Hook`.
-        store: where `save` puts the tensors that were collected; `ferrohook.collect` does the same
-            for all batches.
+        store: `save` puts collected tensors there; `ferrohook.collect` does so for all batches.
         layer_signature: see `Hook`.
 
     Raises:
         ValueError: an unknown `hook_type`.
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
     """
 
     _detects = True
-    # Behind controllers, also those that were given a priority below 0; ahead of captures.
+    # Behind controllers, those of negative priority included; ahead of captures.
     _priority = -(2**31)
 
     def __init__(
@@ -64,7 +62,7 @@ class Detector(Hook, Collectable):
 
     @property
     def metadata(self) -> ContextDict[Any]:
-        """What was collected in this context, but for tensors."""
+        """Collected values of this context, except tensors."""
         return self._metadata
 
     @metadata.setter
@@ -73,7 +71,7 @@ class Detector(Hook, Collectable):
 
     @property
     def tensor_metadata(self) -> TensorDict:
-        """The tensors that were collected in this context."""
+        """Collected tensors of this context."""
         return self._tensor_metadata
 
     @tensor_metadata.setter
@@ -82,52 +80,52 @@ class Detector(Hook, Collectable):
 
     @abc.abstractmethod
     def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 (mi_crow's name)
-        """Looks at one call of the module.
+        """Collects from one call of the module.
 
         Args:
-            module: that is called.
-            input: the tuple of its positional arguments. Before a forward the dict of the keyword
-                arguments comes last, if there are any.
-            output: what it returned, None before its forward.
+            module: the module that is called.
+            input: tuple of its positional arguments; in a pre-forward hook, followed by the dict
+                of keyword arguments, if there are any.
+            output: its output, None in a pre-forward hook.
         """
 
     def clear_captured(self) -> None:
-        """Forgets what was collected in this context."""
+        """Removes everything collected in this context."""
         self._metadata.clear()
         self._tensor_metadata.clear()
 
     def save(self, run: str, batch: int) -> None:
-        """Puts the tensors that were collected in this context into the store.
+        """Puts the tensors of this context into the store.
 
-        The batch stays open for what others put: `store.complete(run, batch)` ends it.
+        The batch stays open for other puts; `store.complete(run, batch)` ends it.
 
         Args:
-            run: the name of the run.
-            batch: the number of the batch in it.
+            run: name of the run.
+            batch: index of the batch in the run.
 
         Raises:
-            HookError: it has no store, or is registered on no layer.
-            StoreError: the store could not keep something.
+            HookError: the detector has no store, or is registered on no layer.
+            StoreError: the store is closed, read only or failed to write.
         """
         layer = self.layer
         if self.store is None or layer is None:
             missing = "has no store" if self.store is None else "is registered on no layer"
-            msg = f"{self} {missing}: there is nowhere to save to"
+            msg = f"{self} {missing}: save needs both"
             raise HookError(msg)
         self.store.put(run, batch, layer, dict(self._tensor_metadata))
 
-    def _keep(self, dtype: torch.dtype | None = None, **values: Any) -> None:
-        """Keeps those that are tensors, and their shapes, and nothing else."""
+    def _collect(self, dtype: torch.dtype | None = None, **values: Any) -> None:
+        """Replaces the contents by copies and shapes of the values that are tensors."""
         tensors, shapes = {}, {}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                tensors[name] = self._copied(value, dtype)
+                tensors[name] = self._copy(value, dtype)
                 shapes[f"{name}_shape"] = tuple(value.shape)
         self._tensor_metadata.replace(tensors)
         self._metadata.replace(shapes)
 
-    def _copied(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        # Also on the CPU: what runs behind the module may write in place.
+    def _copy(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        # Copies on the CPU too: later operations may write in place.
         source = tensor.detach() if tensor.requires_grad else tensor
         cast = source if dtype is None else source.to(dtype)
         if source.is_cuda:
@@ -158,19 +156,19 @@ class Detector(Hook, Collectable):
 
 
 class LayerActivationDetector(Detector):
-    """Keeps what its layer returned last: the tensor that `extract_tensor_from_output` finds.
+    """Collects a layer's last output: the tensor that `extract_tensor_from_output` finds.
 
-    It is a copy on the CPU, detached, that nothing behind the layer can change. As a pre-forward
-    hook it keeps what the layer takes.
+    The tensor is a detached copy on the CPU, safe from later writes in place. As a pre-forward
+    hook it collects the layer's input.
 
     Args:
-        layer_signature: the name or the index of the layer.
+        layer_signature: name or index of the layer.
         hook_id: see `Hook`.
-        target_dtype: what the tensor is cast to.
+        target_dtype: dtype that the tensor is cast to.
         store: see `Detector`.
 
     Raises:
-        HookTypeError: no `layer_signature`, or an argument of the wrong type.
+        HookTypeError: no `layer_signature`, or an argument has the wrong type.
     """
 
     def __init__(
@@ -187,40 +185,40 @@ class LayerActivationDetector(Detector):
         super().__init__(hook_id=hook_id, store=store, layer_signature=layer_signature)
         self.target_dtype = target_dtype
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
         if self._hook_type is HookType.FORWARD:
             tensor = extract_tensor_from_output(output)
         else:
             tensor = first_tensor(input[0], in_dicts=True) if input else None
-        self._keep(self.target_dtype, activations=tensor)
+        self._collect(self.target_dtype, activations=tensor)
 
     def get_captured(self) -> Tensor | None:
-        """The activations of the last call in this context, if any."""
+        """Returns the activations of the last call in this context, or None."""
         return self._tensor_metadata.get("activations")
 
 
 class ModelInputDetector(Detector):
-    """Keeps the token ids that a model takes, and which of them are neither padding nor special.
+    """Collects a model's input ids and a mask of the tokens that are not padding or special.
 
-    Arguments are known by their names, whether they were given by position, by keyword or in a
-    dict. Copies on the CPU, `input_ids` and `attention_mask` in `tensor_metadata`.
+    Arguments are found by name, passed by position, by keyword or in a dict. `tensor_metadata` has
+    copies on the CPU: `input_ids` and `attention_mask`.
 
     Args:
         layer_signature: see `Hook`; None and `""` are the model itself.
         hook_id: see `Hook`.
-        save_input_ids: keep the ids.
-        save_attention_mask: keep a mask that is True for each token that is attended to and is
-            none of the special ones.
-        special_token_ids: the special tokens; None for the `special_token_ids` of the `context`,
-            if it has any.
+        save_input_ids: collect the ids.
+        save_attention_mask: collect a mask that is True for each token that is attended to and not
+            special.
+        special_token_ids: ids of special tokens; None for the `special_token_ids` of `context`, if
+            it has any.
         store: see `Detector`.
 
     Raises:
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
     """
 
     _types: ClassVar = (HookType.PRE_FORWARD,)
-    _where_unsaid: ClassVar = ""
+    _default_layer: ClassVar = ""
 
     def __init__(  # noqa: PLR0913, PLR0917 (mi_crow's, and the store)
         self,
@@ -236,7 +234,7 @@ class ModelInputDetector(Detector):
         self.save_attention_mask = save_attention_mask
         self.special_token_ids = None if special_token_ids is None else {*special_token_ids}
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
         named: dict[str, Any] = {}
         if any(not isinstance(each, Mapping) for each in input):
             named |= zip(inspect.signature(module.forward).parameters, input, strict=False)
@@ -244,18 +242,18 @@ class ModelInputDetector(Detector):
             if isinstance(each, Mapping):
                 named |= each
         ids = named.get("input_ids", input[0] if input else None)
-        self._keep_inputs(ids, named.get("attention_mask"))
+        self._collect_inputs(ids, named.get("attention_mask"))
 
     def set_inputs_from_encodings(
         self,
         encodings: Mapping[str, Tensor],
         module: nn.Module | None = None,  # noqa: ARG002 (mi_crow's)
     ) -> None:
-        """Keeps what a tokenizer returned as if the model had been called with it.
+        """Collects a tokenizer's result as if the model had been called with it.
 
         Args:
-            encodings: with `input_ids`, and `attention_mask` if there is one.
-            module: not needed.
+            encodings: mapping with `input_ids` and, optionally, `attention_mask`.
+            module: unused.
 
         Raises:
             HookTypeError: `encodings` is no mapping.
@@ -263,18 +261,18 @@ class ModelInputDetector(Detector):
         if not isinstance(encodings, Mapping):
             msg = f"encodings is a mapping with 'input_ids', got {type(encodings).__name__}"
             raise HookTypeError(msg)
-        self._keep_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
+        self._collect_inputs(encodings.get("input_ids"), encodings.get("attention_mask"))
 
-    def _keep_inputs(self, ids: Any, mask: Any) -> None:
+    def _collect_inputs(self, ids: Any, mask: Any) -> None:
         if not isinstance(ids, Tensor):
             self.clear_captured()
             return
-        self._keep(
+        self._collect(
             input_ids=ids if self.save_input_ids else None,
-            attention_mask=self._regular(ids, mask) if self.save_attention_mask else None,
+            attention_mask=self._token_mask(ids, mask) if self.save_attention_mask else None,
         )
 
-    def _regular(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _token_mask(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         special = self.special_token_ids
         if special is None:
             special = getattr(self.context, "special_token_ids", None)
@@ -285,33 +283,33 @@ class ModelInputDetector(Detector):
         return regular if mask is None else regular & mask.bool()
 
     def get_captured_input_ids(self) -> Tensor | None:
-        """The ids of the last call in this context, if any."""
+        """Returns the ids of the last call in this context, or None."""
         return self._tensor_metadata.get("input_ids")
 
     def get_captured_attention_mask(self) -> Tensor | None:
-        """The mask of the last call in this context, if any: without padding and special tokens."""
+        """Returns the mask of the last call in this context, or None."""
         return self._tensor_metadata.get("attention_mask")
 
 
 class ModelOutputDetector(Detector):
-    """Keeps what a model returned: `output_logits`, `output_hidden_state` in `tensor_metadata`.
+    """Collects a model's output: `output_logits`, `output_hidden_state` in `tensor_metadata`.
 
     The logits are the output's `logits`, or else the output itself or its first element, if that
-    is a tensor; the hidden state is its `last_hidden_state`. Copies on the CPU, detached.
+    is a tensor; the hidden state is its `last_hidden_state`. Both are detached copies on the CPU.
 
     Args:
         layer_signature: see `Hook`; None and `""` are the model itself.
         hook_id: see `Hook`.
-        save_output_logits: keep the logits.
-        save_output_hidden_state: keep the hidden state.
+        save_output_logits: collect the logits.
+        save_output_hidden_state: collect the hidden state.
         store: see `Detector`.
 
     Raises:
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
     """
 
     _types: ClassVar = (HookType.FORWARD,)
-    _where_unsaid: ClassVar = ""
+    _default_layer: ClassVar = ""
 
     def __init__(
         self,
@@ -325,20 +323,20 @@ class ModelOutputDetector(Detector):
         self.save_output_logits = save_output_logits
         self.save_output_hidden_state = save_output_hidden_state
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (that of Detector)
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
         logits = getattr(output, "logits", None)
         if logits is None:
             logits = output[0] if isinstance(output, tuple | list) and output else output
         state = getattr(output, "last_hidden_state", None)
-        self._keep(
+        self._collect(
             output_logits=logits if self.save_output_logits else None,
             output_hidden_state=state if self.save_output_hidden_state else None,
         )
 
     def get_captured_output_logits(self) -> Tensor | None:
-        """The logits of the last call in this context, if any."""
+        """Returns the logits of the last call in this context, or None."""
         return self._tensor_metadata.get("output_logits")
 
     def get_captured_output_hidden_state(self) -> Tensor | None:
-        """The hidden state of the last call in this context, if any."""
+        """Returns the hidden state of the last call in this context, or None."""
         return self._tensor_metadata.get("output_hidden_state")

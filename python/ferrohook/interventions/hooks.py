@@ -1,4 +1,4 @@
-"""`Hook`: what detectors and controllers have in common."""
+"""`Hook`: the base class of detectors and controllers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class HookType(enum.StrEnum):
-    """When a hook runs: before its module's forward, or after it."""
+    """Time at which a hook runs: before or after its module's forward."""
 
     FORWARD = "forward"
     PRE_FORWARD = "pre_forward"
 
     @property
     def phase(self) -> str:
-        """The registry's name for it."""
+        """The registry's phase."""
         return "forward" if self is HookType.FORWARD else "forward_pre"
 
 
@@ -35,16 +35,16 @@ class HookError(_HookError):
     """A detector or a controller raised while a module was called.
 
     Attributes:
-        hook_id: which one.
+        hook_id: the hook's id.
         hook_type: `forward` or `pre_forward`.
-        original_error: what it raised; `__cause__` too.
-        layer: the path of its module, None where it was registered by hand.
+        original_error: its exception; `__cause__` too.
+        layer: path of its module; None if it was registered without `Layers`.
     """
 
     def __init__(
         self, hook_id: str, hook_type: str, original_error: Exception, layer: str | None = None
     ) -> None:
-        # All of them as `args`: errors cross processes by those.
+        # `args` has all arguments: pickle rebuilds exceptions from it.
         super().__init__(hook_id, hook_type, original_error, layer)
         self.hook_id = hook_id
         self.hook_type = hook_type
@@ -65,32 +65,32 @@ class Owner(Protocol):
 
 
 class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
-    """A hook as an object, to be registered by `Layers`; see `Detector` and `Controller`.
+    """A hook object, registered by `Layers`; see `Detector` and `Controller`.
 
     Args:
-        layer_signature: what it is meant for: the name or the index of a layer.
+        layer_signature: name or index of its layer.
         hook_type: `HookType.FORWARD`, `HookType.PRE_FORWARD`, or the string of one.
-        hook_id: unique among the hooks of a `Layers`; None for one that is made up.
+        hook_id: unique among the hooks of a `Layers`; None for a random UUID.
 
     Raises:
         ValueError: an unknown `hook_type`.
-        HookTypeError: an argument of the wrong type.
+        HookTypeError: an argument has the wrong type.
     """
 
     _types: ClassVar[tuple[HookType, ...]] = tuple(HookType)
-    """What a class can be."""
+    """Allowed hook types."""
 
     _priority: ClassVar[int] = 0
-    """Where nobody says otherwise."""
+    """Default priority."""
 
-    _where_unsaid: ClassVar[str | None] = None
-    """The layer where there is no `layer_signature`."""
+    _default_layer: ClassVar[str | None] = None
+    """Layer used without a `layer_signature`."""
 
-    # Which parts `_before` and `_after` have: a hook may be of both kinds.
+    # Steps of `_before` and `_after`; a hook may have both.
     _detects: ClassVar[bool] = False
     _controls: ClassVar[bool] = False
 
-    # What belongs to this process, or to one registration.
+    # State of this process or of one registration; not copied or pickled.
     _handle: HookHandle | None = None
     _layer: str | None = None
     _layers: Owner | None = None
@@ -107,70 +107,70 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
             raise HookTypeError(msg)
         check_signature(layer_signature, optional=True)
         self.layer_signature = layer_signature
-        self._hook_type = self._checked(hook_type)
+        self._hook_type = self._validated(hook_type)
         self._id = str(uuid.uuid4()) if hook_id is None else hook_id
         self._enabled = True
 
     @property
     def id(self) -> str:
-        """Which hook this is, among those of a `Layers`."""
+        """The hook's id, unique among the hooks of a `Layers`."""
         return self._id
 
     @property
     def hook_id(self) -> str:
-        """The same as `id`."""
+        """Alias of `id`."""
         return self._id
 
     @property
     def hook_type(self) -> HookType:
-        """When it runs; can be set while it is not registered."""
+        """Time at which it runs; settable while it is not registered."""
         return self._hook_type
 
     @hook_type.setter
     def hook_type(self, hook_type: HookType | str) -> None:
         if self._registered:
-            msg = f"{self} is registered: its hook_type is given to register_hook, or set before"
+            msg = f"{self} is registered: set its hook_type before, or pass it to register_hook"
             raise _HookError(msg)
-        self._hook_type = self._checked(hook_type)
+        self._hook_type = self._validated(hook_type)
 
     @property
     def layer(self) -> str | None:
-        """The path of the layer it is registered on, `""` for the model itself."""
+        """Path of the layer it is registered on, `""` for the model itself."""
         return self._layer if self._registered else None
 
     @property
     def enabled(self) -> bool:
-        """Whether it runs when its module does."""
+        """True if calls of its module run it."""
         handle = self._handle
         # The registry may have disabled it (`on_error="disable"`).
         return self._enabled if handle is None else handle.enabled
 
     def enable(self) -> None:
-        """Lets it run again, at its old place."""
+        """Lets calls run it again, at its place in the order."""
         self._enabled = True
         if self._handle is not None:
             self._handle.enable()
 
     def disable(self) -> None:
-        """Keeps its place, and has calls skip it at no cost."""
+        """Lets calls skip it, at no cost; it keeps its place in the order."""
         self._enabled = False
         if self._handle is not None:
             self._handle.disable()
 
     @property
     def context(self) -> Any:
-        """What `set_context` was given; if nothing was, the `Layers` it is registered with."""
+        """Object from `set_context`, else the `Layers` it is registered with."""
         return self._layers if self._context is None else self._context
 
     def set_context(self, context: Any) -> None:
-        """Gives it something to look things up in, such as `special_token_ids`."""
+        """Sets an object for look-ups, such as of `special_token_ids`."""
         self._context = context
 
     def get_torch_hook(self) -> Callable[..., Any]:
-        """What PyTorch's own methods can register, for its `hook_type`.
+        """Makes a callable for PyTorch's own registering methods, for its `hook_type`.
 
-        It looks at `enabled` in every call. As a pre-forward hook it sees keyword arguments where
-        it is registered `with_kwargs=True`.
+        The callable reads `enabled` in every call. As a pre-forward hook it sees keyword arguments
+        if it is registered `with_kwargs=True`.
         """
         if self._hook_type is HookType.FORWARD:
 
@@ -188,11 +188,11 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
         return forward_pre_hook
 
     def _before(self, _module: Any, _args: Any, _kwargs: Any) -> Any:
-        """What the registry calls before a forward."""
+        """Hook that the registry calls before a forward."""
         return None
 
     def _after(self, _module: Any, _args: Any, _output: Any) -> Any:
-        """Likewise, after a forward."""
+        """Hook that the registry calls after a forward."""
         return None
 
     def _failed(self, error: Exception) -> HookError:
@@ -203,7 +203,7 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
         return self._handle is not None and not self._handle.removed
 
     @classmethod
-    def _checked(cls, hook_type: HookType | str) -> HookType:
+    def _validated(cls, hook_type: HookType | str) -> HookType:
         if not isinstance(hook_type, str):
             msg = f"hook_type is a HookType or a str, got {type(hook_type).__name__}"
             raise HookTypeError(msg)
@@ -219,7 +219,7 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings: what belongs to this process stays here."""
+        """Returns the settings, without state of this process."""
         left_out = ("_handle", "_layer", "_layers", "_context")
         state = {key: value for key, value in vars(self).items() if key not in left_out}
         return state | {"_enabled": self.enabled}
@@ -244,7 +244,7 @@ def _on(layer: str | None) -> str:
 
 
 def check_signature(layer_signature: object, *, optional: bool = False) -> None:
-    """Refuses what is neither the name nor the index of a layer."""
+    """Validates the name or index of a layer."""
     if layer_signature is None and optional:
         return
     if isinstance(layer_signature, bool) or not isinstance(layer_signature, str | int):

@@ -1,4 +1,4 @@
-"""`Layers`: the layers of a model by name or index, and the hooks on them."""
+"""`Layers`: addresses a model's layers by name or index and registers hook objects on them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook.scopes import Scope
 
-# One thread at a time registers: a hook is on one layer, whichever `Layers` are asked.
+# Shared by all `Layers`: a hook is on at most one layer.
 _LOCK = threading.RLock()
 
 
@@ -37,14 +37,12 @@ class _Registered(NamedTuple):
 class Layers:
     """The layers of a model, and the detectors and controllers on them.
 
-    A layer is one of the modules below the model, named by its path (`encoder.layer.0.output`),
-    by mi_crow's flat name (`bertmodel_encoder_layer_0_output`) or by its index in
-    `get_layer_names()`; the path of the model itself is `""`. They are looked up when they are
-    asked for, so that layers may be added and replaced.
+    A layer is a submodule, named by its path (`encoder.layer.0.output`), by mi_crow's flat name
+    (`bertmodel_encoder_layer_0_output`) or by its index in `get_layer_names()`; the path of the
+    model itself is `""`. Each method looks names up anew, so layers may be added and replaced.
 
-    Modules are instrumented for as long as a hook is registered on them. Hooks outlast the
-    `Layers`. A copy of it is one of a copy of the model; pickled, it takes the hooks along that
-    can be pickled.
+    Modules are instrumented while a hook is registered on them. Hooks outlive the `Layers`. A copy
+    has a copy of the model; a pickle includes the hooks that can be pickled.
 
     Args:
         model: any module.
@@ -69,16 +67,15 @@ class Layers:
     ) -> str:
         """Registers a hook on a layer.
 
-        Where nobody gives a priority, that of controllers is 0, as that of all other hooks, and
-        detectors run behind them: they see what flows on. Of the same priority, hooks run in the
-        order in which they were registered.
+        By default controllers have priority 0, as all other hooks, and detectors run behind them,
+        so they see the result. Hooks of one priority run in registration order.
 
         Args:
-            layer_signature: the name or the index of the layer.
-            hook: a detector or a controller that is registered nowhere else.
-            hook_type: what the hook's `hook_type` becomes; None for what it is.
-            priority: higher runs first; None for that of its kind.
-            on_error: what a call does about the hook's exception: `raise`, `disable` or `ignore`.
+            layer_signature: name or index of the layer.
+            hook: a detector or controller that is registered nowhere else.
+            hook_type: new `hook_type` of the hook; None leaves it.
+            priority: higher runs first; None for the default of its kind.
+            on_error: handling of the hook's exceptions: `raise`, `disable` or `ignore`.
 
         Returns:
             The hook's id.
@@ -87,14 +84,14 @@ class Layers:
             SelectionError: the model has no such layer, or several.
             HookError: the hook, or one of its id, is registered; or the module cannot be
                 instrumented.
-            HookTypeError: an argument of the wrong type.
+            HookTypeError: an argument has the wrong type.
             ValueError: an unknown `hook_type` or `on_error`, or one that the hook cannot have.
         """
         return self._register(
             layer_signature, hook, hook_type, priority=priority, on_error=on_error
         )
 
-    def _register(  # noqa: PLR0913 (those of `register_hook`, and one)
+    def _register(  # noqa: PLR0913 (the parameters of `register_hook` and `scope`)
         self,
         layer_signature: str | int,
         hook: Hook,
@@ -104,16 +101,16 @@ class Layers:
         on_error: str = "raise",
         scope: Scope | None = None,
     ) -> str:
-        """The same; `scope` is the one in which alone it fires, and until when."""
+        """Registers a hook as `register_hook` does; with `scope`, for that scope alone."""
         if not isinstance(hook, Hook):
             msg = f"hook is a Detector or a Controller, got {describe(hook)}"
             if isinstance(hook, NativeDetector | TypedHook) or (
                 callable(hook) and not isinstance(hook, type)
             ):
-                msg += "; that is for ferrohook.register(model, layer, hook)"
+                msg += ": register it by ferrohook.register(model, layer, hook)"
             raise HookTypeError(msg)
         path, module = self._find(layer_signature)
-        kind = hook.hook_type if hook_type is None else hook._checked(hook_type)
+        kind = hook.hook_type if hook_type is None else hook._validated(hook_type)
         before = kind is HookType.PRE_FORWARD
         options: dict[str, Any] = {
             "priority": hook._priority if priority is None else priority,
@@ -121,12 +118,12 @@ class Layers:
         }
         with _LOCK:
             if hook._registered:
-                msg = f"{hook} is registered: unregister it first, or make another"
+                msg = f"{hook} is registered: unregister it first, or create another"
                 raise HookError(msg)
             if hook.id in self._hooks and self._hooks[hook.id].hook is not hook:
-                msg = f"the id {hook.id!r} is that of {self._hooks[hook.id].hook}: give another"
+                msg = f"the id {hook.id!r} is taken by {self._hooks[hook.id].hook}: pass another"
                 raise HookError(msg)
-            if hook._layers is not None:  # where its handle was removed by others
+            if hook._layers is not None:  # its handle was removed without its `Layers`
                 hook._layers.unregister_hook(hook)
             attachment = Attachment()
             if scope is not None:
@@ -152,10 +149,10 @@ class Layers:
         return hook.id
 
     def unregister_hook(self, hook_or_id: Hook | str) -> bool:
-        """Removes a hook; a module that was instrumented for it is given back.
+        """Removes a hook, and restores a module that was instrumented for it.
 
         Returns:
-            Whether it was registered here.
+            True if it was registered here.
         """
         with _LOCK:
             registered = self._hooks.get(_id(hook_or_id))
@@ -163,7 +160,7 @@ class Layers:
                 return False
             hook = registered.hook
             hook._enabled = hook.enabled
-            # Ahead of what can be interrupted, and is then done the next time.
+            # First: if Ctrl-C interrupts the rest, the next call completes it.
             registered.attachment.release()
             hook._handle = hook._layer = hook._layers = None
             del self._hooks[hook.id]
@@ -174,19 +171,19 @@ class Layers:
         layer_signature: str | int | None = None,
         hook_type: HookType | str | None = None,
     ) -> list[Hook]:
-        """The hooks that are registered here, in the order in which they were.
+        """Lists the hooks that are registered here, in registration order.
 
         Args:
-            layer_signature: those of one layer, by any of its names; None for all.
-            hook_type: those of one type; None for all.
+            layer_signature: only hooks of this layer, by any of its names; None for all.
+            hook_type: only hooks of this type; None for all.
 
         Raises:
             SelectionError: the model has no such layer, or several.
-            HookTypeError: an argument of the wrong type.
+            HookTypeError: an argument has the wrong type.
             ValueError: an unknown `hook_type`.
         """
         module = None if layer_signature is None else self._find(layer_signature)[1]
-        kind = None if hook_type is None else Hook._checked(hook_type)
+        kind = None if hook_type is None else Hook._validated(hook_type)
         return [
             each.hook
             for each in list(self._hooks.values())
@@ -194,18 +191,18 @@ class Layers:
         ]
 
     def get_detectors(self) -> list[Detector]:
-        """The hooks that are detectors."""
+        """Lists the detectors that are registered here."""
         return [hook for hook in self.get_hooks() if isinstance(hook, Detector)]
 
     def get_controllers(self) -> list[Controller]:
-        """The hooks that are controllers."""
+        """Lists the controllers that are registered here."""
         return [hook for hook in self.get_hooks() if isinstance(hook, Controller)]
 
     def enable_hook(self, hook_id: str) -> bool:
-        """Lets a hook run again.
+        """Lets calls run a hook again.
 
         Returns:
-            Whether it is registered here.
+            True if it is registered here.
         """
         registered = self._hooks.get(_id(hook_id))
         if registered is not None:
@@ -213,10 +210,10 @@ class Layers:
         return registered is not None
 
     def disable_hook(self, hook_id: str) -> bool:
-        """Has calls skip a hook, at no cost.
+        """Lets calls skip a hook, at no cost.
 
         Returns:
-            Whether it is registered here.
+            True if it is registered here.
         """
         registered = self._hooks.get(_id(hook_id))
         if registered is not None:
@@ -224,32 +221,32 @@ class Layers:
         return registered is not None
 
     def enable_all_hooks(self) -> None:
-        """Lets all hooks run again."""
+        """Lets calls run all hooks again."""
         for hook in self.get_hooks():
             hook.enable()
 
     def disable_all_hooks(self) -> None:
-        """Has calls skip all hooks, at no cost."""
+        """Lets calls skip all hooks, at no cost."""
         for hook in self.get_hooks():
             hook.disable()
 
     def get_layer_names(self) -> list[str]:
-        """The paths of all layers; the place of one in it is its index."""
+        """Lists the paths of all layers, in the order of their indices."""
         return [path for path, _ in self._walk()]
 
     def print_layer_names(self) -> None:
         """Prints the path of each layer with the shape of its weight."""
         for path, module in self._walk():
             shape = getattr(getattr(module, "weight", None), "shape", "no weight")
-            print(f"{path}: {shape}")  # noqa: T201 (what it is for)
+            print(f"{path}: {shape}")  # noqa: T201 (its purpose)
 
     def _walk(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every place of every module below the model, as mi_crow counts them."""
+        """Yields every path below the model in mi_crow's order, shared modules repeated."""
 
         def below(module: nn.Module, prefix: str, above: frozenset[int]) -> Any:
             for name, child in list(module.named_children()):
                 yield prefix + name, child
-                if id(child) not in above:  # a module may be inside itself
+                if id(child) not in above:  # a module may contain itself
                     yield from below(child, f"{prefix}{name}.", above | {id(child)})
 
         yield from below(self.model, "", frozenset({id(self.model)}))
@@ -271,7 +268,7 @@ class Layers:
         if len(found) == 1:
             return found[0], places[found[0]]
         if found:
-            msg = f"{layer_signature!r} is {len(found)} layers of {model}: say {_listed(found)}"
+            msg = f"{layer_signature!r} is {len(found)} layers of {model}: use {_listed(found)}"
             raise SelectionError(msg)
         names = closest_to(layer_signature, [*places, *flat.values()])
         if names:
@@ -282,7 +279,7 @@ class Layers:
         raise SelectionError(msg)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # The copy of the model has copies of the hooks already.
+        # The model's copy includes copies of the hooks.
         return type(self)(copy.deepcopy(self.model, memo))
 
     def __reduce__(self) -> Any:
@@ -307,7 +304,7 @@ def _restored(cls: type[Layers], model: nn.Module, hooks: list[Any]) -> Layers:
 def _can_be_pickled(hook: Hook) -> bool:
     try:
         pickle.dumps(hook)
-    except Exception:  # noqa: BLE001 (whatever a class's own way to be pickled raises)
+    except Exception:  # noqa: BLE001 (a class's own `__reduce__` may raise anything)
         return False
     return True
 
@@ -326,6 +323,6 @@ def _listed(names: list[str]) -> str:
 
 
 def _flat(model: nn.Module, path: str) -> str:
-    """The name that mi_crow has for a layer."""
+    """mi_crow's flat name of a layer."""
     name = model.__class__.__name__.lower()
     return f"{name}_{path}".replace(".", "_") if path else name

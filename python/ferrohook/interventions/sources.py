@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class DetectedTensors(Source):
-    """Has a detector collect on its layer."""
+    """A detector as a source of `collect`."""
 
     def __init__(self, detector: Detector, model: nn.Module, store: Store) -> None:
         if detector.store not in (None, store):
             msg = (
-                f"{detector} has a store of its own, {detector.store!r}: give that one to collect, "
-                "or the detector none"
+                f"{detector} has a store of its own, {detector.store!r}: pass that one to collect, "
+                "or set the detector's to None"
             )
             raise HookError(msg)
         signature = detector.layer_signature
-        self._signature = detector._where_unsaid if signature is None else signature
+        self._signature = detector._default_layer if signature is None else signature
         if detector.layer is None and self._signature is None:
             msg = (
-                f"{detector} has no layer: give it a layer_signature ('' for the model itself), or "
+                f"{detector} has no layer: set its layer_signature ('' for the model itself), or "
                 "register it before"
             )
             raise HookError(msg)
@@ -39,13 +39,13 @@ class DetectedTensors(Source):
         self._ran = False
 
     def attach(self, scope: Scope) -> None:
-        """Registers the detector, unless it is registered."""
+        """Registers the detector, if it is not registered."""
         detector = self._detector
         if detector.layer is None and self._signature is not None:
             self._layers._register(self._signature, detector, scope=scope)
         self._layer = detector.layer or ""
         self._calls = self._count()
-        detector.tensor_metadata.clear()  # of a call that belongs to no batch
+        detector.tensor_metadata.clear()  # from calls outside any batch
 
     def detach(self) -> None:
         """Unregisters the detector, if it was registered here."""
@@ -56,16 +56,16 @@ class DetectedTensors(Source):
         return 0 if handle is None else handle.calls
 
     def take(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the detector's tensors."""
-        # A detector may have kept what is the model's, and is written to in the next batch.
-        kept = self._detector.tensor_metadata
-        taken = {name: tensor.clone() for name, tensor in kept.items()}
-        kept.clear()
+        """Returns copies of the detector's tensors."""
+        # A detector may share tensors with the model, which writes to them in the next batch.
+        collected = self._detector.tensor_metadata
+        taken = {name: tensor.clone() for name, tensor in collected.items()}
+        collected.clear()
         self._ran = self._ran or bool(taken) or self._count() > self._calls
         return {self._layer: taken} if taken else {}
 
     def silent(self) -> list[str]:
-        """The detector's layer, if it never ran."""
+        """Returns the detector's layer if it never ran."""
         return [] if self._ran or not self._detector.enabled else [self._layer]
 
 

@@ -1,4 +1,4 @@
-"""The one tensor that a hook is about, found in what a module takes and returns."""
+"""The main tensor of a module's input or output: finding and replacing it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ferrohook.tensors import parts, rebuilt
 
 
 def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_crow's name)
-    """The tensor that a hook takes for a module's input.
+    """Finds the main tensor of a module's input.
 
     Args:
-        input: the positional arguments of the call.
+        input: positional arguments of the call.
 
     Returns:
         The first argument if it is a tensor, the first tensor in it if it is a tuple or a list,
@@ -28,11 +28,11 @@ def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002 (mi_cr
 
 
 def first_tensor(value: Any, *, in_dicts: bool = False) -> Tensor | None:
-    """The value if it is a tensor, the first tensor in it if it is a tuple or a list.
+    """Returns the value if it is a tensor, the first tensor in it if it is a tuple or a list.
 
     Args:
-        value: anything.
-        in_dicts: look into a dict, such as that of keyword arguments, too.
+        value: any object.
+        in_dicts: search a dict too, such as the keyword arguments.
     """
     if isinstance(value, Tensor):
         return value
@@ -42,14 +42,14 @@ def first_tensor(value: Any, *, in_dicts: bool = False) -> Tensor | None:
 
 
 def extract_tensor_from_output(output: Any) -> Tensor | None:
-    """The tensor that a hook takes for a module's output.
+    """Finds the main tensor of a module's output.
 
     Args:
-        output: what the module returned.
+        output: the module's output.
 
     Returns:
-        It, if it is a tensor; the first tensor in it, if it is a tuple or a list; its
-        `last_hidden_state`, if that is a tensor; else None.
+        The output if it is a tensor; the first tensor in it if it is a tuple or a list; its
+        `last_hidden_state` if that is a tensor; else None.
     """
     found = first_tensor(output)
     if found is None and not isinstance(output, tuple | list):
@@ -63,17 +63,17 @@ def apply_modification_to_output(
     modified_tensor: Tensor,
     target_device: torch.device | str | None = None,
 ) -> Any:
-    """The output with another tensor in the place of the one that a hook takes for it.
+    """Replaces the main tensor of a module's output.
 
-    Nothing is written in place: autograd sees the new tensor.
+    Nothing is written in place: autograd tracks the new tensor.
 
     Args:
-        output: what the module returned.
-        modified_tensor: what takes the place of `extract_tensor_from_output(output)`.
-        target_device: where it is moved to; None for where the tensor it replaces is.
+        output: the module's output.
+        modified_tensor: replacement of `extract_tensor_from_output(output)`.
+        target_device: device of the replacement; None for that of the replaced tensor.
 
     Returns:
-        A new output, or the one given if it has no tensor to replace.
+        A new output, or `output` itself if it has no tensor to replace.
 
     Raises:
         ValueError: the tensors differ in shape.
@@ -90,7 +90,7 @@ def apply_modification_to_output(
 
 
 def fit(modified: Tensor, original: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """A replacement for a tensor, of its dtype and on its device if not on another.
+    """Casts a replacement to the original's dtype, and moves it to `device` or the original's.
 
     Raises:
         ValueError: the tensors differ in shape.
@@ -109,7 +109,7 @@ def fit(modified: Tensor, original: Tensor, device: torch.device | str | None = 
 
 
 def put_first(value: Any, original: Tensor, replacement: Tensor) -> Any:
-    """What `first_tensor` found `original` in, with another tensor in its place."""
+    """Replaces `original`, which `first_tensor` found in `value`."""
     if isinstance(value, Tensor):
         return replacement
     items = [item for _, item in parts(value) or ()]

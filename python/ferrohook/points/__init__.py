@@ -1,7 +1,7 @@
 """Hook points: identity modules that exist to be hooked, and models that are made of them.
 
 The names and the behaviour are TransformerLens', so that code written for it runs by changing an
-import. What differs is in the migration page.
+import. The migration page lists the differences.
 """
 
 from ferrohook.points.caching import PointCache as PointCache

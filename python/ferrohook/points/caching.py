@@ -1,4 +1,4 @@
-"""What `run_with_cache` keeps, and how."""
+"""`PointCache`: the activations that `run_with_cache` collects, and the hooks that fill it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 Copy: TypeAlias = Literal["checked", "clone", "ref"]
 
-# Where the heads are apart, the position is the last dimension but two.
+# Points whose tensors have a dimension of heads: position is their last dimension but two.
 _BY_HEAD = ("hook_q", "hook_k", "hook_v", "hook_z", "hook_result")
 
 
-class _Kept:
-    """A value, and the versions of its tensors where reading it checks them."""
+class _CachedValue:
+    """A cached value; with `checked`, reading it compares its tensors' version tags."""
 
     __slots__ = ("_value", "_versions")
 
     def __init__(self, value: Any, *, checked: bool = False) -> None:
-        self._value = map_tensors(_counting, value) if checked else value
+        self._value = map_tensors(_with_version_tag, value) if checked else value
         self._versions = versions_of(self._value) if checked else None
 
     def read(self, name: str) -> Any:
@@ -47,80 +47,81 @@ class _Kept:
     def peek(self) -> Any:
         return self._value
 
-    def apart(self) -> _Kept:
+    def without_collector(self) -> _CachedValue:
         return self
 
 
-def _counting(tensor: Tensor) -> Tensor:
+def _with_version_tag(tensor: Tensor) -> Tensor:  # inference tensors have none
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-class _Recorded:
-    """What the native recorder kept for one point."""
+class _RecordedValue:
+    """The value of one point in a native collector."""
 
-    __slots__ = ("_checked", "_collector", "_place")
+    __slots__ = ("_checked", "_collector", "_index")
 
-    def __init__(self, collector: Collector, place: int, checked: bool) -> None:
+    def __init__(self, collector: Collector, index: int, checked: bool) -> None:
         self._collector = collector
-        self._place = place
+        self._index = index
         self._checked = checked
 
     def read(self, _name: str) -> Any:
-        return self._collector.values(self._place)[-1]
+        return self._collector.values(self._index)[-1]
 
     def peek(self) -> Any:
-        return self._collector.values(self._place, stale=True)[-1]
+        return self._collector.values(self._index, stale=True)[-1]
 
-    def apart(self) -> _Kept | _Recorded:
-        """The same without the collector, which holds those of the other points too."""
+    def without_collector(self) -> _Entry:
+        """A copy free of the collector, which keeps the other points' tensors alive."""
         try:
-            return _Kept(self.read(""), checked=self._checked)
+            return _CachedValue(self.read(""), checked=self._checked)
         except StaleActivationError:
             return self
 
 
+_Entry: TypeAlias = "_CachedValue | _RecordedValue"
+
+
 class _Entries(MutableMapping[str, Any]):
-    def __init__(self, recorded: Callable[[], dict[str, _Kept | _Recorded]]) -> None:
+    def __init__(self, recorded: Callable[[], dict[str, _Entry]]) -> None:
         self._recorded = recorded
 
     @cached_property
-    def kept(self) -> dict[str, _Kept | _Recorded]:
-        # When they are first asked for. What recorded them is let go then.
-        recorded, self._recorded = self._recorded, dict
+    def entries(self) -> dict[str, _Entry]:
+        recorded, self._recorded = self._recorded, dict  # releases the recorder
         return recorded()
 
     def __getitem__(self, name: str) -> Any:
-        return self.kept[name].read(name)
+        return self.entries[name].read(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.kept[name] = _Kept(value)
+        self.entries[name] = _CachedValue(value)
 
     def __delitem__(self, name: str) -> None:
-        del self.kept[name]
-        # What is let go is to be freed.
-        self.kept = {name: kept.apart() for name, kept in self.kept.items()}
+        del self.entries[name]
+        # A deleted activation is freed at once.
+        self.entries = {name: entry.without_collector() for name, entry in self.entries.items()}
 
     def __contains__(self, name: object) -> bool:
-        return name in self.kept  # without reading
+        return name in self.entries  # without reading
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self.kept))
+        return iter(list(self.entries))
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.entries)
 
 
 class PointCache(ActivationCache, MutableMapping[str, Any]):
-    """The activations that passed hook points, by name, in the order in which those first fired.
+    """The activations of hook points by name, in the order in which the points first fired.
 
-    A gradient is under the name with `_grad` behind it. It can be changed as a dict can;
-    `dict(cache)` is one.
+    The gradient of `name` is under `name_grad`. A mutable mapping: `dict(cache)` makes a dict.
     """
 
     _activations: _Entries
 
-    def __init__(self, recorded: Callable[[], dict[str, _Kept | _Recorded]] = dict) -> None:
-        """Begins with what was recorded."""
+    def __init__(self, recorded: Callable[[], dict[str, _Entry]] = dict) -> None:
+        """Starts with recorded activations, read at the first look-up."""
         super().__init__(_Entries(recorded))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -130,19 +131,19 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
         del self._activations[name]
 
     def clear(self) -> None:
-        """Lets everything go."""
-        self._activations.kept.clear()
+        """Removes all activations."""
+        self._activations.entries.clear()
 
     def _peek(self, name: str) -> Any:
-        return self._activations.kept[name].peek()
+        return self._activations.entries[name].peek()
 
-    def keep(self, name: str, kept: _Kept | _Recorded) -> None:
-        """Puts what is read by itself under a name."""
-        self._activations.kept[name] = kept
+    def put(self, name: str, entry: _Entry) -> None:
+        """Stores an entry, whose own `read` gives its value."""
+        self._activations.entries[name] = entry
 
 
-class Keeping(NamedTuple):
-    """How activations are to be kept."""
+class CacheOptions(NamedTuple):
+    """Options of a cache: device, batch dimension, positions, copies."""
 
     device: torch.device | None
     remove_batch_dim: bool
@@ -151,21 +152,21 @@ class Keeping(NamedTuple):
 
     @property
     def sliced(self) -> bool:
-        """Whether only a part is kept, which depends on the point."""
+        """True if a part of each tensor is cached; the dimension depends on the point."""
         return self.pos_slice.mode != "identity"
 
     @property
-    def as_it_is(self) -> bool:
-        """Whether a tensor is kept without becoming another, but for a copy."""
+    def unchanged(self) -> bool:
+        """True if tensors are cached without being moved, sliced or squeezed."""
         return self.device is None and not self.remove_batch_dim and not self.sliced
 
     def cut(self, tensor: Tensor, name: str, pos_dim: int | None) -> Tensor:
-        """What is kept of a tensor.
+        """Returns the part of a tensor that is cached.
 
         Args:
             tensor: detached, in the layout of the hooks.
-            name: of the point; it tells the dimension of the position.
-            pos_dim: that dimension with the batch still there, if the point declares it.
+            name: the point's name; implies the position's dimension if `pos_dim` is None.
+            pos_dim: the position's dimension, batch included, if the point declares one.
         """
         result = tensor
         if self.sliced and pos_dim is not None and -result.ndim <= pos_dim < result.ndim:
@@ -178,59 +179,59 @@ class Keeping(NamedTuple):
                 result = self.pos_slice.apply(result, dim)
         if self.device is not None:
             result = result.to(self.device)
-        # A slice is not to keep all of the tensor alive.
+        # A slice must not keep the whole tensor alive.
         own = self.copy == "clone" or self.sliced
         return result.clone() if own and share_memory(result, tensor) else result
 
 
 class SavingHook:
-    """A hook that puts what it sees into a cache."""
+    """A hook that stores its tensor in a cache."""
 
     def __init__(
-        self, cache: MutableMapping[str, Any], key: str, point: HookPoint, keeping: Keeping
+        self, cache: MutableMapping[str, Any], key: str, point: HookPoint, options: CacheOptions
     ) -> None:
         self._cache = cache
         self._key = key
         self._point = point
-        self._keeping = keeping
+        self._options = options
 
     def __call__(self, tensor: Any, hook: Any) -> None:
-        """Keeps the tensor, or the tensors of a structure; None is no gradient."""
+        """Stores the tensor, or the tensors of a structure; None means no gradient."""
         if tensor is None:
             return
         name, pos_dim = hook.name or self._key, self._point.pos_dim
 
         def cut(each: Tensor) -> Tensor:
-            return self._keeping.cut(each.detach(), name, pos_dim)
+            return self._options.cut(each.detach(), name, pos_dim)
 
         value = map_tensors(cut, tensor)
         if isinstance(self._cache, PointCache):
-            kept = _Kept(value, checked=self._keeping.copy == "checked")
-            self._cache.keep(self._key, kept)
+            entry = _CachedValue(value, checked=self._options.copy == "checked")
+            self._cache.put(self._key, entry)
         else:
             self._cache[self._key] = value
 
 
-class Recording:
-    """The native recording of hook points, for the calls of one scope."""
+class CacheRecorder:
+    """Native recorders on hook points, for the calls of one scope."""
 
     def __init__(
-        self, points: dict[str, HookPoint], keeping: Keeping, scope: Frame, *, grads: bool
+        self, points: dict[str, HookPoint], options: CacheOptions, scope: Frame, *, grads: bool
     ) -> None:
-        self._keeping = keeping
+        self._options = options
         self._grads = grads
         self._names = list(points)
-        # One for all, or one for each where they are kept in different ways.
+        # One collector for all points, or one each if a conversion or slice differs by point.
         self._shared: Collector | None = None
         self._collectors: dict[str, Collector] = {}
-        # In the order of the first calls, which Python sees in the latter case.
-        self._seen: dict[str, None] = {}
-        if keeping.sliced or any(map(_CONVERSION, points.values())):
+        # The points of `_collectors` in the order of their first calls.
+        self._fired: dict[str, None] = {}
+        if options.sliced or any(map(_conversion_of, points.values())):
             for name, point in points.items():
                 convert = self._convert(name, point)
                 self._collectors[name] = self._record({name: point}, convert, scope)
         else:
-            self._shared = self._record(points, self._convert_alike(), scope)
+            self._shared = self._record(points, self._shared_convert(), scope)
 
     def _record(
         self,
@@ -241,7 +242,7 @@ class Recording:
         collector = Collector(
             list(points),
             detach=True,
-            copy=self._keeping.copy,
+            copy=self._options.copy,
             keep=1,
             convert=convert,
             grads=self._grads,
@@ -251,45 +252,47 @@ class Recording:
         record_all(collector, list(points.values()), BEHIND_ALL, scope)
         return collector
 
-    def _convert_alike(self) -> Callable[[Tensor], Tensor] | None:
-        keeping = self._keeping
-        return None if keeping.as_it_is else lambda tensor: keeping.cut(tensor, "", None)
+    def _shared_convert(self) -> Callable[[Tensor], Tensor] | None:
+        options = self._options
+        return None if options.unchanged else lambda tensor: options.cut(tensor, "", None)
 
     def _convert(self, name: str, point: HookPoint) -> Callable[[Tensor], Tensor]:
         conversion, pos_dim = point.hook_conversion, point.pos_dim
 
         def convert(tensor: Tensor) -> Tensor:
-            self._seen.setdefault(name)
+            self._fired.setdefault(name)
             converted = tensor if conversion is None else conversion.convert(tensor)
-            return self._keeping.cut(converted, name, pos_dim)
+            return self._options.cut(converted, name, pos_dim)
 
         return convert
 
     def _recorded(self) -> dict[str, tuple[Collector, int]]:
-        """Where each point was recorded that ran, in the order of their first calls."""
+        """Collector and index of each point that fired, in the order of their first calls."""
         shared = self._shared
         if shared is None:
-            return {name: (self._collectors[name], 0) for name in self._seen}
-        return {self._names[place]: (shared, place) for place in shared.ran()}
+            return {name: (self._collectors[name], 0) for name in self._fired}
+        return {self._names[index]: (shared, index) for index in shared.ran()}
 
     def cache(self) -> PointCache:
-        """What was kept until it is first looked at."""
-        return PointCache(self._kept)
+        """Returns a cache that reads the recorded values at its first look-up."""
+        return PointCache(self._entries)
 
-    def _kept(self) -> dict[str, _Kept | _Recorded]:
+    def _entries(self) -> dict[str, _Entry]:
         recorded = self._recorded()
-        checked = self._keeping.copy == "checked"
-        kept: dict[str, _Kept | _Recorded] = {
-            name: _Recorded(collector, place, checked)
-            for name, (collector, place) in recorded.items()
+        checked = self._options.copy == "checked"
+        entries: dict[str, _Entry] = {
+            name: _RecordedValue(collector, index, checked)
+            for name, (collector, index) in recorded.items()
         }
-        # As a backward pass gets to them.
+        # A backward pass reaches the points in reverse.
         for name in reversed(list(recorded)) if self._grads else ():
-            collector, place = recorded[name]
-            gradients = collector.gradients(place)[-1]
+            collector, index = recorded[name]
+            gradients = collector.gradients(index)[-1]
             if any(gradient is not None for gradient in gradients):
-                kept[f"{name}_grad"] = _Kept(gradients[0] if len(gradients) == 1 else gradients)
-        return kept
+                entries[f"{name}_grad"] = _CachedValue(
+                    gradients[0] if len(gradients) == 1 else gradients
+                )
+        return entries
 
 
-_CONVERSION = attrgetter("_hook_conversion")
+_conversion_of = attrgetter("_hook_conversion")

@@ -30,31 +30,31 @@ T = TypeVar("T")
 Direction: TypeAlias = Literal["fwd", "bwd"]
 Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
-# What `add_hook` registers for, and how.
+# The phase that `add_hook` registers for.
 PHASES = {"fwd": "forward", "bwd": "backward"}
-# What anybody may have registered for.
+# All phases in which hooks can fire.
 _ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
 
 
 class HookPoint(nn.Module):
-    """Returns what it is given, and is there to be hooked.
+    """An identity module that exists to be hooked.
 
-    Follows TransformerLens' class of that name. It is instrumented as long as it lives: its
-    `register_*` methods, `fh.capture`, `fh.register`, scopes, `fh.summary` and `torch.compile` do
-    with it what they do with any instrumented module.
+    Follows TransformerLens' class of that name. It is always instrumented: its `register_*`
+    methods, `fh.capture`, `fh.register`, scopes, `fh.summary` and `torch.compile` treat it like
+    any instrumented module.
 
     Attributes:
         name: its path in the model, from `HookedRootModule.setup`.
-        ctx: for the hooks, to keep what they like. All threads share it.
-        pos_dim: which dimension of the activation, its batch included, is the position, for
-            `pos_slice`; None for the last but one (the last but two where the heads are apart).
+        ctx: a dict for the hooks' own data. All threads share it.
+        pos_dim: the position's dimension in the activation, batch included, for `pos_slice`; None
+            for the last but one (the last but two with a dimension of heads).
     """
 
     name: str | None
     ctx: dict[Any, Any]
     pos_dim: int | None
 
-    # torch.jit.script compiles the others.
+    # Names that torch.jit.script must not compile.
     __jit_unused_properties__ = ("backward_scale", "bwd_hooks", "fwd_hooks", "hook_conversion")
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class HookPoint(nn.Module):
         self._backward_scale = 1.0
 
     def forward(self, x: T) -> T:
-        """Returns what it is given."""
+        """Returns `x` itself."""
         return x
 
     def add_hook(
@@ -83,26 +83,26 @@ class HookPoint(nn.Module):
     ) -> LensHandle:
         """Adds a hook, called as `hook(tensor, hook=point)`.
 
-        A forward hook sees the activation as the hooks before it left it; what it returns, if not
-        None, replaces that. A backward hook sees the gradient of the point's output; what it
-        returns replaces the gradient of the input, and the last one to return something decides.
+        A forward hook sees the activation that the hooks before it left; a return value other than
+        None replaces it. A backward hook sees the gradient of the point's output; its return value
+        replaces the gradient of the input, and the last value returned wins.
 
         Args:
-            hook: what is called.
+            hook: the callable.
             dir: `fwd` for activations, `bwd` for gradients.
-            is_permanent: it stays when hooks are removed, unless permanent ones are asked for.
-            level: a number to remove it by, beside others of that level.
-            prepend: ahead of all others, instead of behind them.
-            alias_names: call it once for each of these names, with a view of the point that has
-                that name; each call sees what the one before returned.
-            scope: it fires only in the contexts that entered this scope, until it is left.
+            is_permanent: removed only with `including_permanent=True`.
+            level: an int to remove it by, together with others of that level.
+            prepend: run ahead of all others instead of behind them.
+            alias_names: call it once for each of these names, with a view of the point under that
+                name; each call sees the result of the one before.
+            scope: fire only in contexts that entered this scope, until it is left.
 
         Returns:
-            A handle, for this hook alone.
+            The handle of this hook alone.
 
         Raises:
-            HookTypeError: `hook` cannot be called like that, or an option of the wrong type.
-            ValueError: another `dir`, or no alias at all.
+            HookTypeError: `hook` cannot be called like that, or an option has the wrong type.
+            ValueError: `dir` is neither of these, or `alias_names` is empty.
             HookError: the scope was left.
         """
         kind = HANDLES.get(dir)
@@ -111,7 +111,7 @@ class HookPoint(nn.Module):
             raise ValueError(msg)
         check_hook(hook)
         if level is not None and type(level) is not int:
-            msg = f"level is a whole number or None, got {type(level).__name__}"
+            msg = f"level is an int or None, got {type(level).__name__}"
             raise HookTypeError(msg)
         aliases = None if alias_names is None else _check_aliases(alias_names)
         handle = kind(hook, is_permanent, level, aliases)
@@ -120,17 +120,17 @@ class HookPoint(nn.Module):
         return handle
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
-        """Adds a hook that stays when others are removed, see `add_hook`."""
+        """Adds a permanent hook, see `add_hook`."""
         return self.add_hook(hook, dir=dir, is_permanent=True)
 
     @property
     def fwd_hooks(self) -> list[LensHandle]:
-        """The forward hooks that were added and fire in this context, in firing order."""
+        """The added forward hooks that fire in this context, in firing order."""
         return self._handles("fwd")
 
     @property
     def bwd_hooks(self) -> list[LensHandle]:
-        """The backward hooks that were added and fire in this context, in firing order."""
+        """The added backward hooks that fire in this context, in firing order."""
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[LensHandle]:
@@ -143,15 +143,15 @@ class HookPoint(nn.Module):
         including_permanent: bool = True,
         level: int | None = None,
     ) -> bool:
-        """Whether anything fires here in this context: those that were added, captures, others.
+        """Returns True if a hook fires here in this context: added ones, captures, any other.
 
         Args:
             dir: `fwd`, `bwd` or `both`.
-            including_permanent: whether permanent ones count.
-            level: count only those that were added with this level.
+            including_permanent: count permanent ones too.
+            level: count only hooks added with this level.
 
         Raises:
-            ValueError: another `dir`.
+            ValueError: `dir` is none of these.
         """
         for each in directions(dir):
             for phase in _ALL_PHASES[each]:
@@ -169,15 +169,15 @@ class HookPoint(nn.Module):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes hooks that were added, as far as they fire in this context.
+        """Removes the added hooks that fire in this context.
 
         Args:
             dir: `fwd`, `bwd` or `both`.
-            including_permanent: permanent ones too.
-            level: only those that were added with this level.
+            including_permanent: remove permanent ones too.
+            level: remove only hooks added with this level.
 
         Raises:
-            ValueError: another `dir`.
+            ValueError: `dir` is none of these.
         """
         for each in directions(dir):
             for handle in self._handles(each):
@@ -185,7 +185,7 @@ class HookPoint(nn.Module):
                     handle.remove()
 
     def clear_context(self) -> None:
-        """Gives the hooks an empty `ctx`; whoever holds the old one keeps what is in it."""
+        """Replaces `ctx` by a new dict; the old one is left unchanged."""
         self.ctx = {}
 
     @property
@@ -210,21 +210,20 @@ class HookPoint(nn.Module):
         """Shows the hooks the tensor in another layout.
 
         Args:
-            hook_conversion: its `convert` makes what hooks see, caches included; its `revert` is
-                given what a hook returns, and makes what takes the tensor's place. None for the
-                tensor as it is.
+            hook_conversion: `convert` maps the tensor to the layout that hooks and caches see;
+                `revert` maps a hook's result back. None for no conversion.
 
         Raises:
-            HookTypeError: it lacks one of the two.
+            HookTypeError: one of the two methods is missing.
         """
         self.hook_conversion = hook_conversion
 
     @property
     def backward_scale(self) -> float:
-        """By what the sum of a gradient is scaled that a backward hook takes.
+        """Factor for the sum of a gradient in a backward hook.
 
-        As in TransformerLens it is `gradient.sum()` that is scaled, where one number comes out, and
-        not the gradient itself.
+        As in TransformerLens it scales `gradient.sum()` if the result is one number, not the
+        gradient itself.
         """
         return self._backward_scale
 
@@ -239,36 +238,36 @@ class HookPoint(nn.Module):
         self._backward_scale = float(scale)
 
     def layer(self) -> int:
-        """The number of the layer in a name of the form `blocks.3.attn`.
+        """Index of the layer in a name of the form `blocks.3.attn`.
 
         Raises:
-            ValueError: the point has no name, or one without a layer.
+            ValueError: the point has no name, or its name has no layer index.
         """
         return layer_of(self.name)
 
     def extra_repr(self) -> str:
-        """The name, and how many hooks were added."""
+        """The name and the number of added hooks."""
         counts = {"fwd": len(self.fwd_hooks), "bwd": len(self.bwd_hooks)}
         name = [] if self.name is None else [f"name={self.name!r}"]
         return ", ".join(name + [f"{count} {each}" for each, count in counts.items() if count])
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"ctx": {}}  # of the hooks, which are run-time state
+        return vars(self) | {"ctx": {}}  # the hooks' data is run-time state and is not saved
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
-        # Once more than what is done about copies of instrumented modules, which can be undone.
+        # A second attachment: a copy's inherited one can be released, this one never is.
         attach({"": self}, Attachment(), explicit=True)
         for hook, handle in registry_of(self).handles():
             if isinstance(hook, LensHandle):
-                hook._registered(handle)  # a copied one knew of none
+                hook._registered(handle)  # a copied LensHandle has no handle yet
 
 
 def directions(direction: object) -> tuple[str, ...]:
-    """The directions that "fwd", "bwd" or "both" names.
+    """Resolves "fwd", "bwd" or "both" to directions.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `direction` is none of these.
     """
     if direction == "both":
         return tuple(PHASES)

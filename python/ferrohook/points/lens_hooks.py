@@ -1,4 +1,4 @@
-"""Hooks of TransformerLens' form, `hook(tensor, hook=point)`, as what the registry calls."""
+"""`LensHandle`: adapts hooks of TransformerLens' form, `hook(tensor, hook=point)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrohook.errors import HookTypeError
 
 
 class Point(Protocol):
-    """A hook point, as far as its hooks look at it."""
+    """The part of a hook point that its hooks read."""
 
     name: str | None
     ctx: dict[Any, Any]
@@ -33,14 +33,14 @@ class Point(Protocol):
 
 
 class HookFunction(Protocol):
-    """What is added to a hook point.
+    """A callable for `HookPoint.add_hook`.
 
-    Called with the point's tensor, or its gradient, and with the point by the keyword `hook`. None
-    observes; anything else replaces the tensor, or the gradient of the point's input.
+    Called with the point's tensor, or its gradient, and the point as the keyword `hook`. Returning
+    None observes; another value replaces the tensor, or the gradient of the point's input.
     """
 
     def __call__(self, tensor: Any, /, *, hook: Any) -> Any:
-        """Sees, and may replace."""
+        """Observes, or returns a replacement."""
         ...
 
 
@@ -48,26 +48,26 @@ class TensorConversion(Protocol):
     """Another layout for the hooks of a point, see `HookPoint.enable_reshape`."""
 
     def convert(self, input_value: Any, /) -> Any:
-        """From the point's layout to that of the hooks."""
+        """Maps the point's layout to the hooks'."""
         ...
 
     def revert(self, input_value: Any, /) -> Any:
-        """From the layout of the hooks to the point's."""
+        """Maps the hooks' layout to the point's."""
         ...
 
 
 class LensHandle(PointHook):
-    """One hook that was added to a hook point.
+    """One hook added to a hook point.
 
-    Follows TransformerLens' class of that name. It is also what the registry calls; which point it
-    is called for it is told each time, so that copies of a point tell themselves.
+    Follows TransformerLens' class of that name. It is also the callable in the registry; each call
+    passes the point, so a copied point passes itself.
 
     Attributes:
         hook: the registry's handle: removes, disables and describes the hook.
-        is_permanent: whether it stays when hooks are removed, unless permanent ones are asked for.
-        context_level: how many `hooks` contexts were open around it, its own included; None for
-            what was added without.
-        user_hook: what was added.
+        is_permanent: removed only with `including_permanent=True`.
+        context_level: number of `hooks` contexts around it, its own included; or the `level` of
+            `add_hook`.
+        user_hook: the callable that was added.
     """
 
     __slots__ = ()
@@ -77,16 +77,16 @@ class LensHandle(PointHook):
         return type(self)(user_hook, self.is_permanent, self.context_level, self._aliases)
 
     def remove(self) -> None:
-        """Removes the hook, from wherever it is called; doing so again does nothing."""
+        """Removes the hook; idempotent."""
         self.hook.remove()
 
     def matches(self, *, including_permanent: bool, level: int | None) -> bool:
-        """Whether it is one of those that are asked for."""
+        """Returns True if the hook is of this level, and not permanent unless included."""
         permanent = including_permanent or not self.is_permanent
         return permanent and (level is None or self.context_level == level)
 
     def _apply(self, point: Point, value: Any) -> Any:
-        """The hook's result for the tensor in the point's layout; None where it observes."""
+        """Calls the hook; returns its result in the point's layout, None if it observes."""
         conversion = point.hook_conversion
         if conversion is not None:
             value = conversion.convert(value)
@@ -103,7 +103,7 @@ class LensHandle(PointHook):
         return result
 
     def __getattr__(self, name: str) -> Any:
-        # What failed is told by the name of the user's hook.
+        # Error notes name the user's hook.
         if name == "__qualname__":
             hook = self.user_hook
             return getattr(hook, name, None) or f"an instance of {type(hook).__name__}"
@@ -111,7 +111,7 @@ class LensHandle(PointHook):
         raise AttributeError(msg)
 
     def __repr__(self) -> str:
-        # Without the repr of the hook: partials and objects may hold tensors, which takes long.
+        # Without the hook's repr, which is slow for partials and objects with tensors.
         return (
             f"LensHandle({self.__qualname__}, hook={self.hook!r}, "
             f"is_permanent={self.is_permanent}, context_level={self.context_level})"
@@ -119,7 +119,7 @@ class LensHandle(PointHook):
 
 
 class ForwardLensHandle(LensHandle):
-    """That of a forward hook."""
+    """Handle of a forward hook."""
 
     __slots__ = ()
     phase = "forward"
@@ -132,7 +132,7 @@ class ForwardLensHandle(LensHandle):
 
 
 class BackwardLensHandle(LensHandle):
-    """That of a backward hook."""
+    """Handle of a backward hook."""
 
     __slots__ = ()
     phase = "backward"
@@ -149,7 +149,7 @@ class BackwardLensHandle(LensHandle):
 
 
 class AliasedHookPoint:
-    """A hook point under another name, as the hooks see it that were added with `alias_names`."""
+    """A hook point under another name, passed to hooks added with `alias_names`."""
 
     def __init__(self, alias_name: str, target: Point) -> None:
         """Shows `target` as `alias_name`."""
@@ -158,16 +158,16 @@ class AliasedHookPoint:
 
     @property
     def ctx(self) -> dict[Any, Any]:
-        """That of the point."""
+        """The point's `ctx`."""
         return self._target.ctx
 
     @property
     def hook_conversion(self) -> TensorConversion | None:
-        """That of the point."""
+        """The point's conversion."""
         return self._target.hook_conversion
 
     def layer(self) -> int:
-        """The layer in the alias, see `HookPoint.layer`."""
+        """Index of the layer in the alias, see `HookPoint.layer`."""
         return layer_of(self.name)
 
     def __repr__(self) -> str:
@@ -177,19 +177,19 @@ class AliasedHookPoint:
 class ScaledGradient(Tensor):
     """A gradient whose sum over all elements is scaled, see `HookPoint.backward_scale`."""
 
-    # What is computed from it is a plain tensor.
+    # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as Parameter has it
     _scale: float
 
     @classmethod
     def of(cls, gradient: Tensor, scale: float) -> ScaledGradient:
-        """The same numbers, with the scale."""
+        """Makes a view of `gradient` with a scale."""
         scaled = gradient.as_subclass(cls)
         scaled._scale = scale
         return scaled
 
     def sum(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Tensor.sum`, scaled where one number comes out."""
+        """`Tensor.sum`, scaled if the result is one number."""
         result: Tensor = super().sum(*args, **kwargs)
         return result * self._scale if result.numel() == 1 else result
 
@@ -198,13 +198,13 @@ HANDLES: dict[str, type[ForwardLensHandle | BackwardLensHandle]] = {
     "fwd": ForwardLensHandle,
     "bwd": BackwardLensHandle,
 }
-"""What is registered for a hook, by its direction."""
+"""Handle classes by direction."""
 
 _USUAL_COUNT = len(("tensor", "hook"))
 
 
 def usual_code(hook: object) -> CodeType | None:
-    """The code of `def hook(tensor, hook)`, as most are, by which all are known that have it."""
+    """Returns the code of a plain `def hook(tensor, hook)`: valid for every hook that shares it."""
     if (
         type(hook) is FunctionType
         and (code := hook.__code__).co_argcount == _USUAL_COUNT
@@ -217,7 +217,7 @@ def usual_code(hook: object) -> CodeType | None:
 
 
 def check_hook(hook: object) -> None:
-    """Refuses what cannot be called as `hook(tensor, hook=point)`.
+    """Validates that a hook can be called as `hook(tensor, hook=point)`.
 
     Raises:
         HookTypeError: it cannot.
@@ -230,7 +230,7 @@ def check_hook(hook: object) -> None:
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
-        return  # builtins do not tell
+        return  # builtins have no signature
     try:
         signature.bind(None, hook=None)
     except TypeError as error:
@@ -240,16 +240,16 @@ def check_hook(hook: object) -> None:
 
 
 def layer_of(name: str | None) -> int:
-    """The layer in a name of the form `blocks.3.attn`.
+    """Index of the layer in a name of the form `blocks.3.attn`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name has none.
     """
     segments = (name or "").split(".")
     if len(segments) > 1 and segments[1].isdecimal():
         return int(segments[1])
     if name is None:
-        msg = "this hook point has no name yet, and so no layer: the model's setup() names it"
+        msg = "this hook point has no name yet, and so no layer: call the model's setup()"
     else:
-        msg = f"{name!r} names no layer: the second segment is its number, as in 'blocks.3.attn'"
+        msg = f"{name!r} has no layer index as second segment, as 'blocks.3.attn' has"
     raise ValueError(msg)

@@ -1,4 +1,4 @@
-"""Which hook points of a model are meant."""
+"""`NamesFilter`: selects hook points of a model by name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class SetupError(HookError, AttributeError):
 
 
 def points_named(model: nn.Module, names: Iterable[object]) -> dict[str, HookPoint]:
-    """The hook points of these names.
+    """Returns the hook points of these names.
 
     Raises:
-        SelectionError: a name is not that of a hook point.
+        SelectionError: no hook point has that name.
         HookTypeError: a name is no str.
     """
     points: Mapping[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     found: dict[str, HookPoint] = {}
     for name in names:
         if not isinstance(name, str):
-            msg = f"hook points have names, which are str, got {describe(name)}"
+            msg = f"the name of a hook point is a str, got {describe(name)}"
             raise HookTypeError(msg)
         point = points.get(name)
         if point is None:
@@ -43,11 +43,11 @@ def points_named(model: nn.Module, names: Iterable[object]) -> dict[str, HookPoi
 
 
 def points_filtered(model: nn.Module, names_filter: NamesFilter) -> dict[str, HookPoint]:
-    """The hook points that a filter means, in the model's order.
+    """Returns the hook points that a filter selects, in the model's order.
 
     Raises:
-        SelectionError: a name is not that of a hook point.
-        HookTypeError: it is none of what a `NamesFilter` is.
+        SelectionError: no hook point has that name.
+        HookTypeError: `names_filter` is no `NamesFilter`.
     """
     points: dict[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     if names_filter is None:

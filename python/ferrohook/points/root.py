@@ -16,7 +16,7 @@ from ferrohook.arguments import check_copy, describe
 from ferrohook.errors import HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import registry_of
 from ferrohook.never_fired import explain
-from ferrohook.points.caching import Copy, Keeping, PointCache, Recording, SavingHook
+from ferrohook.points.caching import CacheOptions, CacheRecorder, Copy, PointCache, SavingHook
 from ferrohook.points.hook_point import PHASES, Direction, Directions, HookPoint, directions
 from ferrohook.points.lens_hooks import (
     HANDLES,
@@ -27,7 +27,7 @@ from ferrohook.points.lens_hooks import (
 )
 from ferrohook.points.names import NamesFilter, SetupError, points_filtered, points_named
 from ferrohook.points.slices import Slice, SliceInput
-from ferrohook.points.wrapped import WrappedModel, points_on
+from ferrohook.points.wrapped import WrappedModel, make_points
 from ferrohook.scopes import Scope
 from ferrohook.wrapper import own_names
 
@@ -36,44 +36,44 @@ if TYPE_CHECKING:
 
     from ferrohook.selection import Selector
 
-Which: TypeAlias = "str | Callable[[str], bool]"
-"""The name of a hook point, or a predicate of names."""
-Hooks: TypeAlias = "Iterable[tuple[Which, HookFunction]]"
+NameOrFilter: TypeAlias = "str | Callable[[str], bool]"
+"""A hook point's name, or a predicate of names."""
+Hooks: TypeAlias = "Iterable[tuple[NameOrFilter, HookFunction]]"
 
 
-class _Level:
-    """The tag of a scope that `hooks` of a model entered."""
+class _HooksContext:
+    """Tag of the scope of one `hooks` context."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
 
-class _Lasting:
-    """The tag of the hooks of a `hooks(reset_hooks_end=False)`: there until they are removed."""
+class _PersistentHooks:
+    """Tag of the frame of `hooks(reset_hooks_end=False)`, active until its hooks are removed."""
 
     def __init__(self) -> None:
         self.handles: list[LensHandle] = []
 
 
-def _leave_empty_ones() -> None:
+def _leave_empty_frames() -> None:
     for frame in frames.get():
         tag = frame.tag
-        if isinstance(tag, _Lasting) and all(handle.hook.removed for handle in tag.handles):
+        if isinstance(tag, _PersistentHooks) and all(each.hook.removed for each in tag.handles):
             frame.take_out()
 
 
 class HookedRootModule(nn.Module):
-    """A model with hook points in it, and what is done with them by name.
+    """A model with hook points, addressed by name.
 
-    Follows TransformerLens' class of that name: derive from it, make hook points where activations
-    are to be seen, and call `setup` at the end of `__init__`. `wrap` makes the hook points of an
+    Follows TransformerLens' class of that name: subclass it, create a `HookPoint` for each
+    activation to hook, and call `setup` at the end of `__init__`. `wrap` creates hook points on an
     existing model instead.
 
-    What `hooks`, `run_with_hooks` and `run_with_cache` add fires in the calling context alone:
-    threads and tasks that share the model do not see each other's. `add_hook` adds for all.
+    Hooks of `hooks`, `run_with_hooks` and `run_with_cache` fire in the calling context alone:
+    threads and tasks that share the model do not see each other's. Hooks of `add_hook` fire in all.
 
     Attributes:
-        mod_dict: all modules below by name, from `setup`.
+        mod_dict: all submodules by name, from `setup`.
         hook_dict: the hook points among them.
     """
 
@@ -87,35 +87,34 @@ class HookedRootModule(nn.Module):
     def wrap(
         model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector = None
     ) -> HookedRootModule:
-        """Makes hook points out of the modules of an existing model.
+        """Creates hook points on the modules of an existing model.
 
-        The hook point `layers.0.hook_out` sees what the module `layers.0` returns, and
-        `layers.0.hook_in` what it takes: the first tensor of it, where that is a structure. What
-        their hooks return takes the tensor's place. The model itself is instrumented and otherwise
-        as it was; what is returned has its parameters, attributes and methods, under the same
-        names.
+        The hook point `layers.0.hook_out` sees the output of the module `layers.0`, and
+        `layers.0.hook_in` its input; of a structure, the first tensor. A hook's return value
+        replaces that tensor. The model is instrumented and otherwise unchanged; the wrapper has
+        its parameters, attributes and methods, under the same names.
 
         Args:
             model: any module.
-            points: from what `select` takes to `"hook_in"`, `"hook_out"` or both in a collection;
-                or just what `select` takes, for both.
+            points: a dict from selectors (see `select`) to `"hook_in"`, `"hook_out"` or a
+                collection of both; or one selector, for both.
 
         Returns:
-            A `HookedRootModule` around the model, whose `into_inner` gives it back as it was. It is
-            an instance of the model's class too, unless the model has names of `HookedRootModule`.
+            A `HookedRootModule` around the model; `into_inner` restores and returns the model. An
+            instance of the model's class too, unless the model uses names of `HookedRootModule`.
 
         Raises:
             SelectionError: a pattern matches no module.
-            HookTypeError: `model` is no `nn.Module`, or a pattern of the wrong type.
-            ValueError: something other than `hook_in` and `hook_out`.
-            HookError: a module that cannot be instrumented, or has something of that name.
+            HookTypeError: `model` is no `nn.Module`, or a pattern has the wrong type.
+            ValueError: a kind other than `hook_in` and `hook_out`.
+            HookError: a module cannot be instrumented, or has an attribute of a point's name.
 
         Examples:
             >>> model = HookedRootModule.wrap(llama, points={"layers.*.mlp": "hook_out"})
             >>> _, cache = model.run_with_cache(ids)
             >>> cache["layers.0.mlp.hook_out"].shape
         """
-        return WrappedRootModule(model, points_on(model, points))
+        return WrappedRootModule(model, make_points(model, points))
 
     def __getattr__(self, name: str) -> Any:
         if name in {"mod_dict", "hook_dict"}:
@@ -124,16 +123,16 @@ class HookedRootModule(nn.Module):
         return super().__getattr__(name)
 
     def setup(self) -> None:
-        """Finds the hook points and tells all modules their names.
+        """Finds the hook points and sets each module's `name`.
 
-        To be called at the end of `__init__`, and again when modules were added.
+        Call it at the end of `__init__`, and again after adding modules.
         """
         self.mod_dict = {name: module for name, module in self.named_modules() if name}
         self.hook_dict = {
             name: module for name, module in self.mod_dict.items() if isinstance(module, HookPoint)
         }
         for name, module in self.mod_dict.items():
-            # Others may have a `name` that is not ours to set.
+            # A module may define a read-only `name` of its own.
             with contextlib.suppress(AttributeError, TypeError):
                 module.name = name  # type: ignore[assignment]  # as in TransformerLens
 
@@ -143,13 +142,13 @@ class HookedRootModule(nn.Module):
 
     @property
     def context_level(self) -> int:
-        """How many `hooks` of this model are open in this context."""
+        """Number of `hooks` contexts of this model that are open in this context."""
         tags = (frame.tag for frame in frames.get())
-        return sum(isinstance(tag, _Level) and tag.model is self for tag in tags)
+        return sum(isinstance(tag, _HooksContext) and tag.model is self for tag in tags)
 
     @property
     def is_caching(self) -> bool:
-        """Whether anything that caches fires at a hook point in this context."""
+        """True if a caching hook fires at a hook point in this context."""
         return any(
             isinstance(hook, Recorder)
             or (isinstance(hook, LensHandle) and isinstance(hook.user_hook, SavingHook))
@@ -179,7 +178,7 @@ class HookedRootModule(nn.Module):
     ) -> list[LensHandle]: ...
     def add_hook(
         self,
-        name: Which,
+        name: NameOrFilter,
         hook: HookFunction,
         dir: Direction = "fwd",
         is_permanent: bool = False,
@@ -189,20 +188,20 @@ class HookedRootModule(nn.Module):
         """Adds a hook to hook points by name, for all contexts, until it is removed.
 
         Args:
-            name: of the hook point, or a predicate of names.
+            name: the hook point's name, or a predicate of names.
             hook: see `HookPoint.add_hook`, as for the other arguments.
             dir: `fwd` or `bwd`.
-            is_permanent: it stays when hooks are removed, unless permanent ones are asked for.
-            level: a number to remove it by.
-            prepend: ahead of all others.
+            is_permanent: removed only with `including_permanent=True`.
+            level: an int to remove it by.
+            prepend: run ahead of all others.
 
         Returns:
-            The handle, or those of all that the predicate names.
+            The handle; for a predicate, a list of handles.
 
         Raises:
-            SelectionError: the name is not that of a hook point.
+            SelectionError: no hook point has that name.
             HookTypeError: `hook` cannot be called as `hook(tensor, hook=point)`.
-            ValueError: another `dir`.
+            ValueError: `dir` is neither of these.
         """
         handles: list[LensHandle] = []
         try:
@@ -216,18 +215,18 @@ class HookedRootModule(nn.Module):
             raise
         return handles[0] if isinstance(name, str) else handles
 
-    def _points(self, which: Which) -> dict[str, HookPoint]:
-        if isinstance(which, str):
-            return points_named(self, [which])
-        if not callable(which):
-            msg = f"hooks go to a name or to a predicate of names, got {describe(which)}"
+    def _points(self, name: NameOrFilter) -> dict[str, HookPoint]:
+        if isinstance(name, str):
+            return points_named(self, [name])
+        if not callable(name):
+            msg = f"a hook is added to a name or a predicate of names, got {describe(name)}"
             raise HookTypeError(msg)
-        return points_filtered(self, which)
+        return points_filtered(self, name)
 
     def add_perma_hook(
-        self, name: Which, hook: HookFunction, dir: Direction = "fwd"
+        self, name: NameOrFilter, hook: HookFunction, dir: Direction = "fwd"
     ) -> LensHandle | list[LensHandle]:
-        """Adds a hook that stays when others are removed, see `add_hook`."""
+        """Adds a permanent hook, see `add_hook`."""
         return self.add_hook(cast("str", name), hook, dir=dir, is_permanent=True)
 
     def check_and_add_hook(
@@ -240,7 +239,7 @@ class HookedRootModule(nn.Module):
         level: int | None = None,
         prepend: bool = False,
     ) -> LensHandle:
-        """Asks `check_hooks_to_add`, and adds the hook to the point."""
+        """Calls `check_hooks_to_add`, then adds the hook to the point."""
         self.check_hooks_to_add(
             hook_point,
             hook_point_name,
@@ -262,7 +261,7 @@ class HookedRootModule(nn.Module):
         is_permanent: bool = False,
         prepend: bool = False,
     ) -> None:
-        """To be overridden by models that refuse some hooks: it raises, and `add_hook` with it."""
+        """Override it to refuse hooks: an exception it raises leaves `add_hook`."""
 
     @contextlib.contextmanager
     def hooks(
@@ -275,32 +274,32 @@ class HookedRootModule(nn.Module):
         """Adds hooks for the calls of this context, and removes exactly those at its end.
 
         Args:
-            fwd_hooks: pairs of a name, or a predicate of names, and a hook.
-            bwd_hooks: likewise, of the backward.
-            reset_hooks_end: remove them at the end. Else they stay in this context until
+            fwd_hooks: pairs of a name, or a predicate of names, and a forward hook.
+            bwd_hooks: likewise for backward hooks.
+            reset_hooks_end: remove them at the end; False leaves them in this context until
                 `reset_hooks` is called in it.
             clear_contexts: with `reset_hooks_end`, empty the `ctx` of all hook points at the end.
 
         Raises:
-            SelectionError: a name is not that of a hook point; nothing was added.
+            SelectionError: no hook point has that name; nothing was added.
             HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`; nothing was added.
 
         Examples:
             >>> with model.hooks(fwd_hooks=[("blocks.0.hook_out", ablate)]):
             ...     model(ids)
         """
-        with Scope(_Level(self)) as level:
-            lasting = None if reset_hooks_end else Frame(_Lasting())
-            if lasting is not None:
-                lasting.enter_outermost()
+        with Scope(_HooksContext(self)) as level:
+            persistent = None if reset_hooks_end else Frame(_PersistentHooks())
+            if persistent is not None:
+                persistent.enter_outermost()
             try:
-                handles = self._add_all(fwd_hooks, bwd_hooks, lasting or level)
+                handles = self._add_all(fwd_hooks, bwd_hooks, persistent or level)
             except BaseException:
-                if lasting is not None:
-                    lasting.take_out()
+                if persistent is not None:
+                    persistent.take_out()
                 raise
-            if lasting is not None:
-                lasting.tag.handles = handles
+            if persistent is not None:
+                persistent.tag.handles = handles
             try:
                 yield self
             finally:
@@ -314,16 +313,16 @@ class HookedRootModule(nn.Module):
         hooks: dict[Direction, Hooks] = {"fwd": fwd_hooks, "bwd": bwd_hooks}
         for dir, pairs in hooks.items():
             kind = HANDLES[dir]
-            known = None  # the same hook, or hooks of one loop, stand one after the other
+            checked_code = None  # consecutive hooks are often one function, or one loop's closures
             rows: list[tuple[HookPoint, LensHandle]] = []
-            for which, hook in _pairs(pairs, dir):
-                if type(hook) is not FunctionType or hook.__code__ is not known:
+            for name, hook in _pairs(pairs, dir):
+                if type(hook) is not FunctionType or hook.__code__ is not checked_code:
                     check_hook(hook)
-                    known = usual_code(hook)
-                if isinstance(which, str) and which in points:
-                    rows.append((points[which], kind(hook, False, level)))
+                    checked_code = usual_code(hook)
+                if isinstance(name, str) and name in points:
+                    rows.append((points[name], kind(hook, False, level)))
                 else:
-                    found = self._points(which).values()
+                    found = self._points(name).values()
                     rows += [(each, kind(hook, False, level)) for each in found]
             if rows:
                 register_all(rows, PHASES[dir], scope)
@@ -341,21 +340,22 @@ class HookedRootModule(nn.Module):
     ) -> Any:
         """Calls the model with hooks for this call alone, see `hooks`.
 
-        Backward hooks need `reset_hooks_end=False`, and `reset_hooks` after the backward: it warns.
+        Backward hooks need `reset_hooks_end=False` and `reset_hooks` after the backward, else a
+        `UserWarning` says so.
 
         Args:
-            *model_args: for the model.
-            fwd_hooks: pairs of a name, or a predicate of names, and a hook.
-            bwd_hooks: likewise, of the backward.
+            *model_args: positional arguments of the model.
+            fwd_hooks: pairs of a name, or a predicate of names, and a forward hook.
+            bwd_hooks: likewise for backward hooks.
             reset_hooks_end: remove them when the model has returned.
             clear_contexts: with `reset_hooks_end`, empty the `ctx` of all hook points then.
-            **model_kwargs: for the model.
+            **model_kwargs: keyword arguments of the model.
 
         Returns:
-            What the model returns.
+            The model's output.
 
         Raises:
-            SelectionError: a name is not that of a hook point.
+            SelectionError: no hook point has that name.
             HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`.
         """
         if bwd_hooks and reset_hooks_end:
@@ -380,54 +380,53 @@ class HookedRootModule(nn.Module):
         copy: Copy = "checked",
         **model_kwargs: Any,
     ) -> tuple[Any, PointCache]:
-        """Calls the model and keeps what passes its hook points.
+        """Calls the model and caches the activations of its hook points.
 
-        What is kept is what leaves the hooks, detached. Hook points that were asked for by name and
-        never fired are told in a `NeverFiredWarning`.
+        Activations are cached detached, as they leave the hooks. A `NeverFiredWarning` lists hook
+        points that were selected by name and never fired.
 
         Args:
-            *model_args: for the model.
-            names_filter: the hook points to keep: a name, a list, tuple or set of names, a
-                predicate of names, or None for all.
-            device: where tensors are moved to; None leaves them where they are.
-            remove_batch_dim: drop the first dimension, where it is 1.
-            incl_bwd: call `backward` of the output too and keep the gradients, under the name with
-                `_grad` behind it.
-            reset_hooks_end: end it with the call. Else the cache goes on being filled by the calls
-                of this context, until `reset_hooks` is called in it.
+            *model_args: positional arguments of the model.
+            names_filter: hook points to cache: a name, a list, tuple or set of names, a predicate
+                of names, or None for all.
+            device: device that tensors are moved to; None leaves them on theirs.
+            remove_batch_dim: drop the first dimension if its size is 1.
+            incl_bwd: call `backward` of the output too and cache the gradient of each `name` under
+                `name_grad`.
+            reset_hooks_end: stop caching after this call; False has the calls of this context
+                refill the cache until `reset_hooks` is called in it.
             clear_contexts: with `reset_hooks_end`, empty the `ctx` of all hook points at the end.
-            pos_slice: the positions to keep, see `Slice`; an integer keeps the dimension.
+            pos_slice: positions to cache, see `Slice`; an int keeps the dimension.
             copy: `checked` keeps a reference, and reading one that was changed in place raises
-                `StaleActivationError`; `clone` copies; `ref` keeps a reference, whatever becomes of
-                it.
-            **model_kwargs: for the model.
+                `StaleActivationError`; `clone` copies; `ref` keeps an unchecked reference.
+            **model_kwargs: keyword arguments of the model.
 
         Returns:
-            What the model returns, and the cache.
+            The model's output and the cache.
 
         Raises:
-            SelectionError: a name is not that of a hook point.
-            HookTypeError: `names_filter` is something else.
-            ValueError: `remove_batch_dim` with a first argument of another batch size than 1, an
-                unknown `copy`, or a `pos_slice` that is none.
-            RuntimeError: `incl_bwd` with an output that is no scalar, or `device` is none.
+            SelectionError: no hook point has that name.
+            HookTypeError: `names_filter` is of another type.
+            ValueError: `remove_batch_dim` with a first argument whose batch size is not 1, an
+                unknown `copy`, or an invalid `pos_slice`.
+            RuntimeError: `incl_bwd` with an output that is no scalar, or an invalid `device`.
         """
         if remove_batch_dim and model_args:
             _check_batch(model_args[0])
         points = points_filtered(self, names_filter)
-        keeping = _keeping(device, remove_batch_dim, pos_slice, copy)
+        options = _cache_options(device, remove_batch_dim, pos_slice, copy)
         if not reset_hooks_end:
-            cache, fwd, bwd = self._saving(points, keeping, None, incl_bwd=incl_bwd)
+            cache, fwd, bwd = self._saving_hooks(points, options, None, incl_bwd=incl_bwd)
             with self.hooks(fwd, bwd, reset_hooks_end=False):
                 return self._call(model_args, model_kwargs, backward=incl_bwd), cache
-        with Scope(_Level(self)) as level:
-            recording = Recording(points, keeping, level, grads=incl_bwd)
+        with Scope(_HooksContext(self)) as level:
+            recorder = CacheRecorder(points, options, level, grads=incl_bwd)
             try:
                 output = self._call(model_args, model_kwargs, backward=incl_bwd)
             finally:
                 if clear_contexts:
                     self.clear_contexts()
-        cache = recording.cache()
+        cache = recorder.cache()
         by_name = names_filter is not None and not callable(names_filter)
         silent = [name for name in points if name not in cache] if by_name else []
         if silent:
@@ -452,35 +451,35 @@ class HookedRootModule(nn.Module):
     ) -> tuple[
         MutableMapping[str, Any], list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]
     ]:
-        """Makes hooks that keep activations, for `hooks` or `run_with_hooks`, and adds none.
+        """Makes caching hooks for `hooks` or `run_with_hooks`; adds none.
 
         Args:
-            names_filter: which hook points, see `run_with_cache`, as for the others.
-            incl_bwd: hooks for the gradients too.
-            device: where tensors are moved to.
-            remove_batch_dim: drop the first dimension, where it is 1.
-            cache: what to fill; None for a new one. A dict cannot check what `copy="checked"`
-                checks: it gets references.
-            pos_slice: the positions to keep.
+            names_filter: hook points, see `run_with_cache`, as for the other arguments.
+            incl_bwd: make hooks for gradients too.
+            device: device that tensors are moved to.
+            remove_batch_dim: drop the first dimension if its size is 1.
+            cache: mapping to fill; None for a new `PointCache`. A dict gets unchecked references
+                for `copy="checked"`.
+            pos_slice: positions to cache.
             copy: `checked`, `clone` or `ref`.
 
         Returns:
-            The cache; pairs of a name and a hook for the forward; and for the backward.
+            The cache, pairs of a name and a forward hook, pairs of a name and a backward hook.
 
         Raises:
-            SelectionError: a name is not that of a hook point.
-            HookTypeError: `names_filter` is something else, or `cache` is no mutable mapping.
-            ValueError: an unknown `copy`, or a `pos_slice` that is none.
-            RuntimeError: `device` is none.
+            SelectionError: no hook point has that name.
+            HookTypeError: `names_filter` is of another type, or `cache` is no mutable mapping.
+            ValueError: an unknown `copy`, or an invalid `pos_slice`.
+            RuntimeError: an invalid `device`.
         """
-        keeping = _keeping(device, remove_batch_dim, pos_slice, copy)
+        options = _cache_options(device, remove_batch_dim, pos_slice, copy)
         points = points_filtered(self, names_filter)
-        return self._saving(points, keeping, cache, incl_bwd=incl_bwd)
+        return self._saving_hooks(points, options, cache, incl_bwd=incl_bwd)
 
-    def _saving(
+    def _saving_hooks(
         self,
         points: dict[str, HookPoint],
-        keeping: Keeping,
+        options: CacheOptions,
         cache: Any,
         *,
         incl_bwd: bool,
@@ -493,7 +492,7 @@ class HookedRootModule(nn.Module):
 
         def hooks(suffix: str) -> list[tuple[str, HookFunction]]:
             return [
-                (name, SavingHook(cache, name + suffix, point, keeping))
+                (name, SavingHook(cache, name + suffix, point, options))
                 for name, point in points.items()
             ]
 
@@ -508,12 +507,12 @@ class HookedRootModule(nn.Module):
         cache: MutableMapping[str, Any] | None = None,
         copy: Copy = "checked",
     ) -> MutableMapping[str, Any]:
-        """Adds hooks that keep activations, for all contexts, until `reset_hooks`.
+        """Adds caching hooks for all contexts, until `reset_hooks`.
 
-        The arguments, and what is raised, are those of `get_caching_hooks`.
+        Takes the arguments of `get_caching_hooks`, and raises its errors.
 
         Returns:
-            The cache, which the calls of the model fill.
+            The cache, which calls of the model fill.
         """
         cache, fwd, bwd = self.get_caching_hooks(
             names_filter, incl_bwd, device, remove_batch_dim, cache, copy=copy
@@ -561,7 +560,7 @@ class HookedRootModule(nn.Module):
         """Removes hooks from all hook points, see `HookPoint.remove_hooks`."""
         for point in self.hook_points():
             point.remove_hooks(direction, including_permanent=including_permanent, level=level)
-        _leave_empty_ones()
+        _leave_empty_frames()
 
     def reset_hooks(
         self,
@@ -570,16 +569,16 @@ class HookedRootModule(nn.Module):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes the hooks that were added and fire in this context, but for permanent ones.
+        """Removes the added hooks that fire in this context, but for permanent ones.
 
         Args:
             clear_contexts: empty the `ctx` of all hook points too.
             direction: `fwd`, `bwd` or `both`.
-            including_permanent: permanent ones too.
-            level: only those of this level.
+            including_permanent: remove permanent ones too.
+            level: remove only hooks of this level.
 
         Raises:
-            ValueError: another `direction`.
+            ValueError: `direction` is none of these.
         """
         if clear_contexts:
             self.clear_contexts()
@@ -591,17 +590,17 @@ class HookedRootModule(nn.Module):
         dir: Directions = "both",
         including_permanent: bool = True,
     ) -> dict[str, list[LensHandle]]:
-        """The hooks that were added and fire in this context, by hook point, in firing order.
+        """Lists the added hooks that fire in this context, by hook point, in firing order.
 
         Args:
-            name_filter: which hook points; those without hooks are left out.
-            dir: `fwd`, `bwd` or `both`, forward ones first.
+            name_filter: hook points, see `NamesFilter`; points without hooks are left out.
+            dir: `fwd`, `bwd` or `both`, forward hooks first.
             including_permanent: list permanent ones too.
 
         Raises:
-            SelectionError: a name is not that of a hook point.
-            HookTypeError: `name_filter` is something else.
-            ValueError: another `dir`.
+            SelectionError: no hook point has that name.
+            HookTypeError: `name_filter` is of another type.
+            ValueError: `dir` is none of these.
         """
         listed = {}
         for name, point in points_filtered(self, name_filter).items():
@@ -617,7 +616,7 @@ class HookedRootModule(nn.Module):
 
 
 class WrappedRootModule(WrappedModel, HookedRootModule):
-    """The model that `HookedRootModule.wrap` returns, with the methods of this class."""
+    """The wrapper that `HookedRootModule.wrap` returns."""
 
     __slots__ = ()
 
@@ -626,22 +625,22 @@ WrappedRootModule._own_names = own_names(WrappedRootModule)
 
 
 def _pairs(pairs: Hooks, dir: Direction) -> Hooks:
-    """The pairs, or an error that says what was expected."""
+    """Validates and returns the pairs."""
     try:
-        whiches, hooks = tuple(zip(*pairs, strict=True)) or ((), ())
-        return zip(whiches, hooks, strict=True)
+        names, hooks = tuple(zip(*pairs, strict=True)) or ((), ())
+        return zip(names, hooks, strict=True)
     except (TypeError, ValueError) as error:
         msg = f"{dir}_hooks is a list of pairs (name, hook), got {pairs!r}"
         raise HookTypeError(msg) from error
 
 
-def _keeping(
+def _cache_options(
     device: torch.device | str | None, remove_batch_dim: bool, pos_slice: Any, copy: Copy
-) -> Keeping:
+) -> CacheOptions:
     check_copy(copy)
-    # Made on it: one that is not there is refused here.
+    # An empty tensor validates the device.
     target = None if device is None else torch.empty(0, device=device).device
-    return Keeping(target, bool(remove_batch_dim), Slice.unwrap(pos_slice), copy)
+    return CacheOptions(target, bool(remove_batch_dim), Slice.unwrap(pos_slice), copy)
 
 
 def _check_batch(first: object) -> None:

@@ -1,4 +1,4 @@
-"""`Slice`: what part of one dimension of a tensor is wanted."""
+"""`Slice`: an index into one dimension of a tensor."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ if TYPE_CHECKING:
 SliceInput: TypeAlias = (
     "int | np.integer[Any] | Sequence[int] | slice | Tensor | np.ndarray[Any, Any] | None"
 )
-"""What a `Slice` is made from: see there."""
+"""Argument of `Slice`."""
 
 Mode: TypeAlias = Literal["int", "slice", "array", "identity"]
 
 
 class Slice:
-    """What part of one dimension of a tensor is wanted.
+    """An index into one dimension of a tensor.
 
-    Follows TransformerLens' `Slice`. Python's own syntax is not enough, as an integer is to be told
-    from a list of one.
+    Follows TransformerLens' `Slice`. Distinguishes an int from a list of one.
 
     Args:
-        input_slice: an integer takes that place and drops the dimension; a tuple is the arguments
-            of `slice` (`(5,)` is `:5`, `(1, 5)` is `1:5`, `(1, 5, 2)` is `1:5:2`), which is taken
-            too; a list, tensor or array holds the indices that are wanted, or a mask; None takes
-            everything.
+        input_slice: an int selects that index and drops the dimension; a tuple is the arguments of
+            `slice` (`(5,)` is `:5`, `(1, 5)` is `1:5`, `(1, 5, 2)` is `1:5:2`); a `slice` is
+            itself; a list, tensor or array contains indices or is a mask; None selects everything.
 
     Attributes:
-        slice: what the dimension is indexed by.
+        slice: the index of the dimension.
         mode: `int`, `slice`, `array` or `identity`.
 
     Raises:
@@ -43,9 +41,9 @@ class Slice:
     mode: Mode
 
     def __init__(self, input_slice: SliceInput = None) -> None:
-        whole = _whole_number(input_slice)
-        if whole is not None:
-            self.slice, self.mode = whole, "int"
+        index = _as_int(input_slice)
+        if index is not None:
+            self.slice, self.mode = index, "int"
         elif input_slice is None:
             self.slice, self.mode = slice(None), "identity"
         elif isinstance(input_slice, slice):
@@ -65,24 +63,24 @@ class Slice:
 
     @classmethod
     def unwrap(cls, slice_input: Slice | SliceInput) -> Slice:
-        """A `Slice` of what one is made from; one that is a `Slice` stays as it is.
+        """Makes a `Slice`, or returns one unchanged.
 
-        An integer becomes a list of one: the dimension stays.
+        An int becomes a list of one: the dimension stays.
         """
         if isinstance(slice_input, Slice):
             return slice_input
-        whole = _whole_number(slice_input)
-        return cls(slice_input if whole is None else [whole])
+        index = _as_int(slice_input)
+        return cls(slice_input if index is None else [index])
 
     def apply(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """That part of a tensor.
+        """Indexes one dimension of a tensor.
 
         Args:
-            tensor: of any shape that has the dimension.
-            dim: which one; below 0 counted from the end.
+            tensor: any shape that has the dimension.
+            dim: the dimension; a negative one counts from the end.
 
         Returns:
-            A view where PyTorch's indexing gives one.
+            The part; a view if PyTorch's indexing returns one.
 
         Raises:
             IndexError: the tensor lacks the dimension or the indices.
@@ -92,10 +90,10 @@ class Slice:
         return tensor[tuple(index)]
 
     def indices(self, max_ctx: int | None = None) -> np.ndarray[Any, Any]:
-        """The indices that are taken of a dimension.
+        """Lists the selected indices of a dimension.
 
         Args:
-            max_ctx: the size of the dimension; an integer `Slice` needs none.
+            max_ctx: the dimension's size; an int `Slice` needs none.
 
         Raises:
             ValueError: `max_ctx` is missing.
@@ -112,15 +110,17 @@ class Slice:
         return f"Slice({self.slice!r}, mode={self.mode!r})"
 
 
-def _whole_number(value: object) -> int | None:
-    """The value of a whole number, however it is stored; None for anything else."""
+def _as_int(value: object) -> int | None:
+    """Converts an int, a NumPy integer or an integer scalar tensor or array; else None."""
     if isinstance(value, bool | np.bool_):
         return None
     if isinstance(value, int | np.integer):
         return int(value)
     if isinstance(value, Tensor):
-        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        return int(value.item()) if whole and value.ndim == 0 else None
+        integral = not (
+            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        )
+        return int(value.item()) if integral and value.ndim == 0 else None
     if isinstance(value, np.ndarray) and value.ndim == 0 and np.issubdtype(value.dtype, np.integer):
         return int(value)
     return None

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
-"""Hook points by the name of their module, and which of the two they are."""
+"""Hook points by module name and kind (`hook_in` or `hook_out`)."""
 
 
-class _At:
-    """What is registered with a module, for its tensor to go through a hook point."""
+class _PointHook:
+    """A hook on a module that passes its tensor through a hook point."""
 
     phase: str
     __call__: Callable[..., Any]
@@ -36,7 +36,7 @@ class _At:
         self.point = point
 
     def through(self, value: Any) -> Any:
-        """The value with its first tensor replaced; None where that stays."""
+        """Calls the point with the first tensor; returns the changed value or None."""
         first = next(tensors_in(value), None)
         if first is None:
             return None
@@ -50,35 +50,35 @@ class _At:
         return map_tensors(convert, value)
 
 
-class _AtInput(_At):
+class _InputPointHook(_PointHook):
     phase = "forward_pre"
 
     def __call__(self, _module: Any, args: Any, kwargs: Any) -> Any:
         return self.through((args, kwargs))
 
 
-class _AtOutput(_At):
+class _OutputPointHook(_PointHook):
     phase = "forward"
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
         return self.through(output)
 
 
-_KINDS: dict[str, type[_At]] = {"hook_in": _AtInput, "hook_out": _AtOutput}
+_KINDS: dict[str, type[_PointHook]] = {"hook_in": _InputPointHook, "hook_out": _OutputPointHook}
 
 
-def points_on(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector) -> Points:
-    """Makes the hook points for modules of a model, see `HookedRootModule.wrap`."""
+def make_points(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector) -> Points:
+    """Creates the hook points for modules of a model, see `HookedRootModule.wrap`."""
     wanted = points if isinstance(points, Mapping) else {None: tuple(_KINDS)}
-    made: Points = {}
-    for what, kinds in wanted.items():
-        selector = what if isinstance(points, Mapping) else points
+    created: Points = {}
+    for key, kinds in wanted.items():
+        selector = key if isinstance(points, Mapping) else points
         for name, module in select(model, selector).items():
             if isinstance(module, HookPoint):
-                continue  # it is one
+                continue  # already one
             for kind in _check_kinds(kinds):
-                made.setdefault((name, kind), HookPoint())
-    return made
+                created.setdefault((name, kind), HookPoint())
+    return created
 
 
 def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
@@ -91,17 +91,17 @@ def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
 
 
 class WrappedModel(TransparentWrapper):
-    """A model with hook points on its modules; a hook of each leads its tensor through them.
+    """A wrapper around a model, with hook points that hooks on its modules call.
 
-    What is instrumented is the model, whose `__dict__` has the registry.
+    The model is instrumented, the wrapper never: they share the `__dict__` with the registry.
     """
 
-    # Not in the `__dict__`, which is the model's.
-    __slots__ = ("_attached", "_made", "_model", "hook_dict", "mod_dict")
+    # Slots: the `__dict__` is the model's.
+    __slots__ = ("_attached", "_created_points", "_model", "hook_dict", "mod_dict")
     _own_slots = __slots__
 
     _model: nn.Module | None
-    _made: Points
+    _created_points: Points
     mod_dict: dict[str, nn.Module]
     hook_dict: dict[str, HookPoint]
     _attached: HandleGroup
@@ -122,14 +122,14 @@ class WrappedModel(TransparentWrapper):
 
     def _adopt(self, model: nn.Module, points: Points, attached: HandleGroup) -> None:
         self._share(model)
-        self._model, self._made, self._attached = model, points, attached
+        self._model, self._created_points, self._attached = model, points, attached
         self.setup()
 
     _calls_inner = True
 
-    if not TYPE_CHECKING:  # for checkers that of nn.Module
+    if not TYPE_CHECKING:  # type checkers use nn.Module's
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (that of nn.Module)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (nn.Module's)
             return self.inner(*args, **kwargs)
 
     @property
@@ -137,7 +137,7 @@ class WrappedModel(TransparentWrapper):
         """The model.
 
         Raises:
-            HookError: it was given back by `into_inner`.
+            HookError: `into_inner` was called.
         """
         if self._model is None:
             msg = "this model was given back by into_inner: wrap it again"
@@ -145,7 +145,7 @@ class WrappedModel(TransparentWrapper):
         return self._model
 
     def into_inner(self) -> nn.Module:
-        """Gives the model back as it was; using this one raises `HookError` after that."""
+        """Restores and returns the model; later use of the wrapper raises `HookError`."""
         model = self.inner
         self._attached.remove()
         self._model = None
@@ -154,10 +154,10 @@ class WrappedModel(TransparentWrapper):
         return model
 
     def setup(self) -> None:
-        """Finds the model's modules anew, with the hook points that it has itself."""
+        """Refreshes `mod_dict` and `hook_dict`, hook points of the model itself included."""
         modules = {name: module for name, module in self.inner.named_modules() if name}
         points = {name: it for name, it in modules.items() if isinstance(it, HookPoint)}
-        for (name, kind), point in self._made.items():
+        for (name, kind), point in self._created_points.items():
             point.name = _joined(name, kind)
             if point.name in modules:
                 msg = f"cannot make the hook point {point.name!r}: the model has a module there"
@@ -167,25 +167,25 @@ class WrappedModel(TransparentWrapper):
 
     def __repr__(self) -> str:
         return self._shown(
-            "HookedRootModule", "points", ", ".join(_joined(*key) for key in self._made)
+            "HookedRootModule", "points", ", ".join(_joined(*key) for key in self._created_points)
         )
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         # Hooks are run-time state and are not saved.
-        return wrapper_class(self), (self.inner, self._made)
+        return wrapper_class(self), (self.inner, self._created_points)
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        copied._adopt(self.inner, self._made, self._attached)
+        copied._adopt(self.inner, self._created_points, self._attached)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = type(self).__new__(type(self))
-        # With what is registered with its modules, which comes to the copied points.
+        # Copies the hooks on its modules too, which then call the copied points.
         model = copy.deepcopy(self.inner, memo)
-        points: Points = copy.deepcopy(self._made, memo)
+        points: Points = copy.deepcopy(self._created_points, memo)
         modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
-        # Without hooks it was copied as what it was.
+        # A model without hooks is copied uninstrumented.
         bare = {name: module for name, module in modules.items() if find_registry(module) is None}
         attach(bare, Attachment())
         names = {id(point): _joined(*key) for key, point in points.items()}
@@ -193,7 +193,7 @@ class WrappedModel(TransparentWrapper):
             names[id(hook.point)]: handle
             for module in modules.values()
             for hook, handle in registry_of(module).handles()
-            if isinstance(hook, _At) and id(hook.point) in names
+            if isinstance(hook, _PointHook) and id(hook.point) in names
         }
         attached = HandleGroup(model)
         attached._adopt(modules.values(), handles)
