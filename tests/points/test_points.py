@@ -286,9 +286,8 @@ def test_a_deep_copy_has_hooks_of_its_own(model: Model, x: torch.Tensor) -> None
     assert torch.equal(duplicate(x), model(x))
     assert len(again.fwd_hooks) == 1
     with model.hooks([(MID, zero)]):
-        assert (
-            not copy.deepcopy(model).hook_dict[MID].has_hooks()
-        )  # hooks of a scope are not copied
+        # Hooks of a scope are not copied.
+        assert not copy.deepcopy(model).hook_dict[MID].has_hooks()
     fh_copy = copy.deepcopy(model)
     with fh.instrument(fh_copy):
         pass
