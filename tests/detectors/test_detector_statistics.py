@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
 from ferrohook.detectors import NonFiniteDetector, NormDetector, ShapeDetector
-from support.detectors import seen, torch_moments
+from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def test_nan_and_infinity_are_counted_in_every_layout(dtype: torch.dtype) -> Non
     x[3, 4] = x[39, 59] = torch.nan
     x[0, 0], x[20, 1], x[5, 5] = torch.inf, -torch.inf, torch.inf
     for name, tensor in layouts(x).items():
-        found = seen(NonFiniteDetector(), tensor, torch.ones(3))
+        found = snapshot_after(NonFiniteDetector(), tensor, torch.ones(3))
         assert found == {"tensors": 2, "affected": 1, "nan": 2, "inf": 3}, name
 
 
@@ -67,22 +67,22 @@ def test_the_extremes_of_a_type_are_finite(dtype: torch.dtype) -> None:
     extremes = torch.tensor(
         [info.max, info.min, info.tiny, -0.0, info.smallest_normal], dtype=dtype
     )
-    assert seen(NonFiniteDetector(), extremes)["affected"] == 0
+    assert snapshot_after(NonFiniteDetector(), extremes)["affected"] == 0
 
 
 def test_complex_numbers_count_as_pairs_and_other_dtypes_are_skipped() -> None:
     x = torch.tensor([complex(math.nan, math.inf), complex(1, math.nan), complex(1, 1)])
-    assert seen(NonFiniteDetector(), x, x.conj()) == {
+    assert snapshot_after(NonFiniteDetector(), x, x.conj()) == {
         "tensors": 2,
         "affected": 2,
         "nan": 4,
         "inf": 2,
     }
     for tensor in (torch.arange(3), torch.ones(2, dtype=torch.bool), torch.empty(0)):
-        assert seen(NonFiniteDetector(), tensor)["tensors"] == 0
-    assert seen(NonFiniteDetector(), torch.empty(2, device="meta"))["tensors"] == 0
+        assert snapshot_after(NonFiniteDetector(), tensor)["tensors"] == 0
+    assert snapshot_after(NonFiniteDetector(), torch.empty(2, device="meta"))["tensors"] == 0
     eighth = torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)
-    assert seen(NonFiniteDetector(), eighth)["nan"] == 1
+    assert snapshot_after(NonFiniteDetector(), eighth)["nan"] == 1
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, (1 << 18) - 1])
@@ -93,10 +93,10 @@ def test_freed_memory_is_not_read(count: int, left: int) -> None:
     x.untyped_storage().resize_(min(left, 4 * count - 1))
     for tensor in (x, *views):
         for detector in (NonFiniteDetector(), NormDetector()):
-            assert seen(detector, tensor)["tensors"] == 0
+            assert snapshot_after(detector, tensor)["tensors"] == 0
     if left >= 100:  # the remaining elements are read
-        assert seen(NormDetector(), x[:25])["count"] == 25
-        assert seen(NormDetector(), x[:25:2])["count"] == 13
+        assert snapshot_after(NormDetector(), x[:25])["count"] == 25
+        assert snapshot_after(NormDetector(), x[:25:2])["count"] == 13
 
 
 def test_vmap_grad_and_nested_tensors_are_read_and_fake_ones_are_skipped() -> None:
@@ -228,12 +228,12 @@ class Record:
 def test_each_tensor_of_a_structure_is_read() -> None:
     nan = torch.tensor([math.nan])
     output = Record({"a": [nan, (nan, None, "text")]}, (nan, 3))
-    assert seen(NonFiniteDetector(), output)["nan"] == 3
-    assert seen(ShapeDetector(), output)["shapes"] == {(1,): 3}
+    assert snapshot_after(NonFiniteDetector(), output)["nan"] == 3
+    assert snapshot_after(ShapeDetector(), output)["shapes"] == {(1,): 3}
     deep: Any = nan
     for _ in range(100_000):
         deep = [deep]
-    assert seen(NonFiniteDetector(), deep)["tensors"] == 0
+    assert snapshot_after(NonFiniteDetector(), deep)["tensors"] == 0
 
 
 # Norms
@@ -247,11 +247,11 @@ def test_norms_equal_torchs_in_every_layout(dtype: torch.dtype, holes: bool) -> 
         x[0, 0], x[64, 3], x[129, 149] = torch.nan, torch.inf, -torch.inf
     expected = torch_moments(x)
     for name, tensor in layouts(x).items():
-        found = seen(NormDetector(), tensor)
+        found = snapshot_after(NormDetector(), tensor)
         assert found.pop("tensors") == 1
         # Torch's own reductions run in float32.
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-    assert seen(NormDetector(), x) | {"tensors": 0} == pytest.approx(
+    assert snapshot_after(NormDetector(), x) | {"tensors": 0} == pytest.approx(
         expected | {"tensors": 0}, rel=1e-12
     )
 
@@ -266,11 +266,11 @@ def test_norms_of_parts_add_up(values: list[float], cuts: list[int]) -> None:
     expected = torch_moments(x)
     bounds = [0, *sorted(min(cut, len(x)) for cut in cuts), len(x)]
     parts = [x[low:high] for low, high in itertools.pairwise(bounds)]
-    in_turn = seen(NormDetector(), *parts)
+    in_turn = snapshot_after(NormDetector(), *parts)
     merged = NormDetector()
     for part in parts:
         one = NormDetector()
-        seen(one, part)
+        snapshot_after(one, part)
         merged.merge(one)
     for found in (in_turn, merged.snapshot()):
         del found["tensors"]
@@ -281,7 +281,7 @@ def test_norms_are_none_without_finite_values() -> None:
     nothing = dict.fromkeys(("mean", "variance", "rms", "min", "max"))
     fresh = NormDetector().snapshot()
     assert fresh == nothing | {"tensors": 0, "count": 0, "not_finite": 0}
-    holes = seen(NormDetector(), torch.full((3,), math.nan))
+    holes = snapshot_after(NormDetector(), torch.full((3,), math.nan))
     assert holes == nothing | {"tensors": 1, "count": 0, "not_finite": 3}
-    one = seen(NormDetector(), torch.tensor([2.0]))
+    one = snapshot_after(NormDetector(), torch.tensor([2.0]))
     assert (one["mean"], one["variance"], one["rms"]) == (2.0, None, 2.0)

@@ -21,7 +21,7 @@ from ferrohook.detectors import (
     NormDetector,
     ShapeDetector,
 )
-from support.detectors import seen, torch_moments
+from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 from support.threads import in_threads, repeating, run_together
 
@@ -43,10 +43,12 @@ def test_an_invalid_limit_is_refused() -> None:
 
 def test_shapes_beyond_the_limit_count_as_others() -> None:
     detector = ShapeDetector(limit=2)
-    found = seen(detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text")
+    found = snapshot_after(
+        detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text"
+    )
     assert found == {"calls": 5, "shapes": {(1,): 2, (2, 3): 1}, "others": 1}
     other = ShapeDetector()
-    seen(other, torch.ones(()), torch.ones(1))
+    snapshot_after(other, torch.ones(()), torch.ones(1))
     detector.merge(other)
     assert detector.snapshot() == {"calls": 7, "shapes": {(1,): 3, (2, 3): 1}, "others": 2}
 
@@ -217,7 +219,7 @@ def test_compiled_calls_are_detected() -> None:
 
 def fed(cls: type[NativeDetector]) -> NativeDetector:
     detector = cls()
-    seen(detector, torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2))
+    snapshot_after(detector, torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2))
     return detector
 
 
@@ -232,7 +234,7 @@ def test_copies_and_pickles_include_the_statistics(cls: type[NativeDetector]) ->
     ):
         assert type(duplicate) is cls
         assert duplicate.snapshot() == expected
-        seen(duplicate, torch.zeros(1))
+        snapshot_after(duplicate, torch.zeros(1))
         assert duplicate.snapshot() != expected
     assert detector.snapshot() == expected
     with pytest.raises((TypeError, ValueError)):
@@ -303,7 +305,7 @@ def test_calls_of_all_threads_are_counted(size: int) -> None:
         own = NonFiniteDetector()
         for _ in range(calls):
             module(x)
-            seen(own, x)
+            snapshot_after(own, x)
             detectors[3].snapshot()
         total.merge(own)
 
