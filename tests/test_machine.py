@@ -292,7 +292,7 @@ class Oracle(Side):
     def __init__(self) -> None:
         super().__init__(Toy())
         self.disabled_by_errors = 0
-        self.known: dict[tuple[int, int], Registered] = {}
+        self.expected: dict[tuple[int, int], Registered] = {}
         self.running: list[str] = []
         self.deferred: list[tuple[int, int]] = []
         self.prioritised: set[tuple[int, str]] = set()
@@ -302,7 +302,7 @@ class Oracle(Side):
         self.specs.append(spec)
         self.homes.append(index)
         rank = -key - 1 if spec.prepend else key + 1
-        self.known[index, key] = Registered(rank, spec.priority)
+        self.expected[index, key] = Registered(rank, spec.priority)
         if spec.phase == "forward" and "forward" in self.running:
             # Deferred to the next call, where it first fires; now it may break PyTorch's iteration.
             self.deferred.append((index, key))
@@ -316,12 +316,12 @@ class Oracle(Side):
             return self.guarded(key, module, given)
 
         handle = spec.register(self.modules[index], hook)
-        self.known[index, key].torch_id = handle.id
+        self.expected[index, key].torch_id = handle.id
         self.sort(index, spec.phase)
 
     def guarded(self, key: int, module: nn.Module, given: tuple[Any, ...]) -> Any:
         spec = self.specs[key]
-        entry = self.known[self.label(module), key]
+        entry = self.expected[self.label(module), key]
         if entry.removed or not entry.enabled:
             return None
         if spec.typed and spec.phase.startswith("forward") and len(given[0]) == 1:
@@ -348,7 +348,7 @@ class Oracle(Side):
         """Registered hooks, in expected order."""
         entries = [
             entry
-            for (where, key), entry in self.known.items()
+            for (where, key), entry in self.expected.items()
             if where == index and self.specs[key].phase == phase
         ]
         return sorted(entries, key=Registered.order)
@@ -367,7 +367,7 @@ class Oracle(Side):
 
     def handle(self, key: int) -> Registered:
         """Target of a handle: the hook on the original module, not on a copy."""
-        return self.known[self.homes[key], key]
+        return self.expected[self.homes[key], key]
 
     def remove(self, key: int) -> None:
         self.handle(key).removed = True
@@ -383,16 +383,16 @@ class Oracle(Side):
         self.sort(self.homes[key], self.specs[key].phase)
 
     def clear(self, index: int, phase: str | None) -> None:
-        for (where, key), entry in self.known.items():
+        for (where, key), entry in self.expected.items():
             if where == index and phase in {None, self.specs[key].phase}:
                 entry.removed = True
 
     def copy(self, index: int) -> None:
         new = len(self.modules)
         self.modules.append(copy.deepcopy(self.modules[index]))
-        for (where, key), entry in list(self.known.items()):
+        for (where, key), entry in list(self.expected.items()):
             if where == index and not entry.removed:
-                self.known[new, key] = replace(entry, calls=0)
+                self.expected[new, key] = replace(entry, calls=0)
         self.prioritised |= {(new, phase) for where, phase in self.prioritised if where == index}
 
     def apply_deferred(self) -> None:
@@ -400,7 +400,7 @@ class Oracle(Side):
         for index, key in self.deferred:
             self.register_with_torch(index, key)
         self.deferred.clear()
-        for (index, key), entry in self.known.items():
+        for (index, key), entry in self.expected.items():
             if entry.removed and entry.torch_id is not None:
                 module = self.modules[index]
                 for hooks in (
