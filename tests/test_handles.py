@@ -426,7 +426,7 @@ def test_with_removes_on_an_exception_and_propagates_it(
     assert hooked.hooks() == []
 
 
-def test_with_may_remove_inside(hooked: fh.HookedModule[nn.Linear]) -> None:
+def test_a_handle_may_be_removed_inside_its_with_block(hooked: fh.HookedModule[nn.Linear]) -> None:
     with hooked.register_forward_hook(ignore) as handle:
         handle.remove()
     assert handle.removed

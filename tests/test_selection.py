@@ -125,7 +125,7 @@ def test_predicates_get_every_module_once_under_its_first_name(model: Model) -> 
 
 
 @pytest.mark.parametrize("pattern", ["tied*", "tied.*", "**.tied", re.compile("tied")])
-def test_second_names_are_for_exact_paths(model: Model, pattern: Any) -> None:
+def test_second_names_match_only_exact_paths(model: Model, pattern: Any) -> None:
     assert select(model, "tied") == {"tied": model.embed}
     with pytest.raises(SelectionError):
         select(model, pattern)

@@ -131,7 +131,7 @@ def test_a_with_kwargs_hook_removed_by_another_thread_never_gets_wrong_arguments
 
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
-def test_removing_and_registering_with_kwargs_hooks_beside_calls_never_tears_them(
+def test_with_kwargs_hooks_get_consistent_arguments_during_registering_and_removing(
     phase: str,
 ) -> None:
     # PyTorch fails here only by chance, so only ferrohook is run.

@@ -30,7 +30,7 @@ def test_calls_of_another_context_are_not_captured(model: nn.Sequential, x: Tens
     assert torch.equal(outer["0"], model[0](x))
 
 
-def test_tasks_capture_their_own(model: nn.Sequential) -> None:
+def test_captures_of_tasks_are_isolated(model: nn.Sequential) -> None:
     async def use(number: int) -> bool:
         x = torch.full((1, 3), float(number))
         with fh.capture(model, "0") as acts:

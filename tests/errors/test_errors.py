@@ -116,7 +116,7 @@ def test_options_of_another_phase_are_refused(hooked: fh.HookedModule[Failing]) 
     assert hooked.hooks() == []
 
 
-def test_a_refused_hook_is_not_kept_alive(hooked: fh.HookedModule[Failing]) -> None:
+def test_a_refused_hook_is_released(hooked: fh.HookedModule[Failing]) -> None:
     before = sys.getrefcount(ignore)
     for _ in range(100):
         with pytest.raises(fh.HookTypeError):

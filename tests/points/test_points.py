@@ -86,7 +86,7 @@ def test_a_backward_hook_may_return_a_tuple_of_one() -> None:
     assert weight.grad.item() == 5
 
 
-def test_levels_and_permanents() -> None:
+def test_levels_and_permanent_hooks() -> None:
     point = HookPoint()
     for level in (1, 2, None):
         point.add_hook(observe, level=level)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ferrohook.points import HookPoint
 
 
-def test_four_threads_with_hooks_of_their_own(switch_often: None) -> None:
+def test_hooks_of_four_threads_are_isolated(switch_often: None) -> None:
     model, x = Model(), torch.ones(1, 1, WIDTH)
     wrong: list[Any] = []
     alone = [model.run_with_hooks(x, fwd_hooks=[("hook_embed", adding(n))]) for n in range(THREADS)]

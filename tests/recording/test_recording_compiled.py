@@ -131,7 +131,7 @@ def test_layers_added_after_compiling_are_recorded(
 
 
 @compiled
-def test_an_exception_leaves_nothing_active_compiled() -> None:
+def test_an_exception_ends_the_recording_compiled() -> None:
     class Fails(Breaks):
         broken = True
 

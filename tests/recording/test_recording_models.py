@@ -323,7 +323,7 @@ def test_gradient_checkpointing_equals_transformers(name: str, *, reentrant: boo
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sams_vision_encoder_is_not_counted_twice_after_its_parent() -> None:
+def test_sams_vision_encoder_records_each_state_once_after_its_parent() -> None:
     model, inputs = architecture("SAM")
     ours = converted(model)
     flags = {"output_hidden_states": True, "output_attentions": True}
