@@ -119,7 +119,7 @@ def test_a_submodule_called_directly_is_not_stopped(model: nn.Sequential, x: Ten
     with fh.capture(model, "0", stop=True) as acts:
         try:
             out = model[0](x)
-        except BaseException as error:  # noqa: BLE001 (it is none that one should have to catch)
+        except BaseException as error:  # noqa: BLE001 (the stop exception is a BaseException)
             pytest.fail(repr(error))
     assert torch.equal(acts["0"], out)
 

@@ -85,7 +85,7 @@ def test_abstract_generic_and_data_classes() -> None:
         def forward(self, value: Tensor) -> Tensor:
             return value
 
-    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (an order in use)
         def forward(self, value: Tensor) -> Tensor:
             return value
 

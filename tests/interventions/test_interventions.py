@@ -316,7 +316,7 @@ def test_an_output_without_a_tensor_clears_the_previous_capture() -> None:
     assert not detector.metadata
 
 
-# Compiling and importing
+# Compiled models, and importing ferrohook
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about traced code

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("transformer_lens", reason="transformer_lens is not installed: no bridges")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-from transformer_lens import hook_points as lens_points  # noqa: E402 (once it is known to be there)
+from transformer_lens import hook_points as lens_points  # noqa: E402 (after the importorskip)
 from transformer_lens.model_bridge.sources import build_bridge_from_module  # noqa: E402
 
 pytestmark = [

@@ -246,7 +246,7 @@ def outcome(model: Any, inputs: dict[str, Any], flags: dict[str, Any]) -> Any:
     torch.manual_seed(0)  # some attentions draw random numbers
     try:
         return architectures.bits(model(**inputs, **flags))
-    except Exception as error:  # noqa: BLE001 (whichever)
+    except Exception as error:  # noqa: BLE001 (compared with ours)
         return type(error), str(error)
 
 

@@ -41,7 +41,7 @@ def write_for_ever(folder: Path, acknowledge: int) -> None:
 
 
 def test_killing_the_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    chance = random.Random(3)  # noqa: S311 (moments to kill at)
+    chance = random.Random(3)  # noqa: S311 (not for cryptography)
     acknowledged = -1
     for _ in range(12):
         receive, send = os.pipe()
@@ -214,7 +214,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small tmpfs cannot be mounted here")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 (as mount was found)
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 (on the path, like mount)
 
 
 @pytest.mark.parametrize("small", [5_000, 100_000])

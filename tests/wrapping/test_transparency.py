@@ -435,7 +435,7 @@ def test_wrapping_does_not_run_init_subclass() -> None:
 
 
 def test_a_generic_module_is_wrapped_as_an_instance_of_its_class() -> None:
-    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (an order in use)
         def forward(self, value: Tensor) -> Tensor:
             return value
 
