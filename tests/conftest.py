@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("support")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    # Inductor takes kernels of any capability from its cache, and cannot compile some of them.
+    # Inductor's cache holds kernels for other CPU capabilities, some of which fail to compile here.
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{capability}")  # noqa: PTH118
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
@@ -49,7 +49,7 @@ def switch_often() -> Iterator[None]:
 
 @pytest.fixture
 def collect_cheaply() -> Iterator[None]:
-    """Leaves what lives already (all of torch) out of the collections of a test."""
+    """Freezes existing objects (all of torch), so that collections in a test skip them."""
     gc.collect()
     gc.freeze()
     yield
@@ -58,7 +58,7 @@ def collect_cheaply() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Dynamo with nothing compiled, which compiles as often as it is asked to."""
+    """Dynamo with empty caches and no recompile limit."""
     import torch._dynamo  # noqa: PLC0415 (takes seconds)
 
     torch._dynamo.reset()
@@ -68,7 +68,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what cannot be tested here, visibly."""
+    """Skips tests that this machine cannot run, with a reason."""
     skipped = {}
     if not torch.cuda.is_available():
         skipped["cuda"] = "needs a GPU, and torch sees none"

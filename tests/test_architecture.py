@@ -1,4 +1,4 @@
-"""The map holds: what ARCHITECTURE.md says of who may use whom is what the sources do."""
+"""Layers of ARCHITECTURE.md, checked against the imports of the sources."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FRONT = "ferrohook"
 NATIVE = f"{FRONT}._core"
 
 Arrows = dict[str, set[str]]
-"""The files that each file uses, both by their names as modules."""
+"""Files used by each file, by module name."""
 
 
 def layers(language: str) -> dict[str, int]:
-    """The number of the layer of each unit (a file or a folder), from ARCHITECTURE.md."""
+    """Layer number of each unit (a file or a folder), from ARCHITECTURE.md."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
     (block,) = re.findall(
         rf"^```layers-{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL
@@ -36,8 +36,8 @@ def layers(language: str) -> dict[str, int]:
     return found
 
 
-def circle(arrows: Arrows) -> list[str]:
-    """A circle of files that use each other, if there is one."""
+def find_cycle(arrows: Arrows) -> list[str]:
+    """Files of one import cycle, or an empty list."""
     try:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
@@ -45,10 +45,8 @@ def circle(arrows: Arrows) -> list[str]:
     return []
 
 
-def against_the_order(
-    arrows: Arrows, units: Mapping[str, str], levels: Mapping[str, int]
-) -> list[str]:
-    """The arrows to another unit that do not point down."""
+def upward_arrows(arrows: Arrows, units: Mapping[str, str], levels: Mapping[str, int]) -> list[str]:
+    """Arrows to another unit that do not point down."""
     return [
         f"{user} -> {used}"
         for user, targets in arrows.items()
@@ -61,7 +59,7 @@ def against_the_order(
 
 
 def python_files() -> dict[str, Path]:
-    """The files of the package by the names of their modules, the stub of the extension too."""
+    """Files of the package by module name, including the extension's stub."""
     files = {}
     for path in (PYTHON / FRONT).rglob("*.py*"):
         if path.suffix in {".py", ".pyi"}:
@@ -71,9 +69,9 @@ def python_files() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[tuple[str, str | None, str]]:
-    """Each import of the package's: the module, the name taken from it, the name that it gets.
+    """Imports of the package's modules: the module, the imported name, the local name.
 
-    Wherever it stands: in a function and for type checkers too.
+    Imports inside functions and for type checkers count.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -100,7 +98,7 @@ def python_arrows() -> Arrows:
 
 
 def python_unit(module: str) -> str:
-    """A file beside the front, or a folder with all in it."""
+    """Unit of a module: a file beside the front, or a whole folder."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -108,8 +106,8 @@ def private(name: str | None) -> bool:
     return name is not None and name.startswith("_") and not name.startswith("__")
 
 
-def private_names_taken(source: str, modules: Iterable[str]) -> list[str]:
-    """The names with a leading underscore that a file takes from others, the extension aside."""
+def imported_private_names(source: str, modules: Iterable[str]) -> list[str]:
+    """Names with a leading underscore that a file uses from other files, the extension excepted."""
     tree = ast.parse(source)
     taken, bound = [], {}
     for module, name, local in imported(tree, modules):
@@ -125,23 +123,23 @@ def private_names_taken(source: str, modules: Iterable[str]) -> list[str]:
     return taken
 
 
-def test_python_has_no_circle() -> None:
-    assert circle(python_arrows()) == []
+def test_python_has_no_import_cycle() -> None:
+    assert find_cycle(python_arrows()) == []
 
 
-def test_python_uses_what_stands_below() -> None:
+def test_python_imports_only_lower_layers() -> None:
     arrows, levels = python_arrows(), layers("python")
     units = {module: python_unit(module) for module in arrows}
     assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
-    assert against_the_order(arrows, units, levels) == []
+    assert upward_arrows(arrows, units, levels) == []
 
 
-def test_no_private_name_is_taken_across_files() -> None:
+def test_no_private_name_is_used_across_files() -> None:
     files = python_files()
     taken = {
         module: names
         for module, path in files.items()
-        if (names := private_names_taken(path.read_text(), files))
+        if (names := imported_private_names(path.read_text(), files))
     }
     assert taken == {}
 
@@ -163,13 +161,13 @@ def test_no_private_name_is_taken_across_files() -> None:
 )
 def test_private_names_are_found(source: str, taken: list[str]) -> None:
     modules = {FRONT, f"{FRONT}.module", f"{FRONT}.shards", NATIVE}
-    assert private_names_taken(source, modules) == taken
+    assert imported_private_names(source, modules) == taken
 
 
 def test_wrong_arrows_are_found() -> None:
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
-    assert set(circle(arrows)) == {"a", "b", "c"}
-    assert circle({"a": {"b"}, "b": set()}) == []
+    assert set(find_cycle(arrows)) == {"a", "b", "c"}
+    assert find_cycle({"a": {"b"}, "b": set()}) == []
     units = {name: name for name in "abcd"}
-    found = against_the_order({"a": {"b"}, "b": {"c"}}, units, {"a": 0, "b": 0, "c": 1})
+    found = upward_arrows({"a": {"b"}, "b": {"c"}}, units, {"a": 0, "b": 0, "c": 1})
     assert found == ["a -> b", "b -> c"]

@@ -1,4 +1,4 @@
-"""Architectures of transformers, small and random, and the real MiniLM: what hooks may not change.
+"""Transparency of hooks on architectures of transformers (small, random) and the real MiniLM.
 
 The oracle is an identical run of the plain model with PyTorch's own hooks, bit for bit.
 """
@@ -282,7 +282,7 @@ GENERATING = [
 
 
 def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model that has run once (some set attributes then), and its inputs."""
+    """A model and its inputs; it has run once, as some models set attributes then."""
     architecture = ARCHITECTURES[name]
     config = getattr(transformers, architecture.config)(**architecture.sizes)
     model = getattr(transformers, architecture.model)(config).eval()
@@ -292,14 +292,14 @@ def build(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, inputs
 
 
-# --- What is compared ---------------------------------------------------------------------------
+# --- Comparison ---------------------------------------------------------------------------------
 
 
 def bits(value: Any, *, inside: bool = False) -> Any:
-    """A structure of tensors as what can be compared: classes, keys, shapes, bytes.
+    """Comparable form of a structure of tensors: classes, keys, shapes, bytes.
 
-    Other objects, key-value caches above all, count by their class; with `inside` by what is in
-    them. A capture refers to them, and later calls change them.
+    Other objects, key-value caches above all, are compared by class, or with `inside` by contents.
+    A capture refers to them, and later calls change them.
     """
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().view(-1)
@@ -314,7 +314,7 @@ def bits(value: Any, *, inside: bool = False) -> Any:
 
 
 def anatomy(model: nn.Module) -> dict[str, tuple[type, list[tuple[str, int]]]]:
-    """Each module's class, and its attributes by identity, in order."""
+    """Class and ordered attributes (by identity) of each module."""
     return {
         name: (type(module), [(key, id(value)) for key, value in vars(module).items()])
         for name, module in model.named_modules()
@@ -330,7 +330,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Seen:
-    """What PyTorch's hooks see of every module of a plain model."""
+    """Values that PyTorch's hooks get on every module of a plain model."""
 
     def __init__(self, model: nn.Module, *, inputs: bool = False) -> None:
         self.calls: dict[str, list[Any]] = {}
@@ -356,7 +356,7 @@ class Seen:
 
 
 class Warned:
-    """The one `NeverFiredWarning` of a block, as the names in it and how many it leaves out."""
+    """The one `NeverFiredWarning` of a block: its names, and the count of omitted ones."""
 
     def __enter__(self) -> Self:
         self._catching = warnings.catch_warnings(record=True)
@@ -379,7 +379,7 @@ class Warned:
 
 @pytest.mark.parametrize("inputs", [False, True], ids=["outputs", "inputs"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_capture_of_everything_is_what_torch_hooks_see(name: str, inputs: bool) -> None:
+def test_a_capture_of_all_modules_equals_torch_hooks(name: str, inputs: bool) -> None:
     model, batch = build(name)
     plain = copy.deepcopy(model)
     seen = Seen(plain, inputs=inputs)
@@ -410,11 +410,11 @@ def test_a_capture_of_everything_is_what_torch_hooks_see(name: str, inputs: bool
 
 
 UNSAVED = {"LLaVA", "Wav2Vec2"}
-"""A hook of its own that is a local function, and a parametrization: plain ones don't pickle."""
+"""Not picklable even plain: one has a local function as a hook, one a parametrization."""
 
 
 def pickled(model: nn.Module) -> bytes | str:
-    """The model's pickle, or why there is none."""
+    """Pickle of the model, or the text of the error."""
     try:
         return pickle.dumps(model)
     except (AttributeError, RuntimeError) as error:
@@ -422,7 +422,7 @@ def pickled(model: nn.Module) -> bytes | str:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_instrumented_model_is_saved_and_copied_as_what_it_is(name: str) -> None:
+def test_an_instrumented_model_is_pickled_and_copied_as_the_plain_one(name: str) -> None:
     model, batch = build(name)
     before = anatomy(model)
     saved = pickled(model)
@@ -432,7 +432,7 @@ def test_an_instrumented_model_is_saved_and_copied_as_what_it_is(name: str) -> N
         assert pickled(model) == saved
         copied = copy.deepcopy(model)
         assert bits(copied(**batch)) == expected
-        # What is captured is the original.
+        # Only the original is captured.
         assert list(acts) == []
         assert bits(model(**batch)) == expected
         assert list(acts) == [""]
@@ -471,7 +471,7 @@ def test_generate_with_a_cache_while_captured(name: str) -> None:
 
     assert torch.equal(tokens, expected)
     assert {each: [bits(call) for call in acts[each]] for each in acts} == seen.calls
-    # The cache spares all tokens but the newest.
+    # With the cache only the newest token is computed.
     assert lengths[0] > 1
     assert lengths[1:] == [1] * 5
     assert anatomy(model) == before
@@ -481,7 +481,7 @@ def test_generate_with_a_cache_while_captured(name: str) -> None:
 
 
 def differentiate(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters' gradients of a loss that every output enters."""
+    """Gradients of the parameters, for a loss that uses every output."""
     outputs = [output for output in tensors(model(**batch)) if output.requires_grad]
     sum(output.square().sum() for output in outputs).backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -500,11 +500,13 @@ def noting(gradients: Gradients, name: str) -> Callable[..., None]:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called, module output should be a")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in {"RWKV", "ResNet"}])
-def test_backward_hooks_on_all_modules_leave_the_gradients_as_they_are(name: str) -> None:
+def test_backward_hooks_on_all_modules_leave_the_gradients_unchanged(name: str) -> None:
     model, batch = build(name)
-    # Hooks change the order in which autograd adds: in double precision that hardly shows.
+    # Hooks change autograd's order of summation, which hardly matters in double precision.
     model.double()
-    model.set_experts_implementation("eager")  # the others are for single precision
+    model.set_experts_implementation(
+        "eager"
+    )  # the other implementations support only single precision
     batch = {
         key: each.double() if each.is_floating_point() else each for key, each in batch.items()
     }
@@ -527,7 +529,7 @@ def test_backward_hooks_on_all_modules_leave_the_gradients_as_they_are(name: str
 
     same = {"rtol": 1e-7, "atol": 1e-10}
     torch.testing.assert_close(gradients, expected, **same)
-    # PyTorch's hooks see neither dicts nor keyword arguments: ours see at least what they do.
+    # PyTorch's hooks get neither dicts nor keyword arguments: ours get at least what they get.
     assert theirs
     for each, calls in theirs.items():
         for (grad_input, grad_output), seen in zip(calls, ours[each], strict=True):
@@ -537,7 +539,7 @@ def test_backward_hooks_on_all_modules_leave_the_gradients_as_they_are(name: str
     assert anatomy(hooked) == before
 
 
-def test_a_backward_hook_where_the_output_is_changed_in_place_raises_as_in_torch() -> None:
+def test_a_backward_hook_on_an_output_changed_in_place_raises_as_in_torch() -> None:
     model, batch = build("ResNet")
     before = anatomy(model)
     plain = copy.deepcopy(model)
@@ -567,7 +569,7 @@ def minilm() -> tuple[Any, dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
-    """Sums are then made in one order."""
+    """One torch thread, for a fixed order of summation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -590,7 +592,7 @@ def test_minilm_is_steered_and_captured_in_threads(
     model, batch = minilm
     before = anatomy(model)
     layers = [f"encoder.layer.{index}" for index in range(6)]
-    # Each thread's own layer and strength; the last one steers nothing.
+    # Each thread steers its own layer and strength; the last one steers nothing.
     own = [(1, 0.5), (1, -0.5), (3, 0.25), (4, 0.0)]
 
     expected = []

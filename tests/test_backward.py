@@ -1,4 +1,4 @@
-"""Backward hooks: PyTorch's arguments and order, whatever the module takes and returns."""
+"""Backward hooks: PyTorch's arguments and order, for any inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.threads import in_threads
 
 
 class Shaped(nn.Module):
-    """Two linear layers, with inputs and output of the asked shape."""
+    """Two linear layers with inputs and output of a chosen structure."""
 
     def __init__(self, output: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_pytorch_s_arguments_and_order(output: str, call: str) -> None:
 
 
 @pytest.mark.parametrize("output", ["list", "dict", "ordered"])
-def test_lists_and_dicts_are_observed_as_the_tuple_of_their_values(output: str) -> None:
+def test_lists_and_dicts_reach_hooks_as_the_tuple_of_their_values(output: str) -> None:
     hooked = fh.HookedModule(Shaped(output))
     as_tuple = fh.HookedModule(copy.deepcopy(hooked.inner))
     as_tuple.output = "mixed" if output == "dict" else "tuple"
@@ -182,7 +182,7 @@ def test_a_wrong_number_of_gradients_is_pytorch_s_error(phase: str) -> None:
     assert phase in errors[1].__notes__[0]
 
 
-def test_a_typed_hook_observes_and_is_held_to_it() -> None:
+def test_a_typed_hook_observes_and_may_not_return_a_value() -> None:
     seen: list[tuple[int, int]] = []
 
     @fh.BackwardHook
@@ -204,7 +204,7 @@ def test_a_typed_hook_observes_and_is_held_to_it() -> None:
         run(hooked, torch.randn(3, 4, requires_grad=True))
 
 
-def test_no_gradient_wanted_costs_nothing() -> None:
+def test_calls_without_gradients_add_no_autograd_nodes() -> None:
     hooked = fh.HookedModule(nn.Identity())
     hooked.register_full_backward_hook(lambda *_: pytest.fail("fired"))
     hooked.register_full_backward_pre_hook(lambda *_: pytest.fail("fired"))
@@ -217,7 +217,7 @@ def test_no_gradient_wanted_costs_nothing() -> None:
     assert hooked(constant) is constant
 
 
-def test_removed_between_forward_and_backward_does_not_fire() -> None:
+def test_a_hook_removed_between_forward_and_backward_does_not_fire() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     fired: list[str] = []
     early = hooked.register_full_backward_hook(lambda *_: fired.append("early"))
@@ -226,12 +226,12 @@ def test_removed_between_forward_and_backward_does_not_fire() -> None:
     early.remove()
     late = hooked.register_full_backward_hook(lambda *_: fired.append("late"))
     output.sum().backward()
-    # The phase begins when autograd reaches it: the late hook is in its snapshot.
+    # The phase begins when autograd reaches it, so its snapshot includes the late hook.
     assert fired == ["kept", "late"]
     assert late.calls == 1
 
 
-def test_errors_leave_autograd_as_they_are_with_a_note() -> None:
+def test_errors_propagate_through_autograd_with_a_note() -> None:
     class BoomError(Exception):
         pass
 
@@ -267,7 +267,7 @@ def test_double_backward_and_checkpointing() -> None:
     assert len(log) > fired
 
 
-def test_each_thread_s_backward_sees_its_own_gradients() -> None:
+def test_hooks_get_the_gradients_of_their_thread_s_backward() -> None:
     hooked = fh.HookedModule(nn.Identity())
     wrong: list[float] = []
     local = threading.local()

@@ -49,13 +49,13 @@ def group(
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
-    """The groups that the command finds; measured here, as a worker knows the real ones alone."""
+    """Groups that the command finds, measured in this process: workers find only real groups."""
     groups: list[Group] = []
 
     def alone(group: Group, effort: Effort) -> dict[str, list[float]]:
@@ -95,7 +95,7 @@ def test_the_sides_of_a_group_alternate() -> None:
     assert samples == {"fast": [0, 2, 4], "PyTorch": [1, 3, 5]}
 
 
-def test_a_ratio_is_that_of_the_figures() -> None:
+def test_a_ratio_is_the_quotient_of_the_figures() -> None:
     ratio = Ratio([1.0, 2.0, 6.0], [2.0, 4.0, 2.0])
     assert (ratio.figure, ratio.base, ratio.value) == (2, 2, 1)
     assert ratio.spread == pytest.approx((0.5, 2.5))
@@ -122,7 +122,7 @@ def test_the_command_writes_table_json_and_plot(
     assert Path("b.svg").read_text().count("50 %") == 2
 
 
-def test_a_group_that_fails_is_told_and_the_others_are_measured(
+def test_a_failed_group_is_reported_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str], found: list[Group]
 ) -> None:
     found += [group(setup, setup.__name__) for setup in (wrong, outdated)]
@@ -146,7 +146,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("argv", MISTAKES)
-def test_a_mistake_is_told_in_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line_on_stderr(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(argv.split())
     told = capsys.readouterr()
@@ -156,7 +156,7 @@ def test_a_mistake_is_told_in_one_line(argv: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_the_table_fits(width: int) -> None:
+def test_the_table_fits_its_width(width: int) -> None:
     results, _ = report.read_json(figures.SAMPLES)
     for sheet in (
         report.of_sides(results),
@@ -188,14 +188,14 @@ def test_a_real_group_is_measured_in_a_process_of_its_own(
     assert re.search(row, capsys.readouterr().out)
 
 
-def test_a_worker_without_its_group_is_told() -> None:
+def test_a_worker_without_its_group_is_reported() -> None:
     one = partial(running.alone, effort=QUICK)
     results = running.run([group(name="in no file")], one, begin=lambda group: None)
     ((_, error),) = results.failed
     assert "not enough values" in error
 
 
-def test_a_worker_that_dies_is_told() -> None:
+def test_a_killed_worker_raises() -> None:
     (real,) = running.find_groups("register + remove")
     with running.Worker(real) as worker:
         worker._process.kill()
@@ -215,7 +215,7 @@ def test_two_builds_are_measured_side_by_side(
 
     monkeypatch.setattr(running, "Worker", Watched)
     monkeypatch.setattr(running, "ROUNDS", 2)
-    # Another path to this interpreter, so another interpreter to the command.
+    # Another path to the same interpreter counts as another build.
     there = Path(sys.executable).parent / ".." / "bin" / Path(sys.executable).name
     argv = ["--quick", "--markdown", "--only", "register + remove", "--against", str(there)]
     assert main(argv) == 0
@@ -243,7 +243,7 @@ SIZES = {"ns": 1.0, "µs": 1e3, "ms": 1e6}
 
 
 def table() -> Iterator[tuple[str, str, str, str, str]]:
-    """Both sides of a row, their figures and the ratio, as the page shows them."""
+    """Rows of the page: both sides, their figures and the ratio."""
     for line in figures.PAGE.read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and " / " in cells[0]:
@@ -255,7 +255,7 @@ def number(figure: str) -> float:
     return float(value.replace(",", "")) * SIZES.get(unit, 1.0)
 
 
-def test_a_side_has_one_figure_and_the_ratio_is_that_of_the_figures() -> None:
+def test_a_side_has_one_figure_and_the_ratio_is_the_quotient() -> None:
     shown: dict[str, str] = {}
     rows = 0
     for name, over, first, second, ratio in table():

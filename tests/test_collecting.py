@@ -1,4 +1,4 @@
-"""`collect`: each batch is stored as a whole, and what was stopped goes on to the same bytes."""
+"""`collect`: each batch is stored atomically, and a resumed run gives the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def model() -> nn.Sequential:
-    # In place, as many models compute: what is stored is what each layer returned.
+    # In place, as in many models: outputs are stored as each layer returned them.
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
 
 
@@ -52,13 +52,13 @@ def stored(store: Store, run: str = "run") -> dict[tuple[int, str, str], Tensor]
 
 
 def collected(value: Any) -> dict[str, Tensor]:
-    """What is stored of a module that returns `value`."""
+    """Stored tensors of a module that returns `value`."""
     store = MemoryStore()
     fh.collect(Returning(lambda: value), [()], "", store)
     return store.get("run", 0, "")
 
 
-def test_what_layers_return_is_stored(model: nn.Sequential, batches: list[Tensor]) -> None:
+def test_outputs_of_layers_are_stored(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
     assert fh.collect(model, batches, "*", store) == fh.Collected(batches=6, skipped=0)
     assert store.completed("run") == [*range(6)]
@@ -92,7 +92,7 @@ def test_structures_are_stored_by_their_paths() -> None:
     assert collected("text") == {}
 
 
-def test_calls_after_the_first_have_numbers() -> None:
+def test_calls_after_the_first_are_numbered() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     x = torch.randn(3, 2)
@@ -104,7 +104,7 @@ def test_calls_after_the_first_have_numbers() -> None:
         assert torch.equal(found["output#1"], shared(shared(x).relu()))
 
 
-def test_batches_are_what_models_take() -> None:
+def test_batches_are_passed_as_arguments_of_the_model() -> None:
     calls: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -123,7 +123,7 @@ def test_batches_are_what_models_take() -> None:
     assert store.runs() == ["own", "run"]
 
 
-def test_runs_that_are_complete_are_skipped(model: nn.Sequential, batches: list[Tensor]) -> None:
+def test_complete_batches_are_skipped(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
     assert fh.collect(model, batches[:4], "0", store) == (4, 0)
     assert fh.collect(model, batches, "0", store) == (2, 4)
@@ -134,7 +134,7 @@ def test_runs_that_are_complete_are_skipped(model: nn.Sequential, batches: list[
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("where", ["batches", "forward", "hook", "put"])
-def test_what_ends_the_loop_leaves_all_before_complete(  # noqa: PLR0913, PLR0917 (fixtures)
+def test_an_exception_leaves_all_earlier_batches_complete(  # noqa: PLR0913, PLR0917 (fixtures)
     model: nn.Sequential,
     batches: list[Tensor],
     tmp_path: Path,
@@ -186,7 +186,7 @@ def test_what_ends_the_loop_leaves_all_before_complete(  # noqa: PLR0913, PLR091
 
 
 class Calls(fi.Detector):
-    """How many there were so far, in a tensor that each call writes to."""
+    """Count of calls, in a tensor that each call overwrites."""
 
     def __init__(self, layer: str | None = None, tensor: str = "calls", **options: Any) -> None:
         super().__init__(layer_signature=layer, **options)
@@ -200,7 +200,7 @@ class Calls(fi.Detector):
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_detectors_and_selectors_go_together(
+def test_detectors_and_selectors_combine(
     model: nn.Sequential, batches: list[Tensor], tmp_path: Path, kind: str
 ) -> None:
     with MemoryStore() if kind == "memory" else LocalStore(tmp_path) as store:
@@ -214,7 +214,7 @@ def test_detectors_and_selectors_go_together(
             assert torch.equal(of_first["activations"], of_first["output"])
             assert torch.equal(of_first["output"], model[0](x))
             assert store.get("run", batch, "2")["calls"] == batch + 1
-        # Each is as it was, without the tensors.
+        # Detectors are unchanged, without tensors.
         assert calls.layer is kept.layer is None
         assert type(model[2]) is nn.Linear
         assert calls.metadata == {"last": 5}
@@ -222,15 +222,13 @@ def test_detectors_and_selectors_go_together(
         assert kept.get_captured() is None
 
 
-def test_registered_detectors_stay_where_they_are(
-    model: nn.Sequential, batches: list[Tensor]
-) -> None:
+def test_registered_detectors_stay_registered(model: nn.Sequential, batches: list[Tensor]) -> None:
     layers = fi.Layers(model)
     store = MemoryStore()
     detector = fi.LayerActivationDetector("never asked", store=store)
     layers.register_hook("sequential_2", detector, priority=1)
     layers.register_hook(2, fi.FunctionController(2, lambda x: x * 2))
-    model(torch.full((1, 3), 7.0))  # of no batch
+    model(torch.full((1, 3), 7.0))  # a call outside of any batch
     fh.collect(model, [], detector, store)
     fh.collect(model, batches, layers.get_detectors(), store)
     fh.collect(model, batches, "2", store, run="changed")
@@ -242,7 +240,7 @@ def test_registered_detectors_stay_where_they_are(
     assert detector.layer == "2"
 
 
-def test_inputs_and_outputs_are_those_of_the_model() -> None:
+def test_inputs_and_outputs_of_the_model_are_stored() -> None:
     class Lm(nn.Module):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
             return types.SimpleNamespace(logits=input_ids * attention_mask)  # type: ignore[return-value]
@@ -289,7 +287,9 @@ def test_detectors_are_stopped_and_resumed(
         assert once.read_bytes() == stopped.read_bytes()
 
 
-def test_threads_collect_from_one_model_at_once(model: nn.Sequential, switch_often: None) -> None:
+def test_threads_collect_from_one_model_concurrently(
+    model: nn.Sequential, switch_often: None
+) -> None:
     threads, store = 6, MemoryStore()
     batches = [[torch.randn(5, 3) for _ in range(20)] for _ in range(threads)]
     done = []
@@ -310,7 +310,7 @@ def test_threads_collect_from_one_model_at_once(model: nn.Sequential, switch_oft
     assert type(model[0]) is nn.Linear
 
 
-def test_two_of_one_name_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
+def test_duplicate_names_are_refused(model: nn.Sequential, batches: list[Tensor]) -> None:
     store = MemoryStore()
     told = r"two detectors collected 'output' of layer '0'"
     with pytest.raises(fh.HookError, match=told) as caught:
@@ -352,7 +352,9 @@ def test_a_detector_that_raises_ends_the_collection(
     assert store.completed("run") == store.batches("run") == [0, 1]
 
 
-def test_native_detectors_watch_a_collection(model: nn.Sequential, batches: list[Tensor]) -> None:
+def test_native_detectors_run_during_a_collection(
+    model: nn.Sequential, batches: list[Tensor]
+) -> None:
     norms = fh.detectors.NormDetector()
     store = MemoryStore()
     with fh.register(model, "2", norms):
@@ -364,7 +366,7 @@ def test_native_detectors_watch_a_collection(model: nn.Sequential, batches: list
     assert found["variance"] == pytest.approx(everything.var().item(), rel=1e-5)
 
 
-def test_modules_that_never_ran_are_told(model: nn.Sequential, batches: list[Tensor]) -> None:
+def test_modules_that_never_ran_warn(model: nn.Sequential, batches: list[Tensor]) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -416,7 +418,7 @@ def test_only_this_contexts_calls_are_collected(
         ({"detectors": [nn.ReLU(), "0"]}, "name of a module"),
     ],
 )
-def test_what_cannot_be_collected_is_refused(
+def test_wrong_arguments_are_refused(
     model: nn.Sequential, changed: dict[str, Any], told: str
 ) -> None:
     store = MemoryStore()
@@ -439,7 +441,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("missing", "shown"), [((), "━"), (("rich",), "6/6"), (("rich", "tqdm"), None)]
 )
-def test_a_bar_is_shown_by_what_is_installed(
+def test_a_progress_bar_is_shown_by_an_installed_package(
     model: nn.Sequential,
     batches: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -477,7 +479,7 @@ def test_batches_of_unknown_number(model: nn.Sequential, monkeypatch: pytest.Mon
     assert fh.collect(model, loader, "0", MemoryStore()) == (2, 0)
 
 
-# The real thing
+# MiniLM
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +490,7 @@ def minilm() -> Iterator[tuple[Any, Any]]:
     path = gt.get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small products: threads cost more than they bring
+    torch.set_num_threads(1)  # many small products: threads add overhead only
     yield transformers.AutoModel.from_pretrained(path).eval(), tokenizer
     torch.set_num_threads(threads)
 
@@ -508,7 +510,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _ctrl_c() -> Iterator[None]:
-    """Has Ctrl-C raise, also where a shell started this in the background and has it ignored."""
+    """Enables KeyboardInterrupt, which background jobs of a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -525,7 +527,7 @@ def test_minilm_stopped_and_resumed_gives_the_same_bytes(
             for number, first in enumerate(file):
                 lines = [first, *(next(file) for _ in range(PER_BATCH - 1))]
                 if number == stop_at:
-                    # While the model runs: a thread cannot tell where.
+                    # Fires while the model runs, at an arbitrary place.
                     threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
                 yield tokenizer([line.strip() for line in lines], padding=True, return_tensors="pt")
 
@@ -562,7 +564,7 @@ def test_minilm_stopped_and_resumed_gives_the_same_bytes(
         done = LocalStore(tmp_path / "stopped", read_only=True).completed("run")
         assert done == [*range(len(done))]
         stopped = len(done)
-        # What was stopped is in or out as a whole; the signal may come with the batch behind.
+        # The interrupted batch is stored completely or not at all; the signal may hit the next one.
         assert stop_at is None or stop_at <= stopped <= stop_at + 2
 
     def files(folder: str) -> dict[str, bytes]:

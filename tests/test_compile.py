@@ -1,4 +1,4 @@
-"""Contract 23: hooks under torch.compile are in the graph, and changes take effect."""
+"""Contract 23: `torch.compile` has hooks in the graph, and changes take effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inside_a_sequential(hooked: nn.Module) -> nn.Module:
 
 
 class Compiled:
-    """A model compiled whole, compared with itself run eagerly."""
+    """A model compiled with fullgraph, compared with its eager run."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class Compiled:
         self.x = torch.randn(3, 4)
 
     def check(self) -> Tensor:
-        """Both agree, and calling again with nothing changed compiles nothing."""
+        """Asserts equal outputs, and no recompilation without a change."""
         output = self.compiled(self.x)
         assert close(output, self.model(self.x))
         compiled = graphs()
@@ -123,7 +123,7 @@ def test_typed_and_keyword_hooks_are_in_the_graph(backend: str) -> None:
     assert shapes == [torch.Size([3]), torch.Size([3])]
 
 
-def test_hooks_see_the_same_classes_compiled_as_eager() -> None:
+def test_hooks_get_modules_of_the_same_classes_as_in_eager_mode() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     for cls, factor in ((nn.Linear, 2), (fh.HookedModule, 3), (nn.ReLU, 5)):
         hooked.register_forward_hook(
@@ -145,7 +145,7 @@ def test_the_module_s_own_torch_hooks_and_nested_wrappers_are_in_the_graph() -> 
     assert close(compiled.check(), (inner(compiled.x)) * 2 - 3)
 
 
-def test_gradients_are_those_of_eager_mode() -> None:
+def test_gradients_equal_those_of_eager_mode() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     hooked.register_forward_hook(lambda _module, _args, output: output.sin())
     x = torch.randn(3, 4)
@@ -213,7 +213,7 @@ def test_a_hook_that_raises_is_not_dropped(
 
 
 @pytest.mark.parametrize("option", [{"always_call": True}, {"on_error": "ignore"}])
-def test_options_that_speak_of_failures_break_the_graph(option: dict[str, Any]) -> None:
+def test_always_call_and_on_error_break_the_graph(option: dict[str, Any]) -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor, index: Tensor) -> Tensor:
             return x[index]
@@ -232,7 +232,7 @@ def test_options_that_speak_of_failures_break_the_graph(option: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("call", ["keywords alone", "a list"])
-def test_backward_hooks_that_torch_s_would_not_see_break_the_graph(call: str) -> None:
+def test_backward_hooks_on_values_that_torch_ignores_break_the_graph(call: str) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return [x * 2] if call == "a list" else x * 2
@@ -250,7 +250,7 @@ def test_backward_hooks_that_torch_s_would_not_see_break_the_graph(call: str) ->
     assert torch.equal(grad_output, torch.ones(3))
 
 
-def test_typed_hooks_are_held_to_their_type() -> None:
+def test_wrong_results_of_typed_hooks_raise() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
 
     def meddle(input: Tensor, output: Tensor) -> Any:
@@ -261,7 +261,7 @@ def test_typed_hooks_are_held_to_their_type() -> None:
         torch.compile(hooked, backend="eager")(torch.randn(3, 4))
 
 
-def test_compiling_the_module_inside_leaves_the_hooks_around_it() -> None:
+def test_compiling_the_wrapped_module_leaves_the_hooks_around_it() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     x = torch.randn(3, 4)
     expected = hooked(x) * 2
@@ -343,7 +343,7 @@ def add_one(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 def test_a_capture_around_a_compiled_call(instrumented: Compiled, inputs: bool) -> None:
     instrumented.check()
     compiled = []
-    for _ in range(12):  # more than Dynamo would compile anew
+    for _ in range(12):  # more often than Dynamo's recompile limit
         before = graphs()
         with fh.capture(instrumented.model, inputs=inputs) as acts:
             instrumented.compiled(instrumented.x)
@@ -357,7 +357,7 @@ def test_a_capture_around_a_compiled_call(instrumented: Compiled, inputs: bool) 
     instrumented.check()
 
 
-def test_what_a_graph_cannot_record_is_recorded_outside(instrumented: Compiled) -> None:
+def test_captures_that_break_the_graph_are_taken_outside_of_it(instrumented: Compiled) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -410,7 +410,7 @@ def test_a_model_compiled_in_place_runs_its_hooks_once(before: bool) -> None:
     assert graphs() <= compiled + 1
 
 
-def test_restoring_reaches_compiled_calls(instrumented: Compiled) -> None:
+def test_restoring_takes_effect_in_compiled_calls(instrumented: Compiled) -> None:
     plain = instrumented.check()
     instrumented.model[2].register_forward_hook(lambda module, args, output: output + 1)  # type: ignore[index]
     assert close(instrumented.check(), plain + 1)

@@ -1,7 +1,7 @@
 """Cross-talk: threads and tasks that share one model, each with its own steering and captures.
 
-What each call has to give is known before: from single-threaded runs of a plain copy with PyTorch's
-hooks. The numbers are whole, so that they are the same in whatever order they are added.
+Expected results come from single-threaded runs of a plain copy with PyTorch's hooks. All values are
+integers, so sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 THREADS = 4
 CALLS = 300
-"""Of each thread."""
+"""Calls of each thread."""
 LAYERS = [f"layers.{index}" for index in range(4)]
 FAILS = 2
-"""The layer at which calls fail that are to fail."""
+"""Index of the layer at which failing calls raise."""
 
 
-# --- What each call has to give -----------------------------------------------------------------
+# --- Expected results ---------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
-    """Linear layers over whole numbers."""
+    """Linear layers with integer weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,17 +59,17 @@ class Stack(nn.Module):
         return x
 
 
-def given(thread: int, call: int) -> torch.Tensor:
+def make_input(thread: int, call: int) -> torch.Tensor:
     return torch.tensor([[thread + 1, call, call % 7, 1]], dtype=torch.float64)
 
 
 def steered_layer(thread: int) -> str:
-    # Two threads steer one layer, and two steer another.
+    # Two threads steer one layer, two another.
     return LAYERS[1 + thread % 2]
 
 
 class Steering:
-    """A thread's own forward hook, which counts."""
+    """Forward hook of one thread, with a call count."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -100,11 +100,11 @@ def stack() -> Stack:
 
 @pytest.fixture(scope="module")
 def right(stack: Stack) -> list[list[Right]]:
-    """By thread and call."""
+    """Expected results by thread and call."""
     seen: dict[str, torch.Tensor] = {}
 
     def run(plain: Stack, thread: int, call: int) -> Right:
-        output = plain(given(thread, call))
+        output = plain(make_input(thread, call))
         return Right(output, dict(seen))
 
     results: list[list[Right]] = []
@@ -126,7 +126,7 @@ KINDS = ("instrumented", "plain", "HookedModule")
 
 @pytest.fixture(params=KINDS)
 def model(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """The model that is shared; what a test leaves behind fails it."""
+    """The shared model; asserts that the test left nothing behind."""
     shared = copy.deepcopy(stack)
     if request.param == "instrumented":
         with fh.instrument(shared):
@@ -160,7 +160,7 @@ def a_scope_for_each_call(model: Stack, thread: int, right: list[Right]) -> int:
             fh.register(model, steered_layer(thread), steering, scope=scope) as group,
             fh.capture(model, "layers.*") as acts,
         ):
-            output = model(given(thread, call))
+            output = model(make_input(thread, call))
         assert steering.calls == group.calls == 1
         rights += right[call].check(output, acts)
     return rights
@@ -173,7 +173,7 @@ def one_scope_for_all_calls(model: Stack, thread: int, right: list[Right]) -> in
         fh.register(model, steered_layer(thread), steering, scope=scope) as group,
         fh.capture(model, "layers.*", keep="all") as acts,
     ):
-        outputs = [model(given(thread, call)) for call in range(CALLS)]
+        outputs = [model(make_input(thread, call)) for call in range(CALLS)]
     assert steering.calls == group.calls == CALLS
     assert [len(acts[name]) for name in acts] == [CALLS] * len(LAYERS)
     return sum(
@@ -188,7 +188,7 @@ def scopes_that_take_their_hooks_along(model: Stack, thread: int, right: list[Ri
         with fh.scope() as scope:
             group = fh.register(model, steered_layer(thread), Steering(thread), scope=scope)
             with fh.capture(model, "layers.*") as acts:
-                output = model(given(thread, call))
+                output = model(make_input(thread, call))
         assert group.removed
         assert group.calls == 1
         rights += right[call].check(output, acts)
@@ -199,7 +199,8 @@ def runs(model: Stack, thread: int, right: list[Right]) -> int:
     steering = Steering(thread)
     hooks = {steered_layer(thread): steering}
     results = [
-        fh.run(model, given(thread, call), hooks=hooks, capture="layers.*") for call in range(CALLS)
+        fh.run(model, make_input(thread, call), hooks=hooks, capture="layers.*")
+        for call in range(CALLS)
     ]
     assert steering.calls == CALLS
     return sum(right[call].check(*result) for call, result in enumerate(results))
@@ -217,21 +218,23 @@ def test_threads_with_their_own_steering_and_captures(
     interval: float,
     switch_often: None,
 ) -> None:
-    sys.setswitchinterval(interval)  # the fixture puts back what was
+    sys.setswitchinterval(interval)  # the fixture restores the previous interval
     rights = in_threads(THREADS, lambda thread: way(model, thread, right[thread]))
     assert rights == [CALLS] * THREADS
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_calls_outside_of_the_scopes_are_as_without_hooks(
+def test_calls_outside_of_the_scopes_run_without_hooks(
     model: Stack, stack: Stack, right: list[list[Right]]
 ) -> None:
-    plain = [copy.deepcopy(stack)(given(0, call)) for call in range(CALLS)]
+    plain = [copy.deepcopy(stack)(make_input(0, call)) for call in range(CALLS)]
     assert not any(torch.equal(output, right[0][call].output) for call, output in enumerate(plain))
     rights: list[int] = []
 
     def call_plainly() -> None:
-        rights.append(sum(torch.equal(model(given(0, call)), plain[call]) for call in range(CALLS)))
+        rights.append(
+            sum(torch.equal(model(make_input(0, call)), plain[call]) for call in range(CALLS))
+        )
 
     run_together(
         *(
@@ -256,13 +259,13 @@ def test_tasks_with_their_own_steering_and_captures(model: Stack, right: list[li
         with fh.scope() as scope, fh.register(model, layer, steering, scope=scope) as group:
             for call in range(CALLS):
                 with fh.capture(model, "layers.*") as acts:
-                    # On the loop's own thread, and on another.
+                    # On the event loop's thread and on a worker thread.
                     if call % 3 == 0:
                         await asyncio.sleep(0)
-                        output = model(given(thread, call))
+                        output = model(make_input(thread, call))
                         await asyncio.sleep(0)
                     else:
-                        output = await asyncio.to_thread(model, given(thread, call))
+                        output = await asyncio.to_thread(model, make_input(thread, call))
                 rights += right[thread][call].check(output, acts)
         assert steering.calls == group.calls == CALLS
         return rights
@@ -285,7 +288,7 @@ class Halt(BaseException):
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_exceptions_at_random_reach_their_own_caller_alone(
+def test_random_exceptions_reach_only_their_own_caller(
     model: Stack, right: list[list[Right]]
 ) -> None:
     always: list[None] = []
@@ -309,7 +312,7 @@ def test_exceptions_at_random_reach_their_own_caller_alone(
                     steering = fh.register(model, layer, Steering(thread), scope=scope)
                     groups = [steering]
                     if where in {"forward_pre", "forward"}:
-                        # Ahead of the steering, where that is on the same layer.
+                        # Before the steering, if that is on the same layer.
                         groups.append(
                             fh.register(
                                 model, LAYERS[FAILS], fail, phase=where, scope=scope, prepend=True
@@ -317,7 +320,9 @@ def test_exceptions_at_random_reach_their_own_caller_alone(
                         )
                     try:
                         with fh.capture(model, "layers.*", copy="clone") as acts:
-                            output = model(given(thread, call), error if where == "model" else None)
+                            output = model(
+                                make_input(thread, call), error if where == "model" else None
+                            )
                     finally:
                         for group in groups:
                             group.remove()
@@ -329,7 +334,7 @@ def test_exceptions_at_random_reach_their_own_caller_alone(
                 rights += own.check(output, acts)
             else:
                 assert caught is error
-                # What came before is kept, and is right.
+                # Earlier captures are kept and correct.
                 assert list(acts) == LAYERS[:FAILS]
                 rights += all(torch.equal(acts[name], own.activations[name]) for name in acts)
                 failed += 1
@@ -346,7 +351,9 @@ def test_exceptions_at_random_reach_their_own_caller_alone(
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_global_hooks_that_come_and_go_meanwhile(model: Stack, right: list[list[Right]]) -> None:
+def test_concurrent_registering_and_removing_of_global_hooks(
+    model: Stack, right: list[list[Right]]
+) -> None:
     stayed: list[None] = []
     staying = fh.register(model, "", lambda *_: stayed.append(None))
     working = threading.Semaphore(THREADS)
@@ -375,7 +382,7 @@ def test_global_hooks_that_come_and_go_meanwhile(model: Stack, right: list[list[
             before = len(fired)
             until = time.monotonic() + 0.05
             while len(fired) == before and time.monotonic() < until:
-                time.sleep(1e-4)  # lets the others come to a call, on a busy machine too
+                time.sleep(1e-4)  # lets other threads start a call on a busy machine
             group.remove(wait=True, timeout=LIMIT)
             gone = len(fired)
             called.append(group.calls)
@@ -392,7 +399,7 @@ def test_global_hooks_that_come_and_go_meanwhile(model: Stack, right: list[list[
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_backward_hooks_fire_in_the_scope_of_the_forward_whichever_thread_runs_them(
+def test_backward_hooks_fire_in_the_scope_of_the_forward_on_any_thread(
     model: Stack, stack: Stack
 ) -> None:
     def steering(thread: int, seen: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor]]:
@@ -404,13 +411,13 @@ def test_backward_hooks_fire_in_the_scope_of_the_forward_whichever_thread_runs_t
 
     expected: list[tuple[torch.Tensor, torch.Tensor]] = []
     for thread in range(THREADS):
-        # Built of plain layers, whatever the shared model is made of.
+        # Plain layers, whatever the layers of the shared model.
         plain = Stack()
         plain.load_state_dict(stack.state_dict())
         steered: list[torch.Tensor] = []
         layer = plain.get_submodule(steered_layer(thread))
         layer.register_full_backward_hook(steering(thread, steered))
-        x = given(thread, 0).requires_grad_()
+        x = make_input(thread, 0).requires_grad_()
         plain(x).sum().backward()
         assert x.grad is not None
         expected.append((x.grad, steered[0]))
@@ -431,10 +438,10 @@ def test_backward_hooks_fire_in_the_scope_of_the_forward_whichever_thread_runs_t
                 fh.scope() as scope,
                 fh.register(model, layer, steer, phase="backward", scope=scope) as group,
             ):
-                x = given(thread, call).requires_grad_()
+                x = make_input(thread, call).requires_grad_()
                 done = threading.Event()
                 inboxes[(thread + 1) % THREADS].put((model(x).sum(), done))
-                # Another thread's, in this one's scope.
+                # Runs another thread's backward in this thread's scope.
                 loss, others_done = inboxes[thread].get(timeout=LIMIT)
                 loss.backward()
                 others_done.set()
@@ -466,20 +473,20 @@ def tensors_alive() -> int:
 
 
 def references(acts: fh.ActivationCache) -> list[weakref.ref[Any]]:
-    """To the captured tensors, of all calls."""
+    """Weak references to the captured tensors of all calls."""
     values = [value if isinstance(value, list) else [value] for value in acts.values()]
     return [weakref.ref(value) for calls in values for value in calls]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) -> None:
+def test_captures_and_scopes_keep_no_tensor_alive(model: Stack, option: str) -> None:
     each = 50
     before = tensors_alive()
 
     def work(thread: int) -> list[weakref.ref[Any]]:
         left: list[weakref.ref[Any]] = []
         for call in range(each):
-            x = given(thread, call).requires_grad_()
+            x = make_input(thread, call).requires_grad_()
             error = FailureError() if call % 5 == 0 else None
             steering = Steering(thread)
             layer = steered_layer(thread)
@@ -505,10 +512,10 @@ def test_captures_and_scopes_leave_no_tensor_alive(model: Stack, option: str) ->
 
 
 @pytest.mark.parametrize("option", [each for each in OPTIONS if each != "attached gradients"])
-def test_captured_tensors_go_with_the_cache_without_the_garbage_collector(
+def test_captured_tensors_are_freed_with_the_cache_without_the_collector(
     model: Stack, option: str
 ) -> None:
-    x = given(0, 0).requires_grad_()
+    x = make_input(0, 0).requires_grad_()
     gc.disable()
     try:
         try:
@@ -525,9 +532,9 @@ def test_captured_tensors_go_with_the_cache_without_the_garbage_collector(
         gc.enable()
 
 
-def test_captured_copies_go_with_the_cache_though_the_output_stays(model: Stack) -> None:
+def test_captured_copies_are_freed_with_the_cache_while_the_output_lives(model: Stack) -> None:
     with fh.capture(model, "layers.*", copy="clone", grads=True) as acts:
-        output = model(given(0, 0).requires_grad_())
+        output = model(make_input(0, 0).requires_grad_())
     left = references(acts)
     assert len(left) == len(LAYERS)
     del acts

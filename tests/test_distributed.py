@@ -1,4 +1,4 @@
-"""Under DDP and FSDP2, two processes of gloo: what hooks do is what they do in one process."""
+"""Hooks under DDP and FSDP2 on two gloo processes, compared with one process."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def pair() -> Iterator[Pair]:
 
 
 def net() -> nn.Sequential:
-    """The same on each rank, and each time."""
+    """A model with equal weights on each rank and in each call."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def x(rank: int, step: int = 0) -> Tensor:
-    """A batch, another one for each rank and step."""
+    """A batch that differs by rank and step."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def spread(model: nn.Module, how: str, **options: Any) -> nn.Module:
-    """The model over both ranks."""
+    """Distributes the model over both ranks."""
     if how == "ddp":
         return DistributedDataParallel(model, **options)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -74,7 +74,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 def grads_of_all(prepare: Callable[[nn.Sequential, int], object], step: int = 0) -> list[Tensor]:
-    """The mean of the gradients that each rank would have alone, with what it prepares."""
+    """Mean over ranks of the gradients of `prepare`d single-process models."""
     alone = []
     for rank in range(RANKS):
         model = net()
@@ -93,7 +93,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def hooks_that_change(log: list[str]) -> dict[str, Callable[..., Any]]:
-    """One for each phase of PyTorch's contract, by its phase."""
+    """A changing hook for each phase of PyTorch's contract, by phase."""
 
     def forward_pre(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         log.append("forward_pre")
@@ -144,7 +144,7 @@ def check_hooks(rank: int, how: str, kind: str, when: str) -> None:
         log.clear()
         output = parallel(x(rank, step))
         output.square().sum().backward()
-        # PyTorch's hooks on the plain model are what ours are held against.
+        # The oracle: PyTorch's hooks on the plain model.
         expected_log: list[str] = []
         alone = net()
         add_hooks(alone[2], expected_log)
@@ -158,14 +158,14 @@ def check_hooks(rank: int, how: str, kind: str, when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["wrapped", "instrumented"])
 @pytest.mark.parametrize("how", HOWS)
-def test_hooks_of_all_phases_do_what_they_do_alone(
+def test_hooks_of_all_phases_equal_those_of_one_process(
     pair: Pair, how: str, kind: str, when: str
 ) -> None:
     pair.run(check_hooks, how, kind, when)
 
 
 def check_hooks_around(rank: int) -> None:
-    """Hooks of what DDP is itself."""
+    """Hooks on the DDP module itself."""
     model = net()
     parallel = spread(model, "ddp")
     log: list[str] = []
@@ -182,7 +182,7 @@ def check_hooks_around(rank: int) -> None:
     assert torch.equal(parallel(x(rank)), net()(x(rank)))
 
 
-def test_ddp_itself_takes_hooks(pair: Pair) -> None:
+def test_hooks_fire_on_the_ddp_module_itself(pair: Pair) -> None:
     pair.run(check_hooks_around)
 
 
@@ -209,7 +209,7 @@ def check_steering(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_steering_alike_on_all_ranks_trains_as_one_process(pair: Pair, how: str) -> None:
+def test_equal_steering_on_all_ranks_trains_as_one_process(pair: Pair, how: str) -> None:
     pair.run(check_steering, how)
 
 
@@ -219,7 +219,7 @@ def test_steering_alike_on_all_ranks_trains_as_one_process(pair: Pair, how: str)
 def check_scopes(rank: int, how: str) -> None:
     model = net()
     parallel = spread(model, how)
-    own = ["0", "2"][rank]  # another module on each rank, and another factor
+    own = ["0", "2"][rank]  # module and factor differ by rank
 
     with fh.scope() as scope:
         handle = fh.register(model, own, scaled(2.0 + rank), scope=scope)
@@ -236,22 +236,22 @@ def check_scopes(rank: int, how: str) -> None:
     output.square().sum().backward()
     assert torch.equal(output, net()(x(rank)))
     assert_close(grads(model), grads_of_all(lambda m, r: None))
-    # Nobody's gradients but those of the parameters are averaged, and these are the same.
+    # The averaged gradients of the parameters are equal on both ranks.
     both = [torch.empty(8, 4) for _ in range(RANKS)]
     dist.all_gather(both, grads(model)[0])
     assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_scopes_of_ranks_do_not_meet(pair: Pair, how: str) -> None:
+def test_scopes_of_ranks_are_isolated(pair: Pair, how: str) -> None:
     pair.run(check_scopes, how)
 
 
 # Captures
 
 
-def kept_by_torch(model: nn.Sequential, given: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What layers return, with their gradients, and the model's output, all without us."""
+def captured_by_torch(model: nn.Sequential, given: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Outputs of the layers with their gradients, and the model's output, by PyTorch alone."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -272,7 +272,7 @@ def check_captures(rank: int, how: str, mode: Any) -> None:
     model = net()
     parallel = spread(model, how)
     for step in range(STEPS):
-        expected, expected_output = kept_by_torch(net(), x(rank, step))
+        expected, expected_output = captured_by_torch(net(), x(rank, step))
         parallel.zero_grad()
         with fh.capture(model, "*", copy=mode, grads=True) as acts:
             output = parallel(x(rank, step))
@@ -281,14 +281,14 @@ def check_captures(rank: int, how: str, mode: Any) -> None:
         assert list(acts) == list(expected) == ["0", "1", "2", "3", "4"]
         for name, activation in expected.items():
             assert torch.equal(acts[name], activation)
-            # Of this rank's batch: nobody averages them.
+            # Gradients of this rank's batch, which are not averaged.
             assert torch.equal(acts.grads[name], whole(activation.grad))
         assert_close(grads(model), grads_of_all(lambda m, r: None, step))
 
 
 @pytest.mark.parametrize("mode", ["checked", "clone"])
 @pytest.mark.parametrize("how", HOWS)
-def test_captures_are_what_the_model_alone_computes(pair: Pair, how: str, mode: str) -> None:
+def test_captures_equal_those_of_one_process(pair: Pair, how: str, mode: str) -> None:
     pair.run(check_captures, how, mode)
 
 
@@ -304,7 +304,7 @@ def check_stale(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_what_was_changed_in_place_is_told(pair: Pair, how: str) -> None:
+def test_a_capture_changed_in_place_raises(pair: Pair, how: str) -> None:
     pair.run(check_stale, how)
 
 
@@ -319,13 +319,13 @@ def check_stop(rank: int, how: str, outside: bool) -> None:
             assert parallel(x(rank)) is fh.STOPPED
         assert torch.equal(acts[path], net()[:3](x(rank)))
         assert not ran
-    # And the model is what it was.
+    # The model is unchanged.
     parallel(x(rank)).square().sum().backward()
     assert_close(grads(model), grads_of_all(lambda m, r: None))
 
 
 @pytest.mark.parametrize(("how", "outside"), [("ddp", False), ("ddp", True), ("fsdp", False)])
-def test_forwards_stop_early_and_training_goes_on(pair: Pair, how: str, outside: bool) -> None:
+def test_stopped_forwards_do_not_disturb_training(pair: Pair, how: str, outside: bool) -> None:
     pair.run(check_stop, how, outside)
 
 
@@ -333,8 +333,8 @@ def check_budget(rank: int, how: str) -> None:
     model = net()
     parallel = spread(model, how)
     room = x(rank).shape[0] * 8 * 4
-    # DDP's ranks meet in the backward alone, so one may fail in the forward and try again. FSDP's
-    # meet at each layer: where one leaves the forward all have to, or the others wait for it.
+    # DDP's ranks synchronise only in the backward, so one may fail in the forward and retry. FSDP's
+    # synchronise at each layer: all ranks have to leave the forward together, or the others hang.
     fails = how == "fsdp" or rank == 0
     with fh.capture(model, ["0", "2"], max_bytes=room if fails else None) as acts:
         if fails:
@@ -350,7 +350,7 @@ def check_budget(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_budget_that_is_exceeded_hangs_nobody(pair: Pair, how: str) -> None:
+def test_an_exceeded_budget_hangs_no_rank(pair: Pair, how: str) -> None:
     pair.run(check_budget, how)
 
 
@@ -361,7 +361,7 @@ def check_collect(rank: int, how: str, folder: Path) -> None:
     parallel = spread(net(), how)
     path = "module.2" if how == "ddp" else "2"
 
-    # FSDP2 makes its buffers in the first forward: if in inference mode, it never trains again.
+    # FSDP2 creates buffers in the first forward; those made in inference mode prevent training.
     def outside(batch: Tensor) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
             parallel(batch)
@@ -377,7 +377,7 @@ def check_collect(rank: int, how: str, folder: Path) -> None:
             with torch.inference_mode():
                 expected = net()[:3](x(other, step))
             assert torch.equal(store.get("run", step, path)["output"], expected)
-    # Training goes on behind it.
+    # Training still works afterwards.
     parallel(x(rank)).square().sum().backward()
     assert_close(grads(parallel), grads_of_all(lambda m, r: None))
 
@@ -389,7 +389,7 @@ def test_each_rank_collects_into_its_own_store(pair: Pair, how: str, tmp_path: P
 
 
 class Recorded(nn.Module):
-    """Records what its layers return, where it is asked to."""
+    """A model that records the outputs of its layers on request."""
 
     _can_record_outputs = {"hidden_states": nn.Linear}  # noqa: RUF012 (as the models declare it)
 
@@ -408,11 +408,11 @@ def check_recording(rank: int) -> None:
     for step in range(STEPS):
         parallel.zero_grad()
         outputs = parallel(x(rank, step), output_hidden_states=True)
-        expected, _ = kept_by_torch(net(), x(rank, step))
+        expected, _ = captured_by_torch(net(), x(rank, step))
         states = [x(rank, step), *(expected[name] for name in "024")]
         for found, state in zip(outputs["hidden_states"], states, strict=True):
             assert torch.equal(found, state)
-        # What is recorded has its graph, and is what DDP found in the output.
+        # Recorded tensors have a graph, and DDP finds them in the output.
         loss = outputs["output"].square().sum() + sum(h.sum() for h in outputs["hidden_states"])
         loss.backward()
         assert "hidden_states" not in parallel(x(rank, step))
@@ -436,7 +436,7 @@ def check_detectors(rank: int, how: str) -> None:
     captured = kept.get_captured()
     assert captured is not None
     assert torch.equal(captured, net()[:1](x(rank, STEPS - 1)))
-    # They pickle, and merge into what one process would have seen.
+    # Detectors pickle, and merge into the statistics of one process.
     gathered: list[Any] = [None] * RANKS
     dist.all_gather_object(gathered, norms)
     of_all = NormDetector()
@@ -454,7 +454,7 @@ def test_detectors_of_ranks_merge(pair: Pair, how: str) -> None:
     pair.run(check_detectors, how)
 
 
-# What DDP and FSDP2 can be told
+# Options of DDP and FSDP2
 
 
 class Either(nn.Module):
@@ -477,7 +477,7 @@ def check_unused(rank: int) -> None:
     fh.register(model, "layers.*", lambda *_: log.append("backward"), phase="backward")
     for step in range(STEPS):
         parallel.zero_grad()
-        # Both ranks use another layer, and change places.
+        # The ranks use different layers and swap them at each step.
         which = (rank + step) % RANKS
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", fh.NeverFiredWarning)
@@ -492,7 +492,7 @@ def check_unused(rank: int) -> None:
     assert log == STEPS * ["backward"]
 
 
-def test_unused_parameters_are_found_behind_hooks(pair: Pair) -> None:
+def test_unused_parameters_are_found_with_hooks(pair: Pair) -> None:
     pair.run(check_unused)
 
 
@@ -507,7 +507,7 @@ def check_no_sync(rank: int) -> None:
     alone = net()
     add_hooks(alone[2], [])
     alone(x(rank, 0)).square().sum().backward()
-    assert_close(grads(model), grads(alone))  # this rank's own, so far
+    assert_close(grads(model), grads(alone))  # not averaged yet
     parallel(x(rank, 1)).square().sum().backward()
     steps = [grads_of_all(lambda m, _: add_hooks(m[2], []), step) for step in (0, 1)]
     assert_close(grads(model), [first + second for first, second in zip(*steps, strict=True)])
@@ -531,7 +531,9 @@ def check_precision(rank: int, reshard: bool) -> None:
         with fh.capture(model, "*", grads=True) as acts:
             output = parallel(x(rank, step))
             output.square().sum().backward()
-        expected, expected_output = kept_by_torch(copy.deepcopy(alone), x(rank, step).bfloat16())
+        expected, expected_output = captured_by_torch(
+            copy.deepcopy(alone), x(rank, step).bfloat16()
+        )
         assert torch.equal(output, expected_output)
         for name, activation in expected.items():
             assert torch.equal(acts[name], activation)
@@ -541,7 +543,7 @@ def check_precision(rank: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_hooks_see_the_precision_that_fsdp_computes_in(pair: Pair, reshard: bool) -> None:
+def test_hooks_get_tensors_of_fsdp_s_compute_dtype(pair: Pair, reshard: bool) -> None:
     pair.run(check_precision, reshard)
 
 
@@ -556,12 +558,12 @@ def check_tensor_parallel(rank: int, when: str) -> None:
         fh.register(model, "2", scaled(2.0))
     alone = net()
     fh.register(alone, "2", scaled(2.0))
-    given = x(0)  # the same on both
+    given = x(0)  # equal on both ranks
     with fh.capture(model, "*", grads=True) as acts, fh.capture(alone, "*", grads=True) as expected:
         output, expected_output = model(given), alone(given)
         output.square().sum().backward()
         expected_output.square().sum().backward()
-    # Between the two layers a rank has half of the columns; what the second returns is whole.
+    # Between the two layers a rank has half of the columns; the second returns all of them.
     for layer in "01":
         torch.testing.assert_close(acts[layer], expected[layer].chunk(RANKS, dim=1)[rank])
         half = expected.grads[layer].chunk(RANKS, dim=1)[rank]
@@ -574,15 +576,15 @@ def check_tensor_parallel(rank: int, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_see_a_rank_s_part_in_tensor_parallel_layers(pair: Pair, when: str) -> None:
+def test_hooks_get_a_rank_s_shard_in_tensor_parallel_layers(pair: Pair, when: str) -> None:
     pair.run(check_tensor_parallel, when)
 
 
-def test_a_check_that_fails_on_one_rank_fails_here(pair: Pair) -> None:
+def test_a_check_that_fails_on_one_rank_fails_the_test(pair: Pair) -> None:
     with pytest.raises(AssertionError, match="rank 1: Traceback"):
         pair.run(check_that_fails_on_one)
 
 
 def check_that_fails_on_one(rank: int) -> None:
     assert rank == 0
-    dist.barrier()  # in vain
+    dist.barrier()  # rank 1 never reaches it

@@ -1,4 +1,4 @@
-"""Libraries that keep rules by exact type find those of the plain class."""
+"""Exact types: libraries find their rules for the plain class of an instrumented module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> nn.Sequential:
 
 @pytest.fixture(params=["register", "capture", "instrument"])
 def hooked(request: pytest.FixtureRequest, model: nn.Sequential) -> Iterator[nn.Sequential]:
-    """A copy of `model` with something that only observes."""
+    """A copy of `model` with an observing hook, a capture or instrumentation alone."""
     observed = copy.deepcopy(model)
     observers = {
         "register": lambda: fh.register(observed, "*", lambda *_: None),
@@ -39,7 +39,7 @@ def hooked(request: pytest.FixtureRequest, model: nn.Sequential) -> Iterator[nn.
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
 
 
-def test_the_class_equals_the_plain_one(hooked: nn.Sequential) -> None:
+def test_the_instrumented_class_equals_the_plain_one(hooked: nn.Sequential) -> None:
     cls = type(hooked[1])
     assert cls == nn.ReLU
     assert nn.ReLU == cls
@@ -49,7 +49,7 @@ def test_the_class_equals_the_plain_one(hooked: nn.Sequential) -> None:
     assert cls in {nn.Linear, nn.ReLU}
 
 
-def test_the_signature_is_that_of_a_plain_module(
+def test_the_signature_equals_that_of_a_plain_module(
     model: nn.Sequential, hooked: nn.Sequential
 ) -> None:
     for plain, other in zip(model.modules(), hooked.modules(), strict=True):
@@ -57,7 +57,7 @@ def test_the_signature_is_that_of_a_plain_module(
         assert inspect.signature(other._call_impl) == inspect.signature(plain._call_impl)
 
 
-def test_a_subclass_of_it_is_a_class_of_its_own(hooked: nn.Sequential) -> None:
+def test_a_subclass_of_the_instrumented_class_equals_only_itself(hooked: nn.Sequential) -> None:
     cls = type(hooked[1])
 
     class Mine(cls):  # type: ignore[misc, valid-type]
@@ -78,7 +78,7 @@ class Derived(Base):
         return super().forward(x) * 2
 
 
-def test_dynamo_follows_super() -> None:
+def test_dynamo_traces_super_calls() -> None:
     model = nn.Sequential(Derived(), Derived())
     expected = model(X)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -89,7 +89,7 @@ def test_dynamo_follows_super() -> None:
 
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 @pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_deep_lift(model: nn.Sequential, hooked: nn.Sequential) -> None:
+def test_captum_deep_lift_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
     attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
     expected = attr.DeepLift(model).attribute(X, target=1)
     assert torch.equal(attr.DeepLift(hooked).attribute(X, target=1), expected)
@@ -97,7 +97,7 @@ def test_captum_deep_lift(model: nn.Sequential, hooked: nn.Sequential) -> None:
 
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 @pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_lrp(model: nn.Sequential, hooked: nn.Sequential) -> None:
+def test_captum_lrp_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
     attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
     expected = attr.LRP(model).attribute(X, target=1)
     assert torch.equal(attr.LRP(hooked).attribute(X, target=1), expected)
@@ -105,7 +105,7 @@ def test_captum_lrp(model: nn.Sequential, hooked: nn.Sequential) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantize_dynamic(model: nn.Sequential, hooked: nn.Sequential) -> None:
+def test_quantize_dynamic_finds_its_modules(model: nn.Sequential, hooked: nn.Sequential) -> None:
     quantize = torch.ao.quantization.quantize_dynamic
     expected = quantize(model, {nn.Linear}, dtype=torch.qint8)
     quantized = quantize(hooked, {nn.Linear}, dtype=torch.qint8)

@@ -1,4 +1,4 @@
-"""One hook on many modules, one call with hooks and a capture, and a look at what is hooked."""
+"""`register` on many modules, `run` and `summary`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def x() -> Tensor:
 # register
 
 
-def test_a_plain_model_is_instrumented_while_the_hook_is_there(
+def test_a_plain_model_is_instrumented_while_a_hook_is_registered(
     model: nn.Sequential, x: Tensor
 ) -> None:
     expected = model(x)
@@ -55,7 +55,7 @@ def test_a_plain_model_is_instrumented_while_the_hook_is_there(
     assert torch.equal(model(x), expected)
 
 
-def test_a_model_that_was_instrumented_stays_so(model: nn.Sequential, x: Tensor) -> None:
+def test_an_instrumented_model_stays_instrumented(model: nn.Sequential, x: Tensor) -> None:
     with fh.instrument(model):
         first, second = (fh.register(model, nn.Linear, ignore) for _ in range(2))
         first.remove()
@@ -74,7 +74,7 @@ def test_hooks_of_each_phase(model: nn.Sequential, phase: str) -> None:
     assert [(handle.phase, handle.calls) for handle in group] == [(phase, 1)] * 2
 
 
-def test_a_typed_hook_knows_its_phase_and_a_plain_one_is_a_forward_hook(
+def test_the_phase_defaults_to_that_of_a_typed_hook_or_to_forward(
     model: nn.Sequential,
 ) -> None:
     typed = {
@@ -90,7 +90,7 @@ def test_a_typed_hook_knows_its_phase_and_a_plain_one_is_a_forward_hook(
         fh.register(model, "0", typed["forward"], phase="forward_pre")
 
 
-def test_the_options_are_those_of_the_methods(model: nn.Sequential, x: Tensor) -> None:
+def test_the_options_work_as_in_the_register_methods(model: nn.Sequential, x: Tensor) -> None:
     order: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -110,7 +110,7 @@ def test_the_options_are_those_of_the_methods(model: nn.Sequential, x: Tensor) -
     assert order == ["first3", "kwargs4", "plain3", "always3"]
 
 
-def test_a_wrapper_inside_the_model_has_the_hook(x: Tensor) -> None:
+def test_the_hook_is_registered_on_a_wrapper_inside_the_model(x: Tensor) -> None:
     wrapper = fh.HookedModule(nn.Linear(3, 3))
     model = nn.Sequential(wrapper)
     with fh.register(model, "0", ignore) as group:
@@ -120,7 +120,7 @@ def test_a_wrapper_inside_the_model_has_the_hook(x: Tensor) -> None:
     assert wrapper.hooks() == []
 
 
-def test_a_shared_module_has_the_hook_once(x: Tensor) -> None:
+def test_the_hook_is_registered_once_on_a_shared_module(x: Tensor) -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(shared, shared)
     with fh.register(model, nn.Linear, ignore) as group:
@@ -155,7 +155,7 @@ def test_bad_input_is_refused_and_registers_nothing(
     assert instrumented(model) == []
 
 
-def test_a_module_that_cannot_be_instrumented_leaves_the_others_as_they_were() -> None:
+def test_a_module_that_cannot_be_instrumented_leaves_the_others_unchanged() -> None:
     with warnings.catch_warnings(action="ignore"):
         model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.ReLU()))
     with pytest.raises(fh.HookError, match="TorchScript"):
@@ -166,10 +166,10 @@ def test_a_module_that_cannot_be_instrumented_leaves_the_others_as_they_were() -
 # With a scope
 
 
-def test_leaving_the_scope_gives_the_modules_back(model: nn.Sequential, x: Tensor) -> None:
+def test_leaving_the_scope_restores_the_modules(model: nn.Sequential, x: Tensor) -> None:
     expected = model(x)
     with fh.scope() as s:
-        fh.register(model, "0", ignore, scope=s)  # the group is not kept
+        fh.register(model, "0", ignore, scope=s)  # the group is dropped
         group = fh.register(model, "1", add(1), scope=s)
         assert torch.equal(model(x), expected + 1)
     assert instrumented(model) == []
@@ -180,7 +180,7 @@ def test_leaving_the_scope_gives_the_modules_back(model: nn.Sequential, x: Tenso
         assert instrumented(model) == ["", "0", "1", "1.0", "1.1"]
 
 
-def test_removing_first_and_leaving_then_gives_back_once(model: nn.Sequential) -> None:
+def test_removing_and_then_leaving_restores_once(model: nn.Sequential) -> None:
     with fh.instrument(model):
         with fh.scope() as s:
             for _ in range(3):
@@ -224,7 +224,7 @@ def test_a_scope_does_not_keep_the_model_alive() -> None:
 # The group
 
 
-def test_a_group_is_its_handles(model: nn.Sequential, x: Tensor) -> None:
+def test_a_group_is_a_collection_of_its_handles(model: nn.Sequential, x: Tensor) -> None:
     group = fh.register(model, nn.Linear, ignore)
     model(x)
     assert (len(group), group.names, group.calls) == (2, ["0", "1.0"], 2)
@@ -323,7 +323,7 @@ def test_wrong_options_of_remove_remove_nothing(
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_that_remove_at_once_give_the_modules_back_once(model: nn.Sequential) -> None:
+def test_concurrent_removals_restore_the_modules_once(model: nn.Sequential) -> None:
     with fh.instrument(model):
         for _ in range(50):
             group = fh.register(model, None, ignore)
@@ -332,7 +332,7 @@ def test_threads_that_remove_at_once_give_the_modules_back_once(model: nn.Sequen
     assert instrumented(model) == []
 
 
-def test_a_dropped_group_leaves_its_hooks(model: nn.Sequential, x: Tensor) -> None:
+def test_dropping_a_group_leaves_its_hooks_registered(model: nn.Sequential, x: Tensor) -> None:
     expected = model(x)
     fh.register(model, "", add(1))
     gc.collect()
@@ -356,10 +356,10 @@ def test_groups_leave_nothing_behind(model: nn.Sequential, x: Tensor) -> None:
     assert sum(each() is not None for each in freed) == 0
 
 
-# What never fired
+# Hooks that never fired
 
 
-def test_modules_that_never_ran_are_told_at_exit(model: nn.Sequential, x: Tensor) -> None:
+def test_modules_that_never_ran_warn_at_exit(model: nn.Sequential, x: Tensor) -> None:
     with (
         pytest.warns(fh.NeverFiredWarning, match=r"^'1', '1\.1' were selected and never") as told,
         fh.register(model, ["1", "1.1", "0"], ignore),
@@ -368,16 +368,14 @@ def test_modules_that_never_ran_are_told_at_exit(model: nn.Sequential, x: Tensor
     assert told[0].filename == __file__
 
 
-def test_the_warning_as_an_error_removes_all_the_same(model: nn.Sequential) -> None:
+def test_the_warning_raised_as_an_error_still_removes_the_hooks(model: nn.Sequential) -> None:
     with pytest.raises(fh.NeverFiredWarning), fh.register(model, None, ignore) as group:
         pass
     assert group.removed
     assert instrumented(model) == []
 
 
-def test_nothing_is_told_of_hooks_that_were_disabled_or_removed(
-    model: nn.Sequential, x: Tensor
-) -> None:
+def test_disabled_and_removed_hooks_do_not_warn(model: nn.Sequential, x: Tensor) -> None:
     with fh.register(model, nn.Linear, ignore) as group:
         group["0"].disable()
         group["1.0"].remove()
@@ -385,11 +383,13 @@ def test_nothing_is_told_of_hooks_that_were_disabled_or_removed(
     assert group.calls == 0
 
 
-def test_nothing_is_told_without_with(model: nn.Sequential) -> None:
+def test_a_group_without_with_does_not_warn(model: nn.Sequential) -> None:
     fh.register(model, nn.Linear, ignore).remove()
 
 
-def test_backward_hooks_that_never_fired_are_told_as_such(model: nn.Sequential, x: Tensor) -> None:
+def test_backward_hooks_that_never_fired_warn_with_the_reason(
+    model: nn.Sequential, x: Tensor
+) -> None:
     with (
         pytest.warns(fh.NeverFiredWarning, match="no gradient reached '0' in this context"),
         fh.register(model, "0", ignore, phase="backward"),
@@ -413,7 +413,7 @@ def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tenso
     assert list(acts) == ["0", "1"]
 
 
-def test_run_takes_what_select_takes_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
+def test_run_accepts_selectors_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
     seen: list[str] = []
     hooks: dict[Any, Any] = {
         nn.Linear: lambda *_: seen.append("class"),
@@ -425,7 +425,7 @@ def test_run_takes_what_select_takes_and_typed_hooks(model: nn.Sequential, x: Te
     assert torch.equal(acts["0"], model[0](x * 0))
 
 
-def test_run_is_seen_by_no_other_thread(model: nn.Sequential, x: Tensor) -> None:
+def test_hooks_of_run_do_not_fire_in_other_threads(model: nn.Sequential, x: Tensor) -> None:
     inside, go_on = threading.Event(), threading.Event()
     expected = model(x)
     seen: list[Tensor] = []
@@ -441,14 +441,14 @@ def test_run_is_seen_by_no_other_thread(model: nn.Sequential, x: Tensor) -> None
         return torch.zeros(2, 3)
 
     thread = threading.Thread(target=work)
-    thread.start()  # before the hooks are there
+    thread.start()  # starts before the hooks are registered
     output = fh.run(model, x, hooks={"": block})
     thread.join(LIMIT)
     assert torch.equal(seen[0], expected)
     assert torch.equal(output, torch.zeros(2, 3))
 
 
-def test_run_tells_of_what_never_ran_where_it_was_called(model: nn.Sequential, x: Tensor) -> None:
+def test_warnings_of_run_point_at_its_call_site(model: nn.Sequential, x: Tensor) -> None:
     model.register_module("unused", nn.Identity())
     model.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.warns(fh.NeverFiredWarning) as told:
@@ -494,7 +494,7 @@ def shown(model: nn.Module) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_the_summary_is_a_tree_of_what_is_hooked(model: nn.Sequential, x: Tensor) -> None:
+def test_the_summary_is_a_tree_of_hooked_modules(model: nn.Sequential, x: Tensor) -> None:
     assert shown(model) == ["Sequential"]
     group = fh.register(model, "1.0", ignore, priority=3)
     with fh.scope() as s:
@@ -514,7 +514,7 @@ def test_the_summary_is_a_tree_of_what_is_hooked(model: nn.Sequential, x: Tensor
     assert shown(model) == ["Sequential"]
 
 
-def test_the_summary_tells_the_time_where_it_is_counted(model: nn.Sequential, x: Tensor) -> None:
+def test_the_summary_shows_the_time_of_timed_hooks(model: nn.Sequential, x: Tensor) -> None:
     with fh.register(model, "0", lambda *_: time.sleep(0.01), timed=True):
         model(x)
         (line,) = [line for line in shown(model) if "lambda" in line]
@@ -523,7 +523,7 @@ def test_the_summary_tells_the_time_where_it_is_counted(model: nn.Sequential, x:
     assert 10 <= float(milliseconds[1]) < 1000 * LIMIT
 
 
-def test_the_summary_shows_wrappers_captures_and_markup_as_they_are(x: Tensor) -> None:
+def test_the_summary_shows_wrappers_captures_and_literal_markup(x: Tensor) -> None:
     model = nn.ModuleDict({"[red]a[/red]": fh.HookedModule(nn.Identity())})
     wrapper = model["[red]a[/red]"]
     wrapper.register_forward_hook(lambda *_: None)
@@ -546,10 +546,10 @@ def test_the_summary_of_many_modules_is_fast() -> None:
         tree = fh.summary(model)
         took = time.thread_time() - start
     assert len(tree.children) == 2_000
-    assert took < 3  # comparing each name with each takes longer
+    assert took < 3  # quadratic comparison of names takes longer
 
 
-def test_the_summary_refuses_what_is_no_module() -> None:
+def test_the_summary_refuses_anything_but_a_module() -> None:
     with pytest.raises(fh.HookTypeError, match=r"summary shows an instance of nn\.Module, got"):
         fh.summary("model")  # type: ignore[arg-type]
 

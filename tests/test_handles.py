@@ -36,7 +36,7 @@ def phase(request: pytest.FixtureRequest) -> str:
 
 
 def call(module: nn.Module) -> None:
-    """Runs all phases."""
+    """Calls a module and runs backward: all four phases."""
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
@@ -161,7 +161,7 @@ def test_clear_hooks_of_one_phase_leaves_the_others(
     assert hooked.hooks() == []
 
 
-def test_a_finaliser_may_remove(hooked: fh.HookedModule[nn.Linear]) -> None:
+def test_a_finaliser_may_remove_a_hook(hooked: fh.HookedModule[nn.Linear]) -> None:
     class Owner:
         def __init__(self) -> None:
             self.handle = hooked.register_forward_hook(ignore)
@@ -193,7 +193,7 @@ def test_the_hook_is_freed_when_removed(hooked: fh.HookedModule[nn.Linear], phas
     assert freed() is None
 
 
-def test_remove_is_as_fast_among_many_hooks_as_among_few() -> None:
+def test_remove_takes_constant_time() -> None:
     def time_each(count: int) -> float:
         module = fh.HookedModule(nn.Identity())
         handles = [module.register_forward_hook(ignore) for _ in range(count)]
@@ -204,7 +204,7 @@ def test_remove_is_as_fast_among_many_hooks_as_among_few() -> None:
 
     few = min(time_each(1_000) for _ in range(5))
     many = min(time_each(30_000) for _ in range(3))
-    # Were it linear, many would take thirty times as long.
+    # A linear search would take thirty times as long among many.
     assert many < 8 * few
 
 
@@ -231,11 +231,11 @@ def test_many_registered_and_removed_hooks_leave_no_memory_behind(
 
 
 class Blocking:
-    """A hook inside of which another thread stays until it is let go."""
+    """A hook that blocks another thread until released."""
 
     def __init__(self, module: fh.HookedModule[Any]) -> None:
         self.entered = threading.Event()
-        self.let_go = threading.Event()
+        self.release = threading.Event()
         self.left = False
         self.handle = module.register_forward_hook(self)
         self.thread = threading.Thread(target=module, args=(torch.ones(2),))
@@ -244,11 +244,11 @@ class Blocking:
 
     def __call__(self, *_: Any) -> None:
         self.entered.set()
-        assert self.let_go.wait(LIMIT)
+        assert self.release.wait(LIMIT)
         self.left = True
 
     def finish(self) -> None:
-        self.let_go.set()
+        self.release.set()
         self.thread.join(LIMIT)
         assert not self.thread.is_alive()
 
@@ -257,7 +257,7 @@ def test_waiting_for_a_removed_hook_ends_when_no_thread_is_inside(
     hooked: fh.HookedModule[nn.Linear],
 ) -> None:
     blocking = Blocking(hooked)
-    threading.Timer(0.1, blocking.let_go.set).start()
+    threading.Timer(0.1, blocking.release.set).start()
     blocking.handle.remove(wait=True, timeout=LIMIT)
     assert blocking.left
     blocking.finish()
@@ -288,7 +288,7 @@ def test_waiting_has_a_time_limit(hooked: fh.HookedModule[nn.Linear]) -> None:
     hooked.quiesce(timeout=0)
 
 
-def test_waiting_for_oneself_raises_and_removes_nothing(
+def test_waiting_from_inside_the_hook_raises_and_removes_nothing(
     hooked: fh.HookedModule[nn.Linear], phase: str
 ) -> None:
     caught: list[str] = []
@@ -390,7 +390,7 @@ def test_enabling_does_not_bring_a_removed_hook_back(
     assert handle.removed
 
 
-def test_a_module_with_disabled_hooks_alone_gives_the_modules_result() -> None:
+def test_a_module_with_only_disabled_hooks_returns_its_own_object() -> None:
     hooked = fh.HookedModule(nn.Identity())
     handles = [register(hooked, phase, lambda *_: (None,) * 9) for phase in PHASES]
     for handle in handles:
@@ -416,7 +416,7 @@ def test_with_removes_at_exit(hooked: fh.HookedModule[nn.Linear], phase: str) ->
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_with_removes_on_an_exception_and_lets_it_through(
+def test_with_removes_on_an_exception_and_propagates_it(
     hooked: fh.HookedModule[nn.Linear], error: type[BaseException]
 ) -> None:
     handle = hooked.register_forward_hook(ignore)
@@ -426,13 +426,13 @@ def test_with_removes_on_an_exception_and_lets_it_through(
     assert hooked.hooks() == []
 
 
-def test_with_may_remove_inside(hooked: fh.HookedModule[nn.Linear]) -> None:
+def test_a_handle_may_be_removed_inside_its_with_block(hooked: fh.HookedModule[nn.Linear]) -> None:
     with hooked.register_forward_hook(ignore) as handle:
         handle.remove()
     assert handle.removed
 
 
-# What a handle tells
+# Attributes of a handle
 
 
 def test_a_handle_describes_its_hook(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
@@ -450,7 +450,7 @@ def test_a_handle_describes_its_hook(hooked: fh.HookedModule[nn.Linear], phase: 
     assert (handle.phase, handle.removed, handle.priority) == (phase, True, 3)
 
 
-def test_calls_counts_returns_and_raises_but_no_skipped_turns(
+def test_calls_counts_returns_and_raises_but_not_skipped_invocations(
     hooked: fh.HookedModule[nn.Linear], phase: str
 ) -> None:
     def fail_at_last(*_: Any) -> None:
@@ -469,12 +469,12 @@ def test_calls_counts_returns_and_raises_but_no_skipped_turns(
     call(hooked)
     handle.remove()
     call(hooked)
-    # A call counts when it is over.
+    # A call is counted when it ends.
     assert inside == [0, 1, 2]
     assert handle.calls == 3
 
 
-def test_repr_tells_the_state(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
+def test_repr_shows_the_state(hooked: fh.HookedModule[nn.Linear], phase: str) -> None:
     handle = register(hooked, phase, ignore)
     start = f"<HookHandle id={handle.id} phase={phase}"
     assert repr(handle) == f"{start} enabled, calls=0>"
@@ -486,18 +486,20 @@ def test_repr_tells_the_state(hooked: fh.HookedModule[nn.Linear], phase: str) ->
 
 
 @pytest.mark.parametrize("name", ["id", "phase", "removed", "enabled", "calls"])
-def test_what_describes_cannot_be_set(hooked: fh.HookedModule[nn.Linear], name: str) -> None:
+def test_attributes_of_a_handle_are_read_only(
+    hooked: fh.HookedModule[nn.Linear], name: str
+) -> None:
     handle = hooked.register_forward_hook(ignore)
     with pytest.raises(AttributeError):
         setattr(handle, name, 1)
 
 
-def test_a_handle_cannot_be_made_by_hand() -> None:
+def test_a_handle_cannot_be_constructed() -> None:
     with pytest.raises(TypeError):
         fh.HookHandle()
 
 
-def test_a_handle_is_its_own_key_and_can_be_referred_to_weakly(
+def test_a_handle_hashes_by_identity_and_supports_weak_references(
     hooked: fh.HookedModule[nn.Linear],
 ) -> None:
     one, two = (hooked.register_forward_hook(ignore) for _ in range(2))
@@ -506,7 +508,7 @@ def test_a_handle_is_its_own_key_and_can_be_referred_to_weakly(
     assert weakref.ref(one)() is one
 
 
-# The life of handle, hook and module
+# Lifetimes of handle, hook and module
 
 
 def test_dropping_the_handle_leaves_the_hook(hooked: fh.HookedModule[nn.Linear]) -> None:
@@ -527,7 +529,7 @@ def test_dropping_the_module_frees_a_hook_that_closes_over_it() -> None:
     del module
     gc.collect()
     assert freed() is None
-    # The handles outlive the module and are of no consequence.
+    # The handles outlive the module without effect.
     for handle in handles:
         handle.disable()
         handle.priority = 3
@@ -553,7 +555,7 @@ def test_a_handle_keeps_neither_the_hook_nor_the_module_alive() -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle))]
 )
-def test_a_copied_or_unpickled_handle_is_a_removed_one(
+def test_a_copied_or_unpickled_handle_is_removed(
     hooked: fh.HookedModule[nn.Linear], phase: str, duplicate: Any
 ) -> None:
     fired: list[str] = []
@@ -586,7 +588,7 @@ def test_a_module_that_keeps_its_handle_can_be_copied() -> None:
     assert (len(original.linear.hooks()), len(duplicate.linear.hooks())) == (0, 1)
 
 
-def test_the_hooks_of_a_copy_are_the_copys() -> None:
+def test_the_hooks_of_a_copy_are_independent() -> None:
     original = fh.HookedModule(nn.Linear(2, 2))
     fired: list[Any] = []
     handle = original.register_forward_hook(lambda module, *_: fired.append(module))
@@ -599,7 +601,7 @@ def test_the_hooks_of_a_copy_are_the_copys() -> None:
     assert duplicate.hooks()[0].id != handle.id
 
 
-def test_a_copy_keeps_order_and_what_is_disabled_and_counts_anew() -> None:
+def test_a_copy_preserves_order_and_disabled_hooks_and_resets_counts() -> None:
     original = fh.HookedModule(nn.Linear(2, 2))
     fired: list[str] = []
 
@@ -633,7 +635,7 @@ def test_a_copy_keeps_order_and_what_is_disabled_and_counts_anew() -> None:
 # into_inner
 
 
-def test_into_inner_gives_the_module_back_and_removes_every_hook() -> None:
+def test_into_inner_returns_the_module_and_removes_every_hook() -> None:
     module = nn.Linear(2, 2)
     torch_hook = module.register_forward_hook(ignore)
     hooked = fh.HookedModule(module)
@@ -646,7 +648,7 @@ def test_into_inner_gives_the_module_back_and_removes_every_hook() -> None:
     call(module)
 
 
-def test_after_into_inner_the_wrapper_is_of_no_more_use() -> None:
+def test_a_wrapper_raises_after_into_inner() -> None:
     hooked = fh.HookedModule(nn.Linear(2, 2))
     hooked.into_inner()
     for act in (
@@ -664,7 +666,7 @@ def test_after_into_inner_the_wrapper_is_of_no_more_use() -> None:
     assert hooked.hooks() == []
 
 
-def test_a_hook_may_give_the_module_back() -> None:
+def test_a_hook_may_call_into_inner() -> None:
     hooked = fh.HookedModule(nn.Identity())
     fired: list[str] = []
 

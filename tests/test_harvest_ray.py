@@ -1,4 +1,4 @@
-"""examples/harvest_ray.py: the same bytes whoever writes them and whatever is killed meanwhile."""
+"""`examples/harvest_ray.py`: equal bytes for any writer, and after kills."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LIMIT = 240.0
-"""Seconds for a Ray to start and do its work, which on an idle machine are about ten."""
+"""Time limit in seconds for Ray to start and finish (about ten on an idle machine)."""
 
-# A forward waits for as long as a file is there, so that what is killed is in the middle of it.
+# A forward blocks while a file exists, so that kills hit the middle of a forward.
 NETS = """
     import time
     from pathlib import Path
@@ -70,7 +70,7 @@ PARTS = 4
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a model and lines to call it with."""
+    """A folder with a model and its input lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "harvest_nets", raising=False)
     Path("harvest_nets.py").write_text(textwrap.dedent(NETS))
@@ -81,7 +81,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def harvest(*arguments: str) -> int:
-    """Runs the example here, without Ray if nothing else is said."""
+    """Runs the example in this process, by default without Ray."""
     try:
         return harvest_ray.main([*ARGUMENTS, "--out", "out", "--actors", "0", *arguments])
     except SystemExit as left:
@@ -89,7 +89,7 @@ def harvest(*arguments: str) -> int:
 
 
 def contents(out: str) -> dict[str, bytes]:
-    """All that was written, but for the process that a lock names."""
+    """Written files and their bytes, without locks (they hold pids)."""
     files = (path for path in Path(out).rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
@@ -109,10 +109,12 @@ def test_each_part_is_a_store() -> None:
     assert len(list(Path("out").glob("*/"))) == PARTS
 
 
-def test_what_is_complete_is_left_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_parts_are_skipped_and_the_rest_is_resumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert harvest("--out", "whole") == 0
     assert harvest() == 0
-    # As if it had been killed in the third part, ahead of the index's second line.
+    # Simulates a kill in the third part, before the index's second line.
     shutil.rmtree("out/000003")
     index = Path("out/000002/run/index.jsonl")
     first = index.read_bytes().partition(b"\n")[0]
@@ -128,12 +130,12 @@ def test_what_is_complete_is_left_and_the_rest_goes_on(capsys: pytest.CaptureFix
     }
     assert harvest() == 0
     assert capsys.readouterr().out.splitlines()[-1] == "out: 4 parts, 0 of them in this run"
-    # Nothing is left to do for which a Ray would have to be started.
+    # Everything is complete, so Ray is not started.
     assert harvest("--actors", "2") == 0
     assert "ray" not in sys.modules
 
 
-def test_what_never_ran_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_never_ran_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert harvest("--select", "layer", "unused") == 0
     assert capsys.readouterr().err.count("'unused' was selected and never ran") == 1
 
@@ -160,7 +162,7 @@ def test_what_never_ran_is_told_once(capsys: pytest.CaptureFixture[str]) -> None
         (["--actors", "2"], "needs Ray: pip install 'ray[data]', or give --actors 0"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_user_errors_are_one_line_on_stderr(
     arguments: list[str],
     told: str,
     capsys: pytest.CaptureFixture[str],
@@ -177,19 +179,19 @@ def test_mistakes_are_told_in_one_line(
     assert told in line
 
 
-def test_a_mistake_leaves_nothing_in_the_way() -> None:
+def test_a_run_succeeds_after_a_user_error() -> None:
     assert harvest("--select", "layr") == 2
     assert harvest() == 0
 
 
 @pytest.fixture
 def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray has files of its own, and none of its processes is left."""
-    # Of a short name: it is part of those of sockets.
+    """Gives Ray a temporary folder; kills its remaining processes at the end."""
+    # A short name, as it is part of socket paths.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", folder)
     yield
-    # A Ray whose driver was killed ends, but for two agents that take a minute to notice.
+    # After a kill of the driver two of Ray's agents live for a minute.
     for process in processes_here():
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -197,7 +199,7 @@ def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def processes_here() -> set[int]:
-    """The processes in this test's folder: Ray's, and they write over their environment."""
+    """Processes in this test's folder: Ray's, which overwrite their environment."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -214,13 +216,13 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 def completed(part: int) -> int:
-    """How many batches of a part are complete."""
+    """Number of complete batches of a part."""
     folder = Path(f"out/{part:06}")
     return len(fh.LocalStore(folder, read_only=True).completed("run")) if folder.is_dir() else 0
 
 
 def writer_of(part: int) -> int:
-    """The process that last wrote a part."""
+    """Pid of the last writer of a part."""
     return int(Path(f"out/{part:06}/.lock").read_text())
 
 
@@ -231,7 +233,7 @@ def over_ray(actors: int) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(3 * LIMIT)
 @pytest.mark.usefixtures("_ray")
-def test_actor_and_driver_are_killed_and_the_bytes_are_the_same() -> None:
+def test_killed_actors_and_drivers_resume_to_the_same_bytes() -> None:
     pytest.importorskip("ray", reason="Ray has no wheel for this Python")
     assert harvest("--out", "whole") == 0
     in_part_0, in_part_2 = Path("closed-2"), Path("closed-14")

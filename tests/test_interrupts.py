@@ -1,7 +1,7 @@
-"""Ctrl-C wherever it may land leaves a model as it was, and a store's folder to the next store.
+"""Ctrl-C at any place restores the model and releases a store's folder.
 
-Python runs the handlers of signals where it enters a function of its own and where a native one has
-returned to it: in turn, an interrupt is raised at each such place.
+Python runs signal handlers when it enters a Python function and when a native one returns. An
+interrupt is raised at each such place in turn.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Interrupt(BaseException):
-    """As Ctrl-C raises it."""
+    """Stand-in for KeyboardInterrupt."""
 
 
 def interrupted(act: Callable[[], object], place: int) -> tuple[bool, Interrupt | None]:
-    """Whether there is a place of this number, where an interrupt lands, and what came of it."""
+    """Runs `act` with an interrupt at `place`: True and the interrupt, if `act` gets there."""
     places = itertools.count()
 
     def land(_frame: object, event: str, _arg: object) -> None:
@@ -133,18 +133,18 @@ def state(model: nn.Module) -> list[Any]:
     return [(type(module), [*vars(module)]) for module in model.modules()]
 
 
-# Where one lands in a finaliser Python prints it and goes on.
+# Python prints an interrupt inside a finaliser and continues.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("act", ACTS)
-def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None]) -> None:
-    act(small())  # what is made once for all
+def test_an_interrupt_restores_the_model(act: Callable[[nn.Module], None]) -> None:
+    act(small())  # creates objects that are cached for the process
     plain = state(small())
     left = []
     for place in itertools.count():
         model = small()
         landed, interrupt = interrupted(functools.partial(act, model), place)
         if state(model) != plain or frames.get():
-            # The exception is not to hold on to what would put it right in the end.
+            # The state has to be restored while the exception is still alive.
             stack = traceback.extract_tb(interrupt and interrupt.__traceback__)
             left.append([f"{frame.name}, line {frame.lineno}" for frame in stack])
             frames.set(())
@@ -155,7 +155,7 @@ def test_an_interrupt_leaves_a_model_as_it_was(act: Callable[[nn.Module], None])
 
 
 class Recorded(nn.Module):
-    """Two layers that are recorded, and one that is not."""
+    """A model with two recorded layers and an unrecorded one."""
 
     _can_record_outputs: ClassVar = {"hidden_states": nn.Linear}
 
@@ -169,7 +169,7 @@ class Recorded(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_leaves_a_model_that_records_to_uninstall() -> None:
+def test_uninstall_works_after_an_interrupt() -> None:
     plain = state(Recorded())
     for place in itertools.count():
         model = Recorded()
@@ -192,7 +192,7 @@ def store_two(folder: Path) -> None:
 
 
 def opened(folder: Path) -> LocalStore:
-    """As soon as one that was never handed out, as it was interrupted, lets go of the folder."""
+    """Opens the folder once an interrupted, unreturned store has released it."""
     until = time.monotonic() + LIMIT
     while time.monotonic() < until:
         with suppress(fh.StoreError):
@@ -203,13 +203,13 @@ def opened(folder: Path) -> LocalStore:
 
 @pytest.mark.usefixtures("collect_cheaply")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_leaves_a_folder_to_the_next_store(tmp_path: Path) -> None:
+def test_an_interrupt_releases_the_folder_for_the_next_store(tmp_path: Path) -> None:
     store_two(tmp_path / "once")
     for place in itertools.count():
         folder = tmp_path / str(place)
         landed, _ = interrupted(functools.partial(store_two, folder), place)
         del _
-        gc.collect()  # what was not closed is closed by its finaliser
+        gc.collect()  # an unclosed store is closed by its finaliser
         with opened(folder) as store:
             done = store.completed("run")
             assert done == [*range(len(done))]

@@ -1,9 +1,9 @@
-"""Random sequences of all operations, on a hooked module and on PyTorch side by side.
+"""Random operation sequences on a hooked module and on PyTorch, side by side.
 
-PyTorch is the oracle for order, arguments, results, exceptions and gradients. What it lacks
-(priorities, disabling, `on_error`) is put on top of it: a sorted list tells where a hook goes, and
-a guard in each of its hooks knows whether the hook may fire. The guard also keeps removed hooks
-from firing, which PyTorch does until the phase ends.
+PyTorch is the oracle for order, arguments, results, exceptions and gradients. The test emulates
+priorities, disabling and `on_error`, which PyTorch lacks: a sorted list orders the hooks, and a
+guard around each hook decides if it fires. The guard also stops removed hooks, which PyTorch fires
+until the phase ends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Toy(nn.Module):
 
 @dataclass(frozen=True)
 class Spec:
-    """What to register, and what the hook does when it fires."""
+    """Registration options of a hook, and its action when it fires."""
 
     phase: str
     action: str
@@ -81,7 +81,7 @@ class Spec:
     child: Spec | None = None
 
     def register(self, module: nn.Module, hook: Any, **options: Any) -> Any:
-        """Registers `hook` with PyTorch's options and those given."""
+        """Registers `hook` with PyTorch's options and `options`."""
         options["prepend"] = self.prepend
         if self.phase in {"forward_pre", "forward"}:
             options["with_kwargs"] = self.with_kwargs
@@ -97,7 +97,7 @@ class Spec:
 
 
 def freeze(value: Any) -> Any:
-    """A comparable copy of what a hook or a caller was handed, bit for bit."""
+    """Comparable, bit-exact copy of a value."""
     if isinstance(value, torch.Tensor):
         return "tensor", str(value.tolist()), value.requires_grad
     if isinstance(value, tuple | list):
@@ -108,14 +108,14 @@ def freeze(value: Any) -> Any:
 
 
 def times(value: Any, factor: float) -> Any:
-    """`value` with every number and tensor in it multiplied."""
+    """`value` with every number and tensor multiplied by `factor`."""
     if isinstance(value, tuple):
         return tuple(times(each, factor) for each in value)
     return value if value is None or isinstance(value, str) else value * factor
 
 
 class Side:
-    """One of the two modules, its copies, and what its hooks saw."""
+    """One of the two modules, its copies and the log of its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: list[Any] = [module]
@@ -136,14 +136,14 @@ class Side:
     def enable(self, key: int) -> None:
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Called where no hook runs."""
+    def apply_deferred(self) -> None:
+        """Applies deferred changes, while no hook runs."""
 
     def label(self, module: nn.Module) -> int:
         return next(i for i, each in enumerate(self.modules) if each is module)
 
     def fire(self, key: int, module: nn.Module | None, given: tuple[Any, ...]) -> Any:
-        """The hook's body, the same on both sides; a typed hook is not told the module."""
+        """Body of a hook, equal on both sides; a typed hook does not get the module."""
         spec = self.specs[key]
         where = None if module is None else self.label(module)
         self.log.append((key, where, freeze(given)))
@@ -195,13 +195,13 @@ class Side:
         if spec.phase == "forward":
             return "odd"
         if spec.phase == "backward" and all(grad is None for grad in given[0]):
-            # Refused by both, in other words: PyTorch speaks of inputs without gradients.
+            # Both refuse it with different texts: PyTorch's is about inputs without gradients.
             return None
         return (None,) * 5
 
 
 class Ours(Side):
-    """A module of ferrohook's."""
+    """A module of ferrohook."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -273,7 +273,7 @@ class Instrumented(Ours):
 
 @dataclass
 class Registered:
-    """What the model knows of one hook of one module."""
+    """Expected state of one hook of one module."""
 
     rank: int
     priority: int
@@ -287,12 +287,12 @@ class Registered:
 
 
 class Oracle(Side):
-    """The plain nn.Module with PyTorch's hooks, and the model of what PyTorch lacks."""
+    """The plain nn.Module with PyTorch's hooks, and emulation of the features it lacks."""
 
     def __init__(self) -> None:
         super().__init__(Toy())
         self.disabled_by_errors = 0
-        self.known: dict[tuple[int, int], Registered] = {}
+        self.expected: dict[tuple[int, int], Registered] = {}
         self.running: list[str] = []
         self.deferred: list[tuple[int, int]] = []
         self.prioritised: set[tuple[int, str]] = set()
@@ -302,26 +302,26 @@ class Oracle(Side):
         self.specs.append(spec)
         self.homes.append(index)
         rank = -key - 1 if spec.prepend else key + 1
-        self.known[index, key] = Registered(rank, spec.priority)
+        self.expected[index, key] = Registered(rank, spec.priority)
         if spec.phase == "forward" and "forward" in self.running:
-            # Fires from the next call on in any case; now it might break PyTorch's iteration.
+            # Deferred to the next call, where it first fires; now it may break PyTorch's iteration.
             self.deferred.append((index, key))
         else:
-            self.hand_over(index, key)
+            self.register_with_torch(index, key)
 
-    def hand_over(self, index: int, key: int) -> None:
+    def register_with_torch(self, index: int, key: int) -> None:
         spec = self.specs[key]
 
         def hook(module: nn.Module, *given: Any) -> Any:
             return self.guarded(key, module, given)
 
         handle = spec.register(self.modules[index], hook)
-        self.known[index, key].torch_id = handle.id
+        self.expected[index, key].torch_id = handle.id
         self.sort(index, spec.phase)
 
     def guarded(self, key: int, module: nn.Module, given: tuple[Any, ...]) -> Any:
         spec = self.specs[key]
-        entry = self.known[self.label(module), key]
+        entry = self.expected[self.label(module), key]
         if entry.removed or not entry.enabled:
             return None
         if spec.typed and spec.phase.startswith("forward") and len(given[0]) == 1:
@@ -345,16 +345,16 @@ class Oracle(Side):
         return hooks
 
     def entries(self, index: int, phase: str) -> list[Registered]:
-        """What was registered, in the order of the model."""
+        """Registered hooks, in expected order."""
         entries = [
             entry
-            for (where, key), entry in self.known.items()
+            for (where, key), entry in self.expected.items()
             if where == index and self.specs[key].phase == phase
         ]
         return sorted(entries, key=Registered.order)
 
     def sort(self, index: int, phase: str) -> None:
-        """Puts PyTorch's hooks in the order of the priorities."""
+        """Sorts PyTorch's hooks by priority."""
         hooks = self.hooks_of(index, phase)
         entries = [entry for entry in self.entries(index, phase) if entry.torch_id in hooks]
         order = [entry.torch_id for entry in entries if entry.torch_id is not None]
@@ -366,8 +366,8 @@ class Oracle(Side):
             hooks.move_to_end(torch_id)
 
     def handle(self, key: int) -> Registered:
-        """What a handle acts on: the hook of the module registered with, of no copy."""
-        return self.known[self.homes[key], key]
+        """Target of a handle: the hook on the original module, not on a copy."""
+        return self.expected[self.homes[key], key]
 
     def remove(self, key: int) -> None:
         self.handle(key).removed = True
@@ -383,24 +383,24 @@ class Oracle(Side):
         self.sort(self.homes[key], self.specs[key].phase)
 
     def clear(self, index: int, phase: str | None) -> None:
-        for (where, key), entry in self.known.items():
+        for (where, key), entry in self.expected.items():
             if where == index and phase in {None, self.specs[key].phase}:
                 entry.removed = True
 
     def copy(self, index: int) -> None:
         new = len(self.modules)
         self.modules.append(copy.deepcopy(self.modules[index]))
-        for (where, key), entry in list(self.known.items()):
+        for (where, key), entry in list(self.expected.items()):
             if where == index and not entry.removed:
-                self.known[new, key] = replace(entry, calls=0)
+                self.expected[new, key] = replace(entry, calls=0)
         self.prioritised |= {(new, phase) for where, phase in self.prioritised if where == index}
 
-    def settle(self) -> None:
-        """Does what was put off while a call ran."""
+    def apply_deferred(self) -> None:
+        """Applies changes that were deferred during a call."""
         for index, key in self.deferred:
-            self.hand_over(index, key)
+            self.register_with_torch(index, key)
         self.deferred.clear()
-        for (index, key), entry in self.known.items():
+        for (index, key), entry in self.expected.items():
             if entry.removed and entry.torch_id is not None:
                 module = self.modules[index]
                 for hooks in (
@@ -422,7 +422,7 @@ class Oracle(Side):
 
 @dataclass(frozen=True)
 class Call:
-    """How to call, and what to do with the result."""
+    """Parameters of a call, and of the backward pass after it."""
 
     form: str
     x_grad: bool
@@ -434,7 +434,7 @@ class Call:
 
 
 def outcome(act: Callable[[], Any]) -> tuple[Any, Any]:
-    """What came out, comparable and as it is: a value or an exception."""
+    """Result of `act`, comparable and raw: a value or an exception."""
     try:
         value = act()
     except Exception as error:  # noqa: BLE001 (compared)
@@ -443,7 +443,7 @@ def outcome(act: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def observe(side: Side, index: int, call: Call) -> list[Any]:
-    """Everything that can be seen of one call, and of the backward pass after it."""
+    """Observable results of one call and of the backward pass after it."""
     module = side.modules[index]
     module.failing, module.pair = call.failing, call.pair
     module.weight.grad = None
@@ -456,14 +456,14 @@ def observe(side: Side, index: int, call: Call) -> list[Any]:
         args, kwargs = (), {"scale": 4.0, "x": x}
     with torch.set_grad_enabled(call.record):
         seen, result = outcome(lambda: module(*args, **kwargs))
-    side.settle()
+    side.apply_deferred()
     for act, pick in call.between:
         if side.specs:
             getattr(side, act)(pick % len(side.specs))
     everything = [seen]
     outputs = result if isinstance(result, tuple) else (result,)
     loss: Any = sum(each.sum() for each in outputs if isinstance(each, torch.Tensor))
-    # PyTorch does not observe keyword inputs; what ours does with them has tests of its own.
+    # PyTorch does not observe keyword inputs; test_backward.py covers ours.
     comparable = call.form != "keywords" or not any(
         spec.phase.startswith("backward") for spec in side.specs
     )
@@ -493,7 +493,7 @@ def childless_specs(draw: st.DrawFn, phases: tuple[str, ...], actions: tuple[str
         always_call=phase == "forward" and draw(st.booleans()),
         typed=typed,
         priority=draw(st.sampled_from((0, 0, 0, 0, 5, -5))),
-        # What a hook returns wrongly is found by PyTorch outside of the hook: no guard can tell.
+        # PyTorch detects wrong return values outside of the hook, where the guard cannot.
         on_error="raise"
         if action == "misshape"
         else draw(st.sampled_from(("raise", "raise", "disable", "ignore"))),
@@ -505,15 +505,15 @@ def specs(draw: st.DrawFn) -> Spec:
     spec = draw(childless_specs(PHASES, ACTIONS))
     if spec.action != "register":
         return spec
-    # In PyTorch a call's backward hooks are fixed when it begins, here when their phase does;
-    # tests of their own show that.
+    # PyTorch fixes backward hooks when the call begins, ferrohook when the phase does;
+    # test_backward.py covers that.
     own = () if spec.phase.startswith("forward") else (spec.phase,)
     child = draw(childless_specs(("forward_pre", "forward", *own), ACTIONS[:-1]))
     return replace(spec, child=child)
 
 
 picks = st.integers(0, 20)
-# Most of it on one module: many hooks that meet show more than many modules.
+# Mostly one module: interactions of hooks matter more than many modules.
 indices = st.sampled_from((0, 0, 0, 1, 2))
 calls = st.builds(
     Call,
@@ -530,7 +530,7 @@ calls = st.builds(
 
 
 class Records(logging.Handler):
-    """Counts what is logged."""
+    """Counts log records."""
 
     count = 0
 
@@ -539,7 +539,7 @@ class Records(logging.Handler):
 
 
 class HookedAndPlain(RuleBasedStateMachine):
-    """The operations; after each, all that can be seen of both sides is compared."""
+    """Operations; invariants compare the observable state of both sides after each."""
 
     hooked: type[Wrapped | Instrumented]
 
@@ -604,7 +604,7 @@ class HookedAndPlain(RuleBasedStateMachine):
     @rule(index=indices)
     def deepcopy(self, index: int) -> None:
         index %= len(self.ours.modules)
-        self.plain.settle()
+        self.plain.apply_deferred()
         self.ours.modules.append(copy.deepcopy(self.ours.modules[index]))
         self.plain.copy(index)
 
@@ -612,7 +612,7 @@ class HookedAndPlain(RuleBasedStateMachine):
     def call(self, index: int, call: Call, again: int) -> None:
         index %= len(self.ours.modules)
         for _ in range(again):
-            self.plain.settle()
+            self.plain.apply_deferred()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert observe(self.ours, index, call) == observe(self.plain, index, call)
@@ -625,7 +625,7 @@ class HookedAndPlain(RuleBasedStateMachine):
             assert shown == self.plain.listing(index)
 
     @invariant()
-    def handles_tell_the_truth(self) -> None:
+    def handles_show_the_expected_state(self) -> None:
         for key, handle in enumerate(self.ours.handles):
             entry = self.plain.handle(key)
             assert handle.phase == self.plain.specs[key].phase

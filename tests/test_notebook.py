@@ -1,4 +1,4 @@
-"""The notebook runs, and what is committed of its outputs is what a reader is to see."""
+"""The notebook runs, and its committed outputs are complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLOTS = 3
 
 
 def kinds(notebook: Any) -> list[list[str]]:
-    """What each cell puts out."""
+    """Kinds of output of each cell."""
     return [
         [kind for output in cell.get("outputs", []) for kind in sorted(output.get("data", output))]
         for cell in notebook.cells
@@ -26,7 +26,7 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_notebook_runs_and_is_committed_as_it_ran() -> None:
+def test_the_notebook_runs_and_its_committed_outputs_are_complete() -> None:
     committed = nbformat.read(NOTEBOOK, as_version=4)
     ran = nbclient.NotebookClient(nbformat.read(NOTEBOOK, as_version=4), timeout=100).execute()
     assert kinds(ran) == kinds(committed)

@@ -1,4 +1,4 @@
-"""In which order hooks fire: priority, registration, `prepend`; and their ids."""
+"""Firing order: priority, registration, `prepend`; and ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REGISTER = {
 
 
 class Ordered:
-    """A hooked module whose hooks note when they fire."""
+    """A hooked module whose hooks log their invocations."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -53,7 +53,7 @@ def test_hooks_fire_in_the_order_of_registration(ordered: Ordered) -> None:
     assert ordered.call() == list("abcdef")
 
 
-def test_prepend_puts_a_hook_ahead_of_all_there_are(ordered: Ordered) -> None:
+def test_prepend_puts_a_hook_ahead_of_all_registered_ones(ordered: Ordered) -> None:
     ordered.add("c")
     ordered.add("b", prepend=True)
     ordered.add("d")
@@ -136,7 +136,7 @@ def test_hooks_lists_all_phases_in_firing_order() -> None:
         assert [row.phase for row in hooked.hooks(phase)] == [phase]
 
 
-def test_an_unknown_phase_is_refused_with_the_real_ones() -> None:
+def test_an_unknown_phase_is_refused_with_the_valid_ones() -> None:
     hooked = fh.HookedModule(nn.Linear(2, 2))
     for ask in (hooked.hooks, hooked.clear_hooks):
         with pytest.raises(ValueError, match='"backwards": expected one of forward_pre, forward,'):
@@ -155,7 +155,7 @@ def test_ids_increase_and_are_unique_across_modules_and_phases() -> None:
     assert min(ids) > 0
 
 
-def test_an_id_is_never_used_again() -> None:
+def test_an_id_is_never_reused() -> None:
     ordered = Ordered("forward")
     seen = set()
     for _ in range(1000):
@@ -169,7 +169,7 @@ def test_an_id_is_never_used_again() -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_ids_and_order_are_the_same_whoever_registers() -> None:
+def test_hooks_registered_by_threads_are_ordered_by_id() -> None:
     ordered = Ordered("forward")
 
     def work(_thread: int) -> list[fh.HookHandle]:
@@ -179,7 +179,7 @@ def test_ids_and_order_are_the_same_whoever_registers() -> None:
     ids = [row.id for row in ordered.hooked.hooks()]
     assert ids == sorted(handle.id for handle in handles)
     assert len(set(ids)) == 800
-    # Every thread walks the same order.
+    # Every thread gets the same order.
     lists = in_threads(4, lambda _thread: [row.id for row in ordered.hooked.hooks()])
     assert lists == [ids] * 4
 
@@ -196,7 +196,7 @@ def test_priority_can_be_changed(ordered: Ordered) -> None:
     assert [row.priority for row in ordered.hooked.hooks()] == [1, 0, -5]
 
 
-def test_back_at_its_old_priority_a_hook_has_its_old_place(ordered: Ordered) -> None:
+def test_a_hook_returns_to_its_place_with_its_old_priority(ordered: Ordered) -> None:
     handles = {name: ordered.add(name) for name in "abc"}
     handles["p"] = ordered.add("p", prepend=True)
     for name in "bp":
@@ -207,7 +207,7 @@ def test_back_at_its_old_priority_a_hook_has_its_old_place(ordered: Ordered) -> 
     assert ordered.call() == list("pabc")
 
 
-def test_a_priority_changed_during_a_phase_counts_from_the_next(ordered: Ordered) -> None:
+def test_a_priority_changed_during_a_phase_takes_effect_in_the_next(ordered: Ordered) -> None:
     def swap(*_: Any) -> None:
         last.priority = 5
 
@@ -230,7 +230,7 @@ def test_a_refused_priority_changes_nothing(ordered: Ordered) -> None:
     assert ordered.call() == ["b", "a"]
 
 
-def test_the_modules_own_torch_hooks_stay_inside_whatever_the_priorities() -> None:
+def test_the_modules_own_torch_hooks_run_inside_for_any_priority() -> None:
     log: list[str] = []
     module = nn.Identity()
     module.register_forward_pre_hook(lambda *_: log.append("torch pre"))

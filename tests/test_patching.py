@@ -1,4 +1,4 @@
-"""Patching: classes replaced by name, undone whatever happens, and one instance's recorders."""
+"""Patching: classes replaced by name, always undone, and recorders of one instance."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _nothing_registered() -> Iterator[None]:
 
 @pytest.fixture
 def package() -> Iterator[Any]:
-    """A package of modules with an Attention, a class that is none and a function."""
+    """A package of modules with an Attention, a class that is not a module, and a function."""
     module = types.ModuleType("their_package.modeling")
     vars(module).update(
         Attention=Attention,
@@ -114,7 +114,7 @@ def test_bad_input_names_the_key_and_registers_nothing() -> None:
     assert get_patch_mapping() == {"Attention": Other}
 
 
-def test_exact_names_go_before_patterns_which_are_searched_for(package: Any) -> None:
+def test_exact_names_precede_patterns_which_match_by_search(package: Any) -> None:
     register_patch_mapping({"ttention": Third, "Attention": Other})
     with apply_patches("their_package"):
         assert package.Attention is Other
@@ -124,7 +124,7 @@ def test_exact_names_go_before_patterns_which_are_searched_for(package: Any) -> 
     assert package.Attention is Attention
     assert package.BigAttention.__name__ == "BigAttention"
     register_patch_mapping({"^Attention$": Third}, overwrite=True)
-    with apply_patches("their"):  # another package
+    with apply_patches("their"):  # a prefix of the package's name
         assert package.Attention is Attention
 
 
@@ -136,7 +136,7 @@ def test_an_exception_undoes_patches(package: Any) -> None:
 
 
 class ReadOnly(types.ModuleType):
-    """A Python module that can be changed for a while."""
+    """A Python module with a switch that makes it read-only."""
 
     writable = True
 
@@ -146,7 +146,7 @@ class ReadOnly(types.ModuleType):
         super().__setattr__(name, value)
 
 
-def test_a_module_that_cannot_be_changed_undoes_what_was_patched_before(package: Any) -> None:
+def test_a_read_only_module_undoes_earlier_patches(package: Any) -> None:
     register_patch_mapping({"Attention": Other})
     fixed = ReadOnly("their_package.fixed")
     fixed.Attention = Attention  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def test_a_module_that_cannot_be_changed_undoes_what_was_patched_before(package:
             pytest.fail("the block ran")
         assert package.Attention is fixed.Attention is Attention
         vars(fixed)["writable"] = True
-        # Nothing is left of the block: this one finds what stands there now.
+        # Nothing of the failed block is cached: the next one finds the current class.
         vars(fixed)["Attention"] = Third
         with apply_patches("their_package"):
             assert fixed.Attention is Other
@@ -166,7 +166,7 @@ def test_a_module_that_cannot_be_changed_undoes_what_was_patched_before(package:
         del sys.modules["their_package.fixed"]
 
 
-def test_what_was_registered_meanwhile_and_set_by_others_is_left_alone(package: Any) -> None:
+def test_changes_by_others_during_the_block_are_kept(package: Any) -> None:
     register_patch_mapping({"Attention": Other})
     with apply_patches("their_package"):
         clear_patch_mapping()
@@ -191,7 +191,7 @@ def test_blocks_that_overlap(package: Any, *, first_in_is_first_out: bool) -> No
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_that_patch_at_once_leave_what_was_there(package: Any) -> None:
+def test_concurrent_patching_restores_the_original(package: Any) -> None:
     register_patch_mapping({"Attention": Other})
     wrong: list[object] = []
 
@@ -211,7 +211,7 @@ def test_threads_that_patch_at_once_leave_what_was_there(package: Any) -> None:
     [Attention, "Attention", OutputRecorder(Attention, index=1), [Attention]],
     ids=["class", "suffix", "recorder", "list"],
 )
-def test_recorders_are_patched_for_one_instance_alone(declared: Any) -> None:
+def test_recorders_are_patched_for_one_instance_only(declared: Any) -> None:
     class Declares(Model):
         _can_record_outputs = {"attentions": declared}  # noqa: RUF012 (a class's dict)
 
@@ -234,7 +234,7 @@ def test_patching_after_the_first_recording_takes_effect() -> None:
     assert torch.equal(model(X, output_attentions=True)["attentions"][0], X * 2)
 
 
-def test_nothing_registered_changes_nothing() -> None:
+def test_an_empty_mapping_changes_nothing() -> None:
     model = Model()
     patch_output_recorders(model)
     assert "_can_record_outputs" not in vars(model)
@@ -244,7 +244,7 @@ def test_nothing_registered_changes_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_of_transformers_is_made_of_replacements() -> None:
+def test_a_model_of_transformers_is_built_with_replacements() -> None:
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415 (takes seconds)
     from transformers.models.llama import modeling_llama  # noqa: PLC0415
@@ -271,13 +271,13 @@ def test_a_model_of_transformers_is_made_of_replacements() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_recorder_of_transformers_is_patched_for_one_model_and_not_for_its_class() -> None:
+def test_a_recorder_of_transformers_is_patched_for_one_model_only() -> None:
     pytest.importorskip("transformers")
     from transformers import GPT2Config, GPT2Model  # noqa: PLC0415 (takes seconds)
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: PLC0415
 
     class Quiet(nn.Module):
-        """No subclass of what it replaces."""
+        """Not a subclass of the class it replaces."""
 
         def __init__(self, *_args: Any, **_options: Any) -> None:
             super().__init__()
@@ -301,12 +301,12 @@ def test_a_recorder_of_transformers_is_patched_for_one_model_and_not_for_its_cla
         for model in (patched, plain)
     ]
     assert shapes == [[()] * 2, [(1, 2, 3, 3)] * 2]
-    # Of the recorder, only the class is another.
+    # Only the recorder's class differs.
     assert patched._can_record_outputs["attentions"].layer_name == declared.layer_name
     assert GPT2Model._can_record_outputs["attentions"] is declared
     assert declared.target_class is GPT2Attention
 
 
 def ours(forward: Any) -> Any:
-    """A forward of transformers' with our decorator in place of its own."""
+    """`forward` of transformers with our decorator in place of its own."""
     return capture_outputs(inspect.unwrap(forward))

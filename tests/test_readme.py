@@ -1,4 +1,4 @@
-"""The code of the README and of the documentation runs as it stands there."""
+"""Code of the README and the documentation runs as printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 
 
 class Block(NamedTuple):
-    """Code of a page, and what it prints if the page shows that."""
+    """Code block of a page, and its output if the page shows it."""
 
     language: str
     title: str
@@ -49,7 +49,7 @@ BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -67,10 +67,10 @@ def _skip_what_cannot_run(code: str) -> None:
     "page", [page for page in PAGES if page not in BY_TORCHRUN], ids=lambda page: page.stem
 )
 @pytest.mark.filterwarnings("ignore")
-def test_page_runs_and_prints_what_it_shows(
+def test_page_runs_and_prints_its_shown_output(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # One block after the other, as somebody would who reads it.
+    # Blocks run in order and share their names, as for a reader.
     names: dict[str, object] = {"__name__": page.stem}
     for language, title, code, printed in blocks(page):
         _skip_what_cannot_run(code)
@@ -91,7 +91,7 @@ def test_page_runs_and_prints_what_it_shows(
 
 @pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
 def test_page_runs_on_several_processes(page: Path) -> None:
-    # Past the destructors of C++: gloo's abort a process now and then, with plain PyTorch too.
+    # Skips C++ destructors: gloo's abort a process now and then, with plain PyTorch too.
     ending = "import os; os._exit(0)"
     Path("page.py").write_text("\n".join([*(block.code for block in blocks(page)), ending]))
     with socket.socket() as listener:
@@ -112,18 +112,18 @@ def test_page_runs_on_several_processes(page: Path) -> None:
             process.kill()
 
 
-def test_there_is_code() -> None:
+def test_pages_with_code_are_found() -> None:
     assert README in PAGES
     assert len(PAGES) > len(BY_TORCHRUN) > 0
 
 
 def test_the_front_page_is_short() -> None:
-    # Code, outputs and links count too; what has no letter and no digit is no word.
+    # Code, outputs and links count; a word has a letter or a digit.
     words = [word for word in README.read_text().split() if any(map(str.isalnum, word))]
     assert len(words) <= WORDS
 
 
-def test_the_front_page_shows_what_its_snippets_print() -> None:
+def test_the_front_page_shows_the_output_of_its_snippets() -> None:
     setup, *snippets = blocks(README)
     assert not setup.printed
     assert len(snippets) == 4

@@ -1,4 +1,4 @@
-"""What a release is made of agrees: the version, the Pythons, and what public CI runs."""
+"""Consistency of a release: version, Pythons and public CI."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workflow() -> dict[str, Any]:
     return jobs
 
 
-def test_the_version_is_written_in_one_place() -> None:
+def test_the_version_has_one_source() -> None:
     version = tomllib.loads(read("Cargo.toml"))["workspace"]["package"]["version"]
     assert fh.__version__ == version == importlib.metadata.version("ferrohook")
     written = [ROOT / "Cargo.toml", ROOT / "pyproject.toml", *ROOT.glob("rust/*/Cargo.toml")]
@@ -60,7 +60,7 @@ def test_public_ci_runs_each_lane_once() -> None:
     assert set(makes) <= set(targets)
 
 
-def test_what_is_released_is_tested() -> None:
+def test_released_pythons_are_tested() -> None:
     jobs = workflow()
     built = re.search(r"^for version in (.+); do$", read("script/wheels"), re.MULTILINE)
     assert built is not None
@@ -78,5 +78,5 @@ def test_private_parts_of_pyo3_are_checked_at_each_upgrade() -> None:
     assert [path for path in sources if "pyo3::impl_" in path.read_text()] == [fence]
     packages = tomllib.loads(read("Cargo.lock"))["package"]
     (version,) = [each["version"] for each in packages if each["name"] == "pyo3"]
-    # Another one: read pyo3's `impl_::trampoline` and this file again, then change the number here.
+    # On an upgrade, review pyo3's `impl_::trampoline` and this file, then change the version here.
     assert version.startswith("0.28.")

@@ -1,4 +1,4 @@
-"""`select`: what it finds, in which order, and what it says when there is nothing."""
+"""`select`: matches, order and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Has a module with two names, and names with a glob's characters."""
+    """A model with a module of two names, and names with glob characters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ FOUND: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_is_found(model: Model, case: str) -> None:
+def test_select_finds_the_expected_modules(model: Model, case: str) -> None:
     what, expected = FOUND[case]
     found = select(model, what)
     assert list(found) == expected
@@ -108,7 +108,7 @@ def test_what_is_found(model: Model, case: str) -> None:
 
 
 @pytest.mark.parametrize("everything", [None, "**", "**.**", re.compile(""), nn.Module])
-def test_everything_is_named_modules(model: Model, everything: Any) -> None:
+def test_selecting_everything_equals_named_modules(model: Model, everything: Any) -> None:
     assert list(select(model, everything).items()) == list(model.named_modules())
     assert select(model) == dict(model.named_modules())
 
@@ -125,13 +125,13 @@ def test_predicates_get_every_module_once_under_its_first_name(model: Model) -> 
 
 
 @pytest.mark.parametrize("pattern", ["tied*", "tied.*", "**.tied", re.compile("tied")])
-def test_second_names_are_for_exact_paths(model: Model, pattern: Any) -> None:
+def test_second_names_match_only_exact_paths(model: Model, pattern: Any) -> None:
     assert select(model, "tied") == {"tied": model.embed}
     with pytest.raises(SelectionError):
         select(model, pattern)
 
 
-def test_a_hooked_module_is_found_as_it_stands_in_the_model(model: Model) -> None:
+def test_a_wrapper_in_the_model_is_found_itself(model: Model) -> None:
     hooked = fh.HookedModule(model.layers[3])
     model.layers[3] = hooked
     assert select(model, "layers.3") == {"layers.3": hooked}
@@ -143,14 +143,14 @@ def test_a_hooked_module_is_found_as_it_stands_in_the_model(model: Model) -> Non
     assert select(whole, "")[""] is whole
 
 
-def test_a_module_that_contains_itself_is_seen_once() -> None:
+def test_a_module_that_contains_itself_is_visited_once() -> None:
     parent = nn.ModuleDict({"child": nn.ModuleDict()})
     parent["child"]["parent"] = parent
     assert list(select(parent)) == ["", "child"]
     assert select(parent, "child.parent.child") == {"child.parent.child": parent["child"]}
 
 
-def test_a_module_with_very_many_paths_is_seen_once() -> None:
+def test_a_module_with_very_many_paths_is_visited_once() -> None:
     module: nn.Module = nn.Identity()
     for _ in range(60):
         module = nn.Sequential(module, module)
@@ -193,7 +193,7 @@ def test_another_thread_may_change_the_model(model: Model) -> None:
         thread.join()
 
 
-# What is refused. The errors' whole text is compared: it is what a user has to go on.
+# Refused arguments. The whole text of errors is compared: users rely on it.
 
 TAKES = (
     "select takes a path, a glob, a compiled regex of str, a subclass of nn.Module, a predicate"
@@ -225,14 +225,14 @@ def test_wrong_types_are_refused(model: Model, case: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "given_"), [(Model, "the class Model"), ("odd", "str"), (None, "NoneType")]
 )
-def test_only_modules_have_modules_to_select(wrong: Any, given_: str) -> None:
+def test_selecting_from_anything_but_a_module_is_refused(wrong: Any, given_: str) -> None:
     with pytest.raises(HookTypeError) as caught:
         select(wrong, "odd")
     message = f"select names modules of an instance of nn.Module, got {given_}"
     assert str(caught.value) == message
 
 
-def test_a_module_is_no_predicate(model: Model) -> None:
+def test_a_module_as_a_selector_is_refused(model: Model) -> None:
     for module, name in [
         (model.layers[0].mlp, "'layers.0.mlp'"),
         (model.tied, "'embed'"),
@@ -281,7 +281,7 @@ def test_a_predicate_takes_name_and_module(model: Model, predicate: Any, title: 
 
 
 @pytest.mark.parametrize("error", [KeyError("its own"), TypeError("its own"), KeyboardInterrupt()])
-def test_what_a_predicate_raises_passes_through(model: Model, error: BaseException) -> None:
+def test_an_exception_of_a_predicate_propagates(model: Model, error: BaseException) -> None:
     def raising(name: str, module: nn.Module) -> bool:
         raise error
 
@@ -291,7 +291,7 @@ def test_what_a_predicate_raises_passes_through(model: Model, error: BaseExcepti
     assert error.__cause__ is None
 
 
-def test_what_the_truth_of_a_result_raises_passes_through(model: Model) -> None:
+def test_an_exception_of_bool_on_a_predicates_result_propagates(model: Model) -> None:
     class Undecided:
         def __bool__(self) -> bool:
             msg = "neither"
@@ -343,7 +343,7 @@ class Tokens(nn.Module):
 
 
 class Linear(nn.Module):
-    """Shares its name with torch's."""
+    """A class with the name of torch's."""
 
 
 FIRST = "the first names in it are 'embed', 'embed.tokens', 'layers', 'layers.0', 'layers.0.attn'"
@@ -377,9 +377,14 @@ MESSAGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", MESSAGES)
-def test_nothing_found_says_what_was_given_and_what_there_is(model: Model, case: str) -> None:
+def test_the_error_of_no_match_names_the_selector_and_available_names(
+    model: Model, case: str
+) -> None:
     what, message = MESSAGES[case]
-    for selector in (what, ["odd", (what,)]):  # the others of a collection do not cover it
+    for selector in (
+        what,
+        ["odd", (what,)],
+    ):  # other members of a collection do not hide the failure
         with pytest.raises(SelectionError) as caught:
             select(model, selector)
         assert str(caught.value) == f"nothing in Model matches {message}"
@@ -391,7 +396,7 @@ def test_nothing_found_says_what_was_given_and_what_there_is(model: Model, case:
     ("what", "shown"),
     [("0", "'0'"), ("*", "'*'"), (nn.ReLU, "the class torch.nn.modules.activation.ReLU")],
 )
-def test_a_model_without_submodules_says_so(what: Any, shown: str) -> None:
+def test_the_error_names_a_model_without_submodules(what: Any, shown: str) -> None:
     with pytest.raises(SelectionError) as caught:
         select(nn.Sequential(), what)
     assert str(caught.value) == f"nothing in Sequential matches {shown}: it has no submodules"
@@ -417,12 +422,12 @@ def test_an_empty_collection_is_an_error(model: Model, empty: Any) -> None:
     "path",
     ["layers.", ".layers", "layers..0", ".", " odd", "ODD", "**.ATTN", "none", "gone", "layers.-1"],
 )
-def test_a_path_is_taken_to_the_letter(model: Model, path: str) -> None:
+def test_a_path_matches_literally(model: Model, path: str) -> None:
     with pytest.raises(SelectionError):
         select(model, path)
 
 
-# Random models: a module holds any of those behind it in a list, in as many places as it likes.
+# Random models: a module has any later modules of a list as children, in any number of places.
 
 NAMES = st.text("ab*[]!", min_size=1, max_size=3)
 
@@ -439,7 +444,7 @@ def models(draw: st.DrawFn, segments: st.SearchStrategy[str] = NAMES) -> nn.Modu
 
 
 @given(models())
-def test_everything_is_named_modules_of_any_model(model: nn.Module) -> None:
+def test_selecting_everything_equals_named_modules_of_any_model(model: nn.Module) -> None:
     assert list(select(model).items()) == list(model.named_modules())
 
 
@@ -481,18 +486,18 @@ def reversed_deep(what: Any) -> Any:
 
 
 @given(models(), st.text() | st.text("ab*?[]!-.", max_size=8))
-def test_no_text_is_a_surprise(model: nn.Module, text: str) -> None:
+def test_any_text_finds_real_modules_or_raises(model: nn.Module, text: str) -> None:
     try:
         found = select(model, text)
     except SelectionError as error:
-        assert f" matches {text!r}" in str(error)  # noqa: PT017 (there may be none)
+        assert f" matches {text!r}" in str(error)  # noqa: PT017 (no error is valid too)
         assert text not in names(model)
     else:
         assert found
         assert found.items() <= dict(model.named_modules(remove_duplicate=False)).items()
 
 
-# Globs: a pattern is drawn as parts, a part as tokens; the oracle never sees the text.
+# Globs: a pattern is drawn as parts, a part as tokens; the oracle matches tokens, not text.
 
 TOKENS = {
     "a": "a",
@@ -525,7 +530,7 @@ def leads(parts: list[list[str]], segments: list[str]) -> bool:
 
 
 @given(models(st.text("abc", min_size=1, max_size=3)), st.lists(PARTS, min_size=1, max_size=4))
-def test_globs_match_as_said(model: nn.Module, parts: list[list[str]]) -> None:
+def test_globs_match_as_documented(model: nn.Module, parts: list[list[str]]) -> None:
     glob = ".".join("".join(tokens) for tokens in parts)
     expected = [name for name in names(model) if leads(parts, name.split(".") if name else [])]
     if glob in names(model, remove_duplicate=False):
@@ -537,7 +542,7 @@ def test_globs_match_as_said(model: nn.Module, parts: list[list[str]]) -> None:
     assert found == expected
 
 
-# Models as they are.
+# Real models.
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Faults of PyTorch's own hooks that are gone here.
 
-Each test shows that ours is right, then that plain PyTorch is not: the reason why the test exists.
-Where a later torch is right too, the second half is skipped and says so.
+Each test shows that ferrohook is right, then that plain PyTorch is not: its reason to exist. With a
+later torch that is right, the second half is skipped with a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def of_the_user() -> ValueError:
 
 
 def raised_by(act: Callable[[], object]) -> BaseException | None:
-    """What `act` raises; warnings are not the matter here."""
+    """Exception that `act` raises, or None; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -41,7 +41,7 @@ def raised_by(act: Callable[[], object]) -> BaseException | None:
 
 
 def expect_fault(shown: object, fault: str) -> None:
-    """Skips the rest where torch is right by now."""
+    """Skips the rest of the test if torch no longer has the fault."""
     if not shown:
         pytest.skip(f"ours is right; torch {torch.__version__} no longer has the fault: {fault}")
 
@@ -52,7 +52,7 @@ def expect_fault(shown: object, fault: str) -> None:
 def call_with_first_hook_removing_the_second(
     module: nn.Module, phase: str, **options: Any
 ) -> tuple[list[Any], BaseException | None]:
-    """The arguments that the second hook was called with, and what the call raised."""
+    """Arguments of each invocation of the second hook, and the exception of the call."""
     seen: list[Any] = []
     register: Any = getattr(module, f"register_{phase}_hook")
     register(lambda *_: second.remove())
@@ -88,12 +88,12 @@ def test_removing_a_later_with_kwargs_hook_is_no_type_error(phase: str) -> None:
 
 @contextmanager
 def inside_first_hook(module: nn.Module, phase: str) -> Iterator[None]:
-    """Runs the block while another thread's call is in a hook before those registered later."""
-    entered, let_go = threading.Event(), threading.Event()
+    """Runs the block while another thread's call is inside a first, blocking hook."""
+    entered, release = threading.Event(), threading.Event()
 
     def block(*_: Any) -> None:
         entered.set()
-        assert let_go.wait(LIMIT)
+        assert release.wait(LIMIT)
 
     getattr(module, f"register_{phase}_hook")(block, prepend=True)
     failed: list[BaseException | None] = []
@@ -103,7 +103,7 @@ def inside_first_hook(module: nn.Module, phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        let_go.set()
+        release.set()
         thread.join(LIMIT)
     assert len(failed) == 1
     assert not isinstance(failed[0], AssertionError)
@@ -131,10 +131,10 @@ def test_a_with_kwargs_hook_removed_by_another_thread_never_gets_wrong_arguments
 
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
-def test_removing_and_registering_with_kwargs_hooks_beside_calls_never_tears_them(
+def test_with_kwargs_hooks_get_consistent_arguments_during_registering_and_removing(
     phase: str,
 ) -> None:
-    # How often PyTorch fails here is chance, so only ours is run.
+    # PyTorch fails here only by chance, so only ferrohook is run.
     module = fh.HookedModule(Failing())
     register: Any = getattr(module, f"register_{phase}_hook")
     right = {"forward_pre": 3, "forward": 4}[phase]
@@ -192,7 +192,7 @@ def test_a_backward_hook_removed_after_the_forward_does_not_fire(phase: str) -> 
 
 
 def fail_with(module: Any, change: Callable[[Any, Any], None]) -> tuple[Any, list[str]]:
-    """What a failing call raises when its first `always_call` hook changes the hooks."""
+    """Exception of a failing call whose first `always_call` hook changes the hooks."""
     fired: list[str] = []
     module.error = of_the_user()
 
@@ -230,12 +230,12 @@ def test_hooks_changed_by_another_thread_leave_the_users_error() -> None:
     def call(module: Any) -> tuple[Any, list[str]]:
         fired: list[str] = []
         module.error = of_the_user()
-        entered, let_go = threading.Event(), threading.Event()
+        entered, release = threading.Event(), threading.Event()
         failed: list[Any] = []
 
         def block(*_: Any) -> None:
             entered.set()
-            assert let_go.wait(LIMIT)
+            assert release.wait(LIMIT)
 
         module.register_forward_hook(block, always_call=True)
         module.register_forward_hook(lambda *_: fired.append("always"), always_call=True)
@@ -244,7 +244,7 @@ def test_hooks_changed_by_another_thread_leave_the_users_error() -> None:
         thread.start()
         assert entered.wait(LIMIT)
         handle.remove()
-        let_go.set()
+        release.set()
         thread.join(LIMIT)
         return failed[0], fired
 
@@ -329,7 +329,7 @@ def test_where_warnings_are_errors_an_always_call_hook_leaves_the_users_error(
     assert isinstance(error, UserWarning)
 
 
-def test_with_kwargs_and_always_call_go_together_on_an_error() -> None:
+def test_with_kwargs_and_always_call_combine_on_an_error() -> None:
     seen: list[Any] = []
 
     def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -340,7 +340,7 @@ def test_with_kwargs_and_always_call_go_together_on_an_error() -> None:
     hooked.register_forward_hook(hook, with_kwargs=True, always_call=True)
     assert str(raised_by(lambda: hooked(1, scale=2))) == "the user's error"
     assert seen == [((1,), {"scale": 2}, None)]
-    # PyTorch forgets the keywords of its global hooks, and drops the TypeError that follows.
+    # PyTorch drops the keywords of its global hooks, and the resulting TypeError.
     seen.clear()
     module = Failing()
     module.error = of_the_user()
@@ -349,7 +349,7 @@ def test_with_kwargs_and_always_call_go_together_on_an_error() -> None:
         raised_by(lambda: module(1, scale=2))
     finally:
         handle.remove()
-        torch_global._global_forward_hooks_with_kwargs.clear()  # PyTorch leaves it there
+        torch_global._global_forward_hooks_with_kwargs.clear()  # PyTorch never clears it
     expect_fault(seen == [], "a global hook with keywords and always_call never fires on an error")
 
 
@@ -357,7 +357,7 @@ def test_with_kwargs_and_always_call_go_together_on_an_error() -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
-def test_what_cannot_be_called_is_refused_when_it_is_registered(phase: str) -> None:
+def test_a_non_callable_is_refused_at_registration(phase: str) -> None:
     def register(module: nn.Module) -> BaseException | None:
         return raised_by(lambda: getattr(module, f"register_{phase}_hook")(None))
 

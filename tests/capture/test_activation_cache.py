@@ -1,4 +1,4 @@
-"""The cache that a capture fills, and its files."""
+"""`ActivationCache`: the mapping that a capture fills, and its files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_nbytes_and_repr(acts: fh.ActivationCache) -> None:
     ]
 
 
-def test_to_keeps_structures_and_shares_what_is_there(x: Tensor) -> None:
+def test_to_preserves_structures_and_shares_tensors_on_the_device(x: Tensor) -> None:
     value = (Named(x, [Data(x, {"a": Frozen(x)})]), OrderedDict(b=None))
     module = Returning(lambda: value)
     with fh.capture(module, "", grads=True) as acts:
@@ -102,7 +102,7 @@ def test_to_keeps_structures_and_shares_what_is_there(x: Tensor) -> None:
 # Files
 
 
-def test_a_file_holds_all(tmp_path: Path, model: nn.Sequential, x: Tensor) -> None:
+def test_save_and_load_restore_every_entry(tmp_path: Path, model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, grads=True, keep="all") as acts:
         for _ in range(2):
             model(x).sum().backward()
@@ -113,12 +113,12 @@ def test_a_file_holds_all(tmp_path: Path, model: nn.Sequential, x: Tensor) -> No
     for name, calls in acts.items():
         assert all(map(torch.equal, loaded[name], calls))
         assert all(map(torch.equal, loaded.grads[name], acts.grads[name]))
-    # For others that read the format.
+    # Metadata for other readers of the format.
     tensors = safetensors.torch.load_file(path)
     assert torch.equal(tensors["/activations/0/1"], acts["0"][1])
 
 
-def test_a_file_holds_structures_shared_storage_and_any_strides(tmp_path: Path) -> None:
+def test_save_and_load_preserve_structures_shared_storage_and_strides(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     value = {
         "same": (base, base),
@@ -157,7 +157,7 @@ def test_an_undetached_capture_can_be_saved(
 
 
 @pytest.mark.parametrize("wrong", [object(), {1: torch.ones(1)}, b"bytes"])
-def test_what_cannot_be_saved_leaves_the_file_as_it_was(
+def test_a_failed_save_leaves_the_file_unchanged(
     tmp_path: Path, wrong: Any, acts: fh.ActivationCache
 ) -> None:
     path = tmp_path / "file"
@@ -172,7 +172,7 @@ def test_what_cannot_be_saved_leaves_the_file_as_it_was(
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_saved_file_replaces_another_and_can_be_read_by_others(
+def test_save_replaces_a_file_and_gives_it_default_permissions(
     tmp_path: Path, acts: fh.ActivationCache
 ) -> None:
     path = tmp_path / "file"
@@ -183,7 +183,7 @@ def test_a_saved_file_replaces_another_and_can_be_read_by_others(
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no safetensors")
     (tmp_path / "empty").touch()
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "other")

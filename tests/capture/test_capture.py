@@ -1,4 +1,4 @@
-"""Captures: what is kept, and what a later change does to it."""
+"""Captures: captured values, and the effect of later changes on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.modules import Returning
 
 
 def by_torch(model: nn.Module, *args: Any) -> dict[str, Any]:
-    """What PyTorch's own hooks see of one call."""
+    """Outputs of one call, by PyTorch's own hooks."""
     seen: dict[str, Any] = {}
     handles = [
         module.register_forward_hook(lambda *it, name=name: seen.__setitem__(name, it[-1]))
@@ -28,10 +28,10 @@ def by_torch(model: nn.Module, *args: Any) -> dict[str, Any]:
     return seen
 
 
-# What is kept
+# Captured values
 
 
-def test_what_is_captured_is_what_torch_hooks_see(model: nn.Sequential, x: Tensor) -> None:
+def test_captures_equal_what_torch_hooks_see(model: nn.Sequential, x: Tensor) -> None:
     expected = by_torch(model, x)
     with fh.capture(model) as acts:
         out = model(x)
@@ -43,7 +43,7 @@ def test_what_is_captured_is_what_torch_hooks_see(model: nn.Sequential, x: Tenso
     assert_plain(model)
 
 
-def test_it_can_be_read_inside_and_after(model: nn.Sequential, x: Tensor) -> None:
+def test_a_capture_is_readable_inside_and_after_its_block(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0") as acts:
         assert (len(acts), list(acts)) == (0, [])
         model(x)
@@ -54,7 +54,7 @@ def test_it_can_be_read_inside_and_after(model: nn.Sequential, x: Tensor) -> Non
     assert torch.equal(acts["0"], model[0](2 * x))
 
 
-def test_inputs_are_those_of_the_call() -> None:
+def test_inputs_are_the_arguments_of_the_call() -> None:
     module = Returning(lambda *_args, **_kwargs: None)
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = [
         ((1,), {}, 1),
@@ -70,7 +70,7 @@ def test_inputs_are_those_of_the_call() -> None:
     assert acts[""] == [expected for *_, expected in calls]
 
 
-def test_captured_keyword_inputs_are_not_the_models_dict() -> None:
+def test_captured_keyword_inputs_are_a_dict_of_their_own() -> None:
     def change(**kwargs: Any) -> None:
         kwargs.clear()
 
@@ -80,9 +80,9 @@ def test_captured_keyword_inputs_are_not_the_models_dict() -> None:
     assert acts[""] == {"a": 1}
 
 
-def test_inputs_and_outputs_are_what_leaves_the_hooks(model: nn.Sequential, x: Tensor) -> None:
+def test_inputs_and_outputs_are_captured_after_all_hooks(model: nn.Sequential, x: Tensor) -> None:
     with fh.scope() as s, fh.capture(model, "0") as out, fh.capture(model, "0", inputs=True) as inp:
-        # Registered later, but the capture is behind all.
+        # Registered after the capture, which still runs last.
         pre = fh.register(model, "0", lambda _m, _a: torch.zeros(5, 3), phase="forward_pre")
         steer = fh.register(model, "0", lambda *_: torch.ones(5, 4), scope=s, priority=-100)
         model(x)
@@ -92,7 +92,7 @@ def test_inputs_and_outputs_are_what_leaves_the_hooks(model: nn.Sequential, x: T
     assert torch.equal(out["0"], torch.ones(5, 4))
 
 
-def test_what_torchs_own_hooks_return_is_captured(model: nn.Sequential, x: Tensor) -> None:
+def test_the_return_value_of_torchs_own_hooks_is_captured(model: nn.Sequential, x: Tensor) -> None:
     handle = model[0].register_forward_hook(lambda *_: torch.ones(5, 4))
     with fh.capture(model, "0") as acts:
         model(x)
@@ -121,12 +121,14 @@ def test_structures_keep_their_classes_and_tensors_are_detached() -> None:
         for tensor in tensors:
             assert not tensor.requires_grad
             assert torch.equal(tensor, t)
-        assert all(tensor is t for tensor in tensors_of(value))  # the model's own are as they were
+        assert all(
+            tensor is t for tensor in tensors_of(value)
+        )  # the model's own structure is unchanged
     for same in (None, 3, "text", object()):
         assert captured(same) is same
 
 
-def test_a_later_change_of_the_models_structure_is_not_seen() -> None:
+def test_a_later_change_of_the_models_structure_does_not_reach_the_capture() -> None:
     out: list[Any] = [torch.ones(1)]
     value = {"a": out}
     kept = captured(value)
@@ -135,7 +137,7 @@ def test_a_later_change_of_the_models_structure_is_not_seen() -> None:
     assert kept["a"][0].item() == 1
 
 
-def test_the_outputs_of_transformers_are_walked() -> None:
+def test_model_outputs_of_transformers_are_traversed() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     t = torch.ones(2, requires_grad=True) * 1
     value = outputs.BaseModelOutput(last_hidden_state=t, hidden_states=(t, t))
@@ -148,7 +150,7 @@ def test_the_outputs_of_transformers_are_walked() -> None:
     assert value.last_hidden_state is t
 
 
-def test_packed_sequences_and_torchs_own_tuples_are_kept() -> None:
+def test_packed_sequences_and_torchs_own_tuples_preserve_their_class() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert type(captured(packed)) is type(packed)
     kept = captured(torch.max(torch.ones(2, 2), 0))
@@ -156,7 +158,7 @@ def test_packed_sequences_and_torchs_own_tuples_are_kept() -> None:
     assert captured(torch.Size([1, 2])) == torch.Size([1, 2])
 
 
-def test_a_tuple_of_a_class_of_its_own_does_not_break_the_model() -> None:
+def test_a_custom_tuple_class_does_not_break_the_model() -> None:
     class Pair(tuple[Any, ...]):
         __slots__ = ()
 
@@ -166,7 +168,7 @@ def test_a_tuple_of_a_class_of_its_own_does_not_break_the_model() -> None:
     assert captured(Pair(1, 2)) == (1, 2)
 
 
-def test_output_index_picks_a_part() -> None:
+def test_output_index_selects_one_element() -> None:
     t, u = torch.zeros(2), torch.ones(2)
     assert torch.equal(captured((t, u), output_index=1), u)
     assert torch.equal(captured([t, u], output_index=-1), u)
@@ -180,7 +182,9 @@ def test_output_index_picks_a_part() -> None:
 @pytest.mark.parametrize(
     ("value", "index"), [((1, 2), 2), ({"a": 1}, "b"), ((1, 2), "b"), (Data(1), 0), (None, 0)]
 )
-def test_a_missing_part_is_told_and_the_model_works_afterwards(value: Any, index: Any) -> None:
+def test_a_missing_output_index_raises_and_the_model_works_afterwards(
+    value: Any, index: Any
+) -> None:
     module = Returning(lambda: value)
     told = pytest.raises(fh.SelectionError, match=f"has no output_index {index!r}: it is of type")
     with told, fh.capture(module, "", output_index=index):
@@ -198,7 +202,9 @@ def assert_plain_class(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", ["inplace", "view", "through the base", "out="])
-def test_checked_tells_of_a_change_in_place(model: nn.Sequential, x: Tensor, change: str) -> None:
+def test_checked_raises_after_a_change_in_place(
+    model: nn.Sequential, x: Tensor, change: str
+) -> None:
     with torch.no_grad(), fh.capture(model, ["0", "1"]) as acts:
         model(x)
         kept = acts["0"]
@@ -216,14 +222,14 @@ def test_checked_tells_of_a_change_in_place(model: nn.Sequential, x: Tensor, cha
         acts.get("0")
     with pytest.raises(fh.StaleActivationError):
         acts.to("cpu")
-    # It is there, can be described, and the others can be read.
+    # The entry is listed and has a repr; the other entries are readable.
     assert "0" in acts
     assert "(5, 4)" in repr(acts)
     assert acts.nbytes == 160
     assert torch.equal(acts["1"], acts["1"])
 
 
-def test_a_change_by_the_model_itself_is_told(x: Tensor) -> None:
+def test_a_change_in_place_by_the_model_itself_raises(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True))
     with fh.capture(model, "0") as acts:
         model(x)
@@ -238,7 +244,7 @@ def test_a_change_by_the_model_itself_is_told(x: Tensor) -> None:
     assert torch.equal(acts["0"], out)
 
 
-def test_a_change_of_the_base_of_a_view_is_told() -> None:
+def test_a_change_of_the_base_of_a_view_raises() -> None:
     base = torch.zeros(4, 4)
     module = Returning(lambda: base[1:3])
     with fh.capture(module, "") as acts:
@@ -248,7 +254,7 @@ def test_a_change_of_the_base_of_a_view_is_told() -> None:
         acts[""]
 
 
-def test_a_tensor_inside_a_structure_is_checked_too() -> None:
+def test_a_tensor_inside_a_structure_is_checked() -> None:
     t = torch.zeros(2)
     module = Returning(lambda: {"a": [Data(t)]})
     with fh.capture(module, "", keep="all") as acts:
@@ -270,7 +276,7 @@ def test_inference_mode(model: nn.Sequential, x: Tensor, copy: Any) -> None:
     assert torch.equal(acts[""][1], expected)
 
 
-def test_a_parameter_that_is_returned_is_kept_detached() -> None:
+def test_a_returned_parameter_is_captured_detached() -> None:
     weight = nn.Parameter(torch.ones(2))
     kept = captured({"w": weight})
     assert not kept["w"].requires_grad

@@ -29,7 +29,7 @@ def test_copies_to_the_cpu_are_complete_when_they_are_read(
     for _ in range(5):
         with torch.no_grad(), fh.capture(model, "0", device="cpu", **options) as acts:
             torch.cuda._sleep(50_000_000)
-            model(x)  # writes in place to what was captured
+            model(x)  # overwrites the captured tensor in place
             read = acts["0"].clone()
         torch.cuda.synchronize()
         expected = model[0](x)[options.get("slice", ...)].to(options.get("dtype", torch.float32))
@@ -43,7 +43,7 @@ def test_copies_to_the_cpu_do_not_wait_for_the_gpu(on_gpu: tuple[nn.Sequential, 
     with torch.no_grad(), fh.capture(model, "0", device="cpu") as acts:
         for _ in range(3):
             model(x)
-            acts["0"]  # memory is pinned when it is first needed, and that does wait
+            acts["0"]  # the first copy pins memory, which waits for the GPU
         torch.cuda._sleep(2_000_000_000)
         model(x)
         assert not torch.cuda.current_stream().query()
@@ -51,7 +51,7 @@ def test_copies_to_the_cpu_do_not_wait_for_the_gpu(on_gpu: tuple[nn.Sequential, 
 
 
 @pytest.mark.cuda
-def test_what_is_written_after_the_capture_does_not_reach_the_copy(
+def test_a_write_after_the_capture_does_not_reach_the_copy(
     on_gpu: tuple[nn.Sequential, Tensor],
 ) -> None:
     model, x = on_gpu
@@ -64,7 +64,7 @@ def test_what_is_written_after_the_capture_does_not_reach_the_copy(
 
 
 @pytest.mark.cuda
-def test_threads_read_complete_copies(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
+def test_reader_threads_get_complete_copies(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
     model, x = on_gpu
     expected = model[0](x).cpu()
     with torch.no_grad(), fh.capture(model, "0", device="cpu") as acts:
@@ -78,20 +78,20 @@ def test_threads_read_complete_copies(on_gpu: tuple[nn.Sequential, Tensor]) -> N
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_a_device_without_a_number_is_the_same_device(
+def test_a_device_without_an_index_is_the_current_device(
     on_gpu: tuple[nn.Sequential, Tensor], device: str
 ) -> None:
     model, x = on_gpu
     with fh.capture(model, "0", device=device, copy="clone") as acts:
         model(x)
-    assert torch.equal(acts["0"], model[0](x))  # not what ReLU made of it
+    assert torch.equal(acts["0"], model[0](x))  # not the output of ReLU
     with fh.capture(model, "0", device=device, slice=0) as acts:
         model(x)
     assert acts["0"].untyped_storage().nbytes() == acts["0"].nbytes
 
 
 @pytest.mark.cuda
-def test_gradients_go_to_the_cpu_too(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
+def test_gradients_are_copied_to_the_cpu(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
     model, x = on_gpu
     with fh.capture(model, "0", device="cpu", grads=True) as acts:
         out = model(x)
@@ -107,7 +107,7 @@ def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks_on_a_gpu() ->
     x = torch.ones(2, 4, device="cuda", requires_grad=True)
     with fh.scope() as s:
         fh.register(model, "0", lambda *_: fired.append("x"), phase="forward_pre", scope=s)
-        # Autograd's threads for GPUs are in no context.
+        # Autograd's GPU threads have no context.
         out = torch.utils.checkpoint.checkpoint(
             model,
             x,

@@ -50,7 +50,7 @@ from support.limits import LIMIT
         ({"unknown": 1}, TypeError, "unknown"),
     ],
 )
-def test_wrong_options_are_refused_where_they_enter(
+def test_wrong_options_are_refused_by_capture_itself(
     model: nn.Sequential, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -64,13 +64,13 @@ def test_an_empty_selection_is_refused(model: nn.Sequential, what: Any) -> None:
         fh.capture(model, what)
 
 
-def test_numbers_of_any_size_are_taken(model: nn.Sequential, x: Tensor) -> None:
+def test_integers_of_any_size_are_accepted(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", keep=2**80, max_bytes=2**80) as acts:
         model(x)
     assert len(acts["0"]) == 1
 
 
-def test_a_capture_is_entered_once_and_left_once(model: nn.Sequential, x: Tensor) -> None:
+def test_a_capture_is_entered_and_left_only_once(model: nn.Sequential, x: Tensor) -> None:
     with fh.instrument(model):
         capture = fh.capture(model, "0")
         with capture as acts:
@@ -81,7 +81,7 @@ def test_a_capture_is_entered_once_and_left_once(model: nn.Sequential, x: Tensor
             pytest.fail("it was entered")
         with pytest.raises(fh.HookError, match="left before"):
             capture.__exit__(None, None, None)
-        # What others hold is theirs.
+        # The refused exit left the instrumentation and hooks of others alone.
         fired: list[int] = []
         model[0].register_forward_hook(lambda *_: fired.append(1))
         model(x)
@@ -90,7 +90,9 @@ def test_a_capture_is_entered_once_and_left_once(model: nn.Sequential, x: Tensor
     assert_plain(model)
 
 
-def test_leaving_elsewhere_is_refused_and_changes_nothing(model: nn.Sequential, x: Tensor) -> None:
+def test_leaving_from_another_thread_is_refused_and_changes_nothing(
+    model: nn.Sequential, x: Tensor
+) -> None:
     capture = fh.capture(model, "0")
     with capture as acts, ThreadPoolExecutor(1) as executor:
         with pytest.raises(fh.HookError, match="left where it was entered"):
@@ -100,7 +102,7 @@ def test_leaving_elsewhere_is_refused_and_changes_nothing(model: nn.Sequential, 
     assert_plain(model)
 
 
-def test_leaving_out_of_order_leaves_that_capture_alone(model: nn.Sequential, x: Tensor) -> None:
+def test_leaving_out_of_order_ends_only_that_capture(model: nn.Sequential, x: Tensor) -> None:
     outer, inner = fh.capture(model, "0"), fh.capture(model, "0")
     first = outer.__enter__()
     model(x)

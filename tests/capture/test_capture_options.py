@@ -1,4 +1,4 @@
-"""Options of captures: conversions, calls kept, gradients and the budget."""
+"""Options of captures: conversions, `keep`, gradients and the byte budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.numbers import close
 # detach, device, dtype, slice
 
 
-def test_undetached_captures_let_gradients_flow(model: nn.Sequential, x: Tensor) -> None:
+def test_gradients_flow_through_undetached_captures(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", detach=False) as acts:
         model(x)
     (grad,) = torch.autograd.grad(acts["0"].sum(), model[0].weight)
@@ -29,7 +29,7 @@ def test_undetached_captures_let_gradients_flow(model: nn.Sequential, x: Tensor)
 @pytest.mark.parametrize(
     "options", [{"copy": "clone"}, {"dtype": torch.float64}, {"slice": 0}, {"slice": (..., [1])}]
 )
-def test_undetached_copies_let_gradients_flow(
+def test_gradients_flow_through_undetached_copies(
     model: nn.Sequential, x: Tensor, options: dict[str, Any]
 ) -> None:
     with fh.capture(model, "0", detach=False, **options) as acts:
@@ -38,13 +38,13 @@ def test_undetached_copies_let_gradients_flow(
     assert model[0].weight.grad is not None
 
 
-def test_dtype_casts_what_is_of_floating_point() -> None:
+def test_dtype_casts_floating_point_tensors_only() -> None:
     value = (torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
     kept = captured(value, dtype=torch.bfloat16)
     assert [each.dtype for each in kept] == [torch.bfloat16, torch.int64, torch.bool]
 
 
-def test_device_moves() -> None:
+def test_device_moves_tensors() -> None:
     kept = captured((torch.ones(2),), device="meta")
     assert kept[0].device.type == "meta"
     assert captured(torch.ones(2), device=torch.device("cpu")).device.type == "cpu"
@@ -66,7 +66,7 @@ def test_device_moves() -> None:
         [True, False, True, False],
     ],
 )
-def test_a_slice_is_what_indexing_gives_in_memory_of_its_own(index: Any) -> None:
+def test_a_slice_equals_indexing_and_owns_its_memory(index: Any) -> None:
     big = torch.arange(4_000.0).view(4, 1_000)
     kept = captured(big, slice=index)
     assert torch.equal(kept, big[index])
@@ -77,7 +77,7 @@ def test_a_slice_is_what_indexing_gives_in_memory_of_its_own(index: Any) -> None
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": torch.float32}, {"slice": ...}])
-def test_clone_copies_where_nothing_is_to_be_converted(options: dict[str, Any]) -> None:
+def test_clone_copies_without_a_conversion(options: dict[str, Any]) -> None:
     value = torch.ones(3)
     kept = captured(value, copy="clone", **options)
     value.zero_()
@@ -85,7 +85,7 @@ def test_clone_copies_where_nothing_is_to_be_converted(options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": torch.float32}])
-def test_checked_checks_where_nothing_is_to_be_converted(options: dict[str, Any]) -> None:
+def test_checked_detects_changes_without_a_conversion(options: dict[str, Any]) -> None:
     value = torch.ones(3)
     module = Returning(lambda: value)
     with fh.capture(module, "", **options) as acts:
@@ -96,9 +96,7 @@ def test_checked_checks_where_nothing_is_to_be_converted(options: dict[str, Any]
         acts[""]
 
 
-def test_a_slice_that_does_not_fit_is_the_error_of_the_call(
-    model: nn.Sequential, x: Tensor
-) -> None:
+def test_a_slice_that_does_not_fit_fails_the_call(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", slice=7):
         with pytest.raises(IndexError) as error:
             model(x)
@@ -107,7 +105,7 @@ def test_a_slice_that_does_not_fit_is_the_error_of_the_call(
     assert_plain(model)
 
 
-def test_the_options_go_together(model: nn.Sequential, x: Tensor) -> None:
+def test_slice_dtype_copy_and_keep_combine(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(
         model, ["0", "2"], slice=(slice(None), -1), dtype=torch.float64, copy="clone", keep=2
     ) as acts:
@@ -125,7 +123,7 @@ def test_the_options_go_together(model: nn.Sequential, x: Tensor) -> None:
     ("keep", "expected"),
     [("last", 12.0), ("all", [0.0, 2.0, 10.0, 12.0]), (1, [12.0]), (3, [2.0, 10.0, 12.0])],
 )
-def test_keep_says_which_calls_of_a_module(keep: Any, expected: Any) -> None:
+def test_keep_selects_the_calls_of_a_module(keep: Any, expected: Any) -> None:
     model = Twice()
     with fh.capture(model, keep=keep) as acts:
         model(torch.tensor(0.0))
@@ -135,7 +133,7 @@ def test_keep_says_which_calls_of_a_module(keep: Any, expected: Any) -> None:
     assert list(acts) == ["shared", "once", ""]
 
 
-def test_many_calls_keep_the_memory_of_the_last() -> None:
+def test_keep_frees_the_outputs_of_older_calls() -> None:
     module = Returning(lambda: torch.empty(1))
     with fh.capture(module, "", keep=3) as acts:
         freed = [weakref.ref(module()) for _ in range(50)]
@@ -146,7 +144,7 @@ def test_many_calls_keep_the_memory_of_the_last() -> None:
 # grads
 
 
-def test_grads_are_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
+def test_grads_equal_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, ["0", "2"], grads=True) as acts:
         out = model(x)
         assert acts.grads["0"] is None
@@ -159,7 +157,7 @@ def test_grads_are_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
     assert not acts.grads["0"].requires_grad
 
 
-def test_grads_come_after_leaving_too_each_to_its_call(model: nn.Sequential) -> None:
+def test_grads_arrive_after_leaving_and_match_their_calls(model: nn.Sequential) -> None:
     x = torch.ones(1, 3)
     with fh.capture(model, "0", grads=True, keep="all") as acts:
         outs = [model(x), model(2 * x)]
@@ -172,7 +170,7 @@ def test_grads_come_after_leaving_too_each_to_its_call(model: nn.Sequential) -> 
     assert acts.grads["0"][1] is not None
 
 
-def test_the_gradient_of_an_input_is_not_the_memory_that_autograd_adds_to(
+def test_the_gradient_of_an_input_does_not_share_memory_with_the_grad_attribute(
     model: nn.Sequential,
 ) -> None:
     x = torch.ones(1, 3, requires_grad=True)
@@ -187,7 +185,7 @@ def test_the_gradient_of_an_input_is_not_the_memory_that_autograd_adds_to(
     assert torch.equal(gradient, kept)
 
 
-def test_grads_of_structures_are_lists_and_of_tensors_tensors() -> None:
+def test_grads_of_structures_are_lists_and_grads_of_tensors_are_tensors() -> None:
     t = torch.ones(2, requires_grad=True)
     for value, shape in (
         (t * 1, None),
@@ -204,14 +202,14 @@ def test_grads_of_structures_are_lists_and_of_tensors_tensors() -> None:
             assert [g is None for g in acts.grads[""]] == [False, *[True] * (shape - 1)]
 
 
-def test_grads_are_converted_as_the_tensors(model: nn.Sequential, x: Tensor) -> None:
+def test_grads_are_converted_like_the_tensors(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", grads=True, dtype=torch.float64, slice=(0, [1, 2])) as acts:
         model(x).sum().backward()
     assert acts.grads["0"].dtype == torch.float64
     assert acts.grads["0"].shape == acts["0"].shape == (2,)
 
 
-def test_grads_are_none_where_none_are_recorded(model: nn.Sequential, x: Tensor) -> None:
+def test_grads_are_none_without_a_recorded_graph(model: nn.Sequential, x: Tensor) -> None:
     with torch.no_grad(), fh.capture(model, "0", grads=True) as acts:
         model(x)
     assert acts.grads["0"] is None
@@ -231,16 +229,16 @@ def test_grads_of_a_backward_on_another_thread(model: nn.Sequential, x: Tensor) 
 # max_bytes
 
 
-def test_the_budget_ends_the_call_and_keeps_what_came_before(
+def test_an_exceeded_budget_ends_the_call_and_keeps_earlier_captures(
     model: nn.Sequential, x: Tensor
 ) -> None:
-    # The second did run.
+    # Module '1' ran and exceeded the budget; '' and '2' never ran.
     silent = pytest.warns(fh.NeverFiredWarning, match="^'', '2' were selected and never ran")
     with silent, fh.capture(model, max_bytes=159) as acts:
         with pytest.raises(fh.CaptureBudgetError, match=r"keeping 80 more bytes of .1. .*=159"):
             model(x)
         assert (list(acts), acts.nbytes) == (["0"], 80)
-        # What the calls before it left is replaced, and fits.
+        # The capture of the first call is replaced, so the second one fits.
         with pytest.raises(fh.CaptureBudgetError):
             model(2 * x)
         assert torch.equal(acts["0"], model[0](2 * x))
@@ -248,7 +246,7 @@ def test_the_budget_ends_the_call_and_keeps_what_came_before(
     assert model(x).shape == (5, 2)
 
 
-def test_a_budget_that_is_just_enough_is_kept_to(model: nn.Sequential, x: Tensor) -> None:
+def test_a_budget_of_exactly_the_captured_bytes_suffices(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, max_bytes=80 + 80 + 40 + 40) as acts:
         for _ in range(3):
             model(x)
@@ -261,9 +259,7 @@ def test_a_budget_that_is_just_enough_is_kept_to(model: nn.Sequential, x: Tensor
     assert len(acts["0"]) == 3
 
 
-def test_the_budget_is_that_of_what_is_kept_after_slicing_and_casting(
-    model: nn.Sequential, x: Tensor
-) -> None:
+def test_the_budget_counts_bytes_after_slicing_and_casting(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", max_bytes=8, slice=0, dtype=torch.float16) as acts:
         model(x)
     assert acts.nbytes == 8

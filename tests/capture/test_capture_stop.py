@@ -38,7 +38,7 @@ class Guarded(nn.Module):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_stop_ends_the_forward_after_the_last_module_wanted(x: Tensor, wrapped: bool) -> None:
+def test_stop_ends_the_forward_after_the_last_selected_module(x: Tensor, wrapped: bool) -> None:
     plain = Guarded()
     model: Any = fh.HookedModule(plain) if wrapped else plain
     with fh.register(model, "third", lambda *_: pytest.fail("it ran")) as group:
@@ -51,7 +51,7 @@ def test_stop_ends_the_forward_after_the_last_module_wanted(x: Tensor, wrapped: 
     assert isinstance(model(x), Tensor)
 
 
-def test_stop_with_the_model_itself_wanted(model: nn.Sequential, x: Tensor) -> None:
+def test_stop_with_the_model_itself_selected(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, stop=True) as acts:
         assert model(x) is fh.STOPPED
     assert torch.equal(acts[""], model(x))
@@ -60,7 +60,7 @@ def test_stop_with_the_model_itself_wanted(model: nn.Sequential, x: Tensor) -> N
     assert acts[""] is x
 
 
-def test_stop_restores_what_the_forward_had_set(x: Tensor) -> None:
+def test_stop_leaves_the_context_managers_of_the_forward(x: Tensor) -> None:
     class NoGrad(Guarded):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -72,7 +72,7 @@ def test_stop_restores_what_the_forward_had_set(x: Tensor) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_stop_runs_always_call_hooks_of_the_modules_around(x: Tensor) -> None:
+def test_stop_runs_always_call_hooks_of_enclosing_modules(x: Tensor) -> None:
     model = Guarded()
     seen: list[Any] = []
     with (
@@ -83,7 +83,7 @@ def test_stop_runs_always_call_hooks_of_the_modules_around(x: Tensor) -> None:
     assert seen == [None]
 
 
-def test_a_model_in_which_one_wanted_does_not_run_goes_to_its_end(
+def test_a_forward_without_one_selected_module_runs_to_its_end(
     model: nn.Sequential, x: Tensor
 ) -> None:
     first = nn.Sequential(*model[:2])
@@ -96,7 +96,7 @@ def test_a_model_in_which_one_wanted_does_not_run_goes_to_its_end(
         assert isinstance(first(x), Tensor)
 
 
-def test_nested_captures_stop_at_their_own_models(x: Tensor) -> None:
+def test_nested_captures_stop_their_own_models(x: Tensor) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Identity())
     with fh.capture(model, ["0.0", ""], keep="all") as outer:
         with fh.capture(model[0], "0", stop=True) as inner:
@@ -108,23 +108,23 @@ def test_nested_captures_stop_at_their_own_models(x: Tensor) -> None:
     assert torch.equal(inner["0"], outer["0.0"][0])
 
 
-def test_stop_counts_anew_in_each_call(model: nn.Sequential, x: Tensor) -> None:
+def test_stop_restarts_its_count_in_each_call(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, ["0", "1"], stop=True, keep="all") as acts:
         for _ in range(3):
             assert model(x) is fh.STOPPED
     assert [len(calls) for calls in acts.values()] == [3, 3]
 
 
-def test_a_submodule_called_by_itself_is_not_stopped(model: nn.Sequential, x: Tensor) -> None:
+def test_a_submodule_called_directly_is_not_stopped(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(model, "0", stop=True) as acts:
         try:
             out = model[0](x)
-        except BaseException as error:  # noqa: BLE001 (it is none that one should have to catch)
+        except BaseException as error:  # noqa: BLE001 (the stop exception is a BaseException)
             pytest.fail(repr(error))
     assert torch.equal(acts["0"], out)
 
 
-def test_what_other_threads_run_for_a_call_counts_for_its_stop(x: Tensor) -> None:
+def test_modules_run_on_worker_threads_count_for_stop(x: Tensor) -> None:
     class Forking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,10 +143,10 @@ def test_what_other_threads_run_for_a_call_counts_for_its_stop(x: Tensor) -> Non
     assert [len(calls) for calls in acts.values()] == [2, 2]
 
 
-# What never ran
+# Modules that never ran
 
 
-def test_modules_that_never_ran_are_told(model: nn.Sequential, x: Tensor) -> None:
+def test_modules_that_never_ran_are_reported(model: nn.Sequential, x: Tensor) -> None:
     with (
         pytest.warns(fh.NeverFiredWarning, match=r"^'1', '2' were selected and never ran") as told,
         fh.capture(model, ["0", "1", "2"]) as acts,
@@ -160,7 +160,7 @@ def test_modules_that_never_ran_are_told(model: nn.Sequential, x: Tensor) -> Non
         acts["nope"]
 
 
-def test_a_forward_that_was_called_directly_is_the_reason(x: Tensor) -> None:
+def test_the_warning_names_a_direct_call_of_forward(x: Tensor) -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,13 +175,13 @@ def test_a_forward_that_was_called_directly_is_the_reason(x: Tensor) -> None:
         model(x)
 
 
-def test_an_exception_is_not_hidden_by_the_warning(model: nn.Sequential) -> None:
+def test_the_warning_does_not_hide_an_exception(model: nn.Sequential) -> None:
     with pytest.raises(ZeroDivisionError), fh.capture(model):
         raise ZeroDivisionError
     assert_plain(model)
 
 
-def test_the_warning_as_an_error_leaves_nothing_behind(model: nn.Sequential) -> None:
+def test_the_warning_raised_as_an_error_leaves_nothing_behind(model: nn.Sequential) -> None:
     with pytest.raises(fh.NeverFiredWarning), fh.capture(model):
         pass
     assert_plain(model)

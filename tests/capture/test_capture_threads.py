@@ -1,4 +1,4 @@
-"""Captures in contexts and threads, and what they leave alive."""
+"""Captures in contexts and threads, and the lifetimes of their tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from support.threads import in_threads
 # Contexts and threads
 
 
-def test_another_context_is_not_captured(model: nn.Sequential, x: Tensor) -> None:
+def test_calls_of_another_context_are_not_captured(model: nn.Sequential, x: Tensor) -> None:
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(int).result(LIMIT)  # there before the capture
+        executor.submit(int).result(LIMIT)  # starts the thread before the capture
         with fh.capture(model, "0") as outer, fh.scope() as s:
-            # The captures around a scope come along with it.
+            # `wrap` takes along the captures around the scope.
             executor.submit(s.wrap(model), x).result(LIMIT)
             executor.submit(model, 2 * x).result(LIMIT)
     assert torch.equal(outer["0"], model[0](x))
 
 
-def test_tasks_capture_their_own(model: nn.Sequential) -> None:
+def test_captures_of_tasks_are_isolated(model: nn.Sequential) -> None:
     async def use(number: int) -> bool:
         x = torch.full((1, 3), float(number))
         with fh.capture(model, "0") as acts:
@@ -47,7 +47,7 @@ def test_tasks_capture_their_own(model: nn.Sequential) -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_that_capture_a_plain_model_at_once_get_their_own_and_put_it_back(
+def test_concurrent_captures_of_a_plain_model_are_isolated_and_restore_it(
     model: nn.Sequential,
 ) -> None:
     xs = [torch.full((1, 3), float(number)) for number in range(4)]
@@ -98,12 +98,12 @@ def test_exceptions_in_the_model_leave_nothing_behind(model: nn.Sequential, x: T
         {"max_bytes": 81},
     ],
 )
-def test_captures_leave_no_tensor_alive(
+def test_captures_keep_no_tensor_alive(
     model: nn.Sequential, x: Tensor, options: dict[str, Any]
 ) -> None:
     freed: list[weakref.ref[Tensor]] = []
     gc.collect()
-    gc.disable()  # at once, not when the collector comes by
+    gc.disable()  # freed by reference counts alone, without the collector
     try:
         for _ in range(125):
             with fh.scope() as s, fh.capture(model, "2", **options) as acts:
@@ -118,7 +118,7 @@ def test_captures_leave_no_tensor_alive(
     assert_plain(model)
 
 
-def test_undetached_captures_with_gradients_leave_no_tensor_alive(
+def test_undetached_captures_with_gradients_keep_no_tensor_alive(
     model: nn.Sequential, x: Tensor
 ) -> None:
     freed: list[weakref.ref[Tensor]] = []
@@ -131,7 +131,7 @@ def test_undetached_captures_with_gradients_leave_no_tensor_alive(
     assert sum(each() is not None for each in freed) == 0
 
 
-def test_an_input_that_lives_on_does_not_keep_what_was_captured(model: nn.Sequential) -> None:
+def test_a_live_input_does_not_keep_captured_tensors_alive(model: nn.Sequential) -> None:
     x = torch.ones(1, 3, requires_grad=True)
     freed: list[weakref.ref[Tensor]] = []
     for _ in range(5):

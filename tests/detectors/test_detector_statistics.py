@@ -1,4 +1,4 @@
-"""What native detectors compute: non-finite numbers and norms."""
+"""Statistics of native detectors: NaN and infinity counts, norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
 from ferrohook.detectors import NonFiniteDetector, NormDetector, ShapeDetector
-from support.detectors import seen, torch_moments
+from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 class Elsewhere(Tensor):
-    """A subclass, which may hold its numbers wherever it likes."""
+    """A tensor subclass; its values may live outside its own memory."""
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers as tensors that are read in each possible way."""
+    """Equal values in every layout that has a read path of its own."""
     odd = torch.empty(x.nbytes + 1, dtype=torch.uint8)
     odd[1:] = x.flatten().view(torch.uint8)
     return {
@@ -48,16 +48,16 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-# Non-finite numbers
+# NaN and infinity
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_non_finite_numbers_are_counted_in_every_layout(dtype: torch.dtype) -> None:
+def test_nan_and_infinity_are_counted_in_every_layout(dtype: torch.dtype) -> None:
     x = torch.randn(40, 60).to(dtype)
     x[3, 4] = x[39, 59] = torch.nan
     x[0, 0], x[20, 1], x[5, 5] = torch.inf, -torch.inf, torch.inf
     for name, tensor in layouts(x).items():
-        found = seen(NonFiniteDetector(), tensor, torch.ones(3))
+        found = snapshot_after(NonFiniteDetector(), tensor, torch.ones(3))
         assert found == {"tensors": 2, "affected": 1, "nan": 2, "inf": 3}, name
 
 
@@ -67,39 +67,39 @@ def test_the_extremes_of_a_type_are_finite(dtype: torch.dtype) -> None:
     extremes = torch.tensor(
         [info.max, info.min, info.tiny, -0.0, info.smallest_normal], dtype=dtype
     )
-    assert seen(NonFiniteDetector(), extremes)["affected"] == 0
+    assert snapshot_after(NonFiniteDetector(), extremes)["affected"] == 0
 
 
-def test_complex_numbers_are_pairs_and_others_are_passed_over() -> None:
+def test_complex_numbers_count_as_pairs_and_other_dtypes_are_skipped() -> None:
     x = torch.tensor([complex(math.nan, math.inf), complex(1, math.nan), complex(1, 1)])
-    assert seen(NonFiniteDetector(), x, x.conj()) == {
+    assert snapshot_after(NonFiniteDetector(), x, x.conj()) == {
         "tensors": 2,
         "affected": 2,
         "nan": 4,
         "inf": 2,
     }
     for tensor in (torch.arange(3), torch.ones(2, dtype=torch.bool), torch.empty(0)):
-        assert seen(NonFiniteDetector(), tensor)["tensors"] == 0
-    assert seen(NonFiniteDetector(), torch.empty(2, device="meta"))["tensors"] == 0
+        assert snapshot_after(NonFiniteDetector(), tensor)["tensors"] == 0
+    assert snapshot_after(NonFiniteDetector(), torch.empty(2, device="meta"))["tensors"] == 0
     eighth = torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)
-    assert seen(NonFiniteDetector(), eighth)["nan"] == 1
+    assert snapshot_after(NonFiniteDetector(), eighth)["nan"] == 1
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, (1 << 18) - 1])
 @pytest.mark.parametrize("count", [256, 1 << 16])
-def test_memory_that_was_freed_is_not_read(count: int, left: int) -> None:
+def test_freed_memory_is_not_read(count: int, left: int) -> None:
     x = torch.ones(count)
-    views = (x.view(16, -1).t(), x[count // 2 :])  # torch makes none of memory that is gone
+    views = (x.view(16, -1).t(), x[count // 2 :])  # torch cannot create views of freed memory
     x.untyped_storage().resize_(min(left, 4 * count - 1))
     for tensor in (x, *views):
         for detector in (NonFiniteDetector(), NormDetector()):
-            assert seen(detector, tensor)["tensors"] == 0
-    if left >= 100:  # what is left is read
-        assert seen(NormDetector(), x[:25])["count"] == 25
-        assert seen(NormDetector(), x[:25:2])["count"] == 13
+            assert snapshot_after(detector, tensor)["tensors"] == 0
+    if left >= 100:  # the remaining elements are read
+        assert snapshot_after(NormDetector(), x[:25])["count"] == 25
+        assert snapshot_after(NormDetector(), x[:25:2])["count"] == 13
 
 
-def test_tensors_that_stand_for_others_are_looked_at_where_they_have_numbers() -> None:
+def test_vmap_grad_and_nested_tensors_are_read_and_fake_ones_are_skipped() -> None:
     x = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
     non_finite, norm, shapes = NonFiniteDetector(), NormDetector(), ShapeDetector()
     module = fh.HookedModule(Returning())
@@ -123,8 +123,8 @@ X = torch.tensor([[1.0, math.nan, 2.0], [3.0, 4.0, 5.0]])
 MASK = torch.tensor([[True, False, True], [True, True, False]])
 
 
-def numbers_seen(call: Callable[[nn.Module], object]) -> tuple[int, int, float | None]:
-    """What detectors say of a module in a call: of tensors, of NaN, and the mean."""
+def detect(call: Callable[[nn.Module], object]) -> tuple[int, int, float | None]:
+    """Tensor count, NaN count and mean, by detectors on a module in `call`."""
     found, norm = NonFiniteDetector(), NormDetector()
     module = fh.HookedModule(Returning())
     for detector in (found, norm):
@@ -151,23 +151,23 @@ def numbers_seen(call: Callable[[nn.Module], object]) -> tuple[int, int, float |
         lambda module: module(torch.nested.nested_tensor([*X], layout=torch.jagged)),
     ],
 )
-def test_numbers_behind_other_tensors_are_looked_at(call: Callable[[nn.Module], object]) -> None:
-    assert numbers_seen(call) == (1, 1, 3.0)
+def test_values_of_wrapped_tensors_are_read(call: Callable[[nn.Module], object]) -> None:
+    assert detect(call) == (1, 1, 3.0)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
-def test_what_a_mask_hides_does_not_count(layout: torch.layout) -> None:
+def test_masked_values_do_not_count(layout: torch.layout) -> None:
     if layout == torch.strided:
         masked = torch.masked.masked_tensor(X, MASK)
     else:
         mask = MASK.to_sparse()
         masked = torch.masked.masked_tensor(X.sparse_mask(mask), mask)
-    assert numbers_seen(lambda module: module(masked)) == (1, 0, 2.5)
+    assert detect(lambda module: module(masked)) == (1, 0, 2.5)
 
 
 class Pair(Tensor):
-    """Computes with what it wraps, and gives no list of its numbers."""
+    """Computes through the tensor it wraps; has no data of its own."""
 
     inner: Tensor
 
@@ -184,7 +184,7 @@ class Pair(Tensor):
 
 
 class Unable(Pair):
-    """Computes nothing."""
+    """Raises in every operation."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,29 +192,29 @@ class Unable(Pair):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
-def test_classes_of_tensors_that_compute_are_looked_at_and_others_passed_over() -> None:
-    assert numbers_seen(lambda module: module(Pair(X))) == (1, 1, 3.0)
+def test_tensor_subclasses_that_compute_are_read_and_others_are_skipped() -> None:
+    assert detect(lambda module: module(Pair(X))) == (1, 1, 3.0)
     for tensor in (
         Unable(X),
         X.to("meta"),
         torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         nn.UninitializedParameter(),
     ):
-        assert numbers_seen(lambda module: module(tensor)) == (0, 0, None)  # noqa: B023
+        assert detect(lambda module: module(tensor)) == (0, 0, None)  # noqa: B023
     aot = pytest.importorskip("torch._functorch.aot_autograd")
-    traced = numbers_seen(lambda module: aot.aot_function(module, lambda graph, _: graph)(X))
+    traced = detect(lambda module: aot.aot_function(module, lambda graph, _: graph)(X))
     assert traced == (0, 0, None)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="a build without distributed")
-def test_of_a_dtensor_what_is_here_is_looked_at(tmp_path: Path) -> None:
+def test_the_local_shard_of_a_dtensor_is_read(tmp_path: Path) -> None:
     dtensor = pytest.importorskip("torch.distributed.tensor")
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dtensor.init_device_mesh("cpu", (1,))
         tensor = dtensor.distribute_tensor(X, mesh, [dtensor.Shard(0)])
-        assert numbers_seen(lambda module: module(tensor)) == (1, 1, 3.0)
+        assert detect(lambda module: module(tensor)) == (1, 1, 3.0)
     finally:
         distributed.destroy_process_group()
 
@@ -225,15 +225,15 @@ class Record:
     other: Any
 
 
-def test_each_tensor_of_a_structure_is_looked_at() -> None:
+def test_each_tensor_of_a_structure_is_read() -> None:
     nan = torch.tensor([math.nan])
     output = Record({"a": [nan, (nan, None, "text")]}, (nan, 3))
-    assert seen(NonFiniteDetector(), output)["nan"] == 3
-    assert seen(ShapeDetector(), output)["shapes"] == {(1,): 3}
+    assert snapshot_after(NonFiniteDetector(), output)["nan"] == 3
+    assert snapshot_after(ShapeDetector(), output)["shapes"] == {(1,): 3}
     deep: Any = nan
     for _ in range(100_000):
         deep = [deep]
-    assert seen(NonFiniteDetector(), deep)["tensors"] == 0
+    assert snapshot_after(NonFiniteDetector(), deep)["tensors"] == 0
 
 
 # Norms
@@ -241,17 +241,17 @@ def test_each_tensor_of_a_structure_is_looked_at() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("holes", [False, True])
-def test_norms_are_torchs_in_every_layout(dtype: torch.dtype, holes: bool) -> None:
+def test_norms_equal_torchs_in_every_layout(dtype: torch.dtype, holes: bool) -> None:
     x = (torch.randn(130, 150) * 3 + 5).to(dtype)
     if holes:
         x[0, 0], x[64, 3], x[129, 149] = torch.nan, torch.inf, -torch.inf
     expected = torch_moments(x)
     for name, tensor in layouts(x).items():
-        found = seen(NormDetector(), tensor)
+        found = snapshot_after(NormDetector(), tensor)
         assert found.pop("tensors") == 1
-        # Where torch reduces, it does so in float32.
+        # Torch's own reductions run in float32.
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-    assert seen(NormDetector(), x) | {"tensors": 0} == pytest.approx(
+    assert snapshot_after(NormDetector(), x) | {"tensors": 0} == pytest.approx(
         expected | {"tensors": 0}, rel=1e-12
     )
 
@@ -266,22 +266,22 @@ def test_norms_of_parts_add_up(values: list[float], cuts: list[int]) -> None:
     expected = torch_moments(x)
     bounds = [0, *sorted(min(cut, len(x)) for cut in cuts), len(x)]
     parts = [x[low:high] for low, high in itertools.pairwise(bounds)]
-    in_turn = seen(NormDetector(), *parts)
+    in_turn = snapshot_after(NormDetector(), *parts)
     merged = NormDetector()
     for part in parts:
         one = NormDetector()
-        seen(one, part)
+        snapshot_after(one, part)
         merged.merge(one)
     for found in (in_turn, merged.snapshot()):
         del found["tensors"]
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-5)
 
 
-def test_without_numbers_there_are_no_norms() -> None:
+def test_norms_are_none_without_finite_values() -> None:
     nothing = dict.fromkeys(("mean", "variance", "rms", "min", "max"))
     fresh = NormDetector().snapshot()
     assert fresh == nothing | {"tensors": 0, "count": 0, "not_finite": 0}
-    holes = seen(NormDetector(), torch.full((3,), math.nan))
+    holes = snapshot_after(NormDetector(), torch.full((3,), math.nan))
     assert holes == nothing | {"tensors": 1, "count": 0, "not_finite": 3}
-    one = seen(NormDetector(), torch.tensor([2.0]))
+    one = snapshot_after(NormDetector(), torch.tensor([2.0]))
     assert (one["mean"], one["variance"], one["rms"]) == (2.0, None, 2.0)

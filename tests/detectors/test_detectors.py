@@ -21,7 +21,7 @@ from ferrohook.detectors import (
     NormDetector,
     ShapeDetector,
 )
-from support.detectors import seen, torch_moments
+from support.detectors import snapshot_after, torch_moments
 from support.modules import Returning
 from support.threads import in_threads, repeating, run_together
 
@@ -31,7 +31,7 @@ ALL = [CallCounter, LatencyDetector, ShapeDetector, NonFiniteDetector, NormDetec
 # Calls, shapes, latency
 
 
-def test_a_limit_that_is_none_is_refused() -> None:
+def test_an_invalid_limit_is_refused() -> None:
     for limit, error, told in (
         ("3", fh.HookTypeError, "limit is an int, got str"),
         (True, fh.HookTypeError, "limit is an int, got bool"),
@@ -41,17 +41,19 @@ def test_a_limit_that_is_none_is_refused() -> None:
             ShapeDetector(limit=limit)  # type: ignore[arg-type]
 
 
-def test_shapes_beyond_the_limit_are_others() -> None:
+def test_shapes_beyond_the_limit_count_as_others() -> None:
     detector = ShapeDetector(limit=2)
-    found = seen(detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text")
+    found = snapshot_after(
+        detector, torch.ones(1), torch.ones(2, 3), torch.ones(4), torch.ones(1), "text"
+    )
     assert found == {"calls": 5, "shapes": {(1,): 2, (2, 3): 1}, "others": 1}
     other = ShapeDetector()
-    seen(other, torch.ones(()), torch.ones(1))
+    snapshot_after(other, torch.ones(()), torch.ones(1))
     detector.merge(other)
     assert detector.snapshot() == {"calls": 7, "shapes": {(1,): 3, (2, 3): 1}, "others": 2}
 
 
-def test_latency_is_that_of_the_module_without_its_hooks() -> None:
+def test_latency_excludes_the_time_of_hooks() -> None:
     inside: list[float] = []
     in_hooks: list[float] = []
     outside: list[float] = []
@@ -73,7 +75,7 @@ def test_latency_is_that_of_the_module_without_its_hooks() -> None:
         outside.append(time.perf_counter() - start - sum(in_hooks[-2:]))
     found = detector.snapshot()
     assert found["calls"] == len(naps)
-    # However slow the machine is: longer than the nap, and shorter than what the hooks leave.
+    # Bounds on any machine: longer than the nap, shorter than the call minus the hooks' time.
     for key, pick in {"min": min, "max": max, "total": sum}.items():
         assert pick(inside) <= found[key] <= pick(outside), key
     assert sorted(inside)[1] / 1.02 <= found["p50"] <= sorted(outside)[1] * 1.02
@@ -89,7 +91,7 @@ def test_latency_before_the_first_call_is_none() -> None:
     assert [found[key] for key in ("mean", "min", "max", "p50", "p99")] == [None] * 5
 
 
-def test_a_call_that_fails_took_no_time() -> None:
+def test_a_failed_call_adds_no_latency() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -104,14 +106,14 @@ def test_a_call_that_fails_took_no_time() -> None:
     assert calls.snapshot() == {"calls": 1}
 
 
-def test_latency_registered_while_the_module_runs_begins_with_the_next_call() -> None:
+def test_latency_registered_during_a_call_starts_with_the_next_call() -> None:
     detector = LatencyDetector()
     module = fh.HookedModule(Returning(lambda: module.register_forward_hook(detector)))
     module().remove()
     assert detector.snapshot()["calls"] == 0
     with module.register_forward_hook(detector):
         module().remove()
-    # The one of the test, and the one registered in the call.
+    # The detector of the test, and the one registered during the call.
     assert detector.snapshot()["calls"] == 2
 
 
@@ -119,7 +121,7 @@ def test_latency_registered_while_the_module_runs_begins_with_the_next_call() ->
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_by_name_on_many_modules(cls: type[NativeDetector]) -> None:
+def test_one_detector_registers_on_many_modules_by_name(cls: type[NativeDetector]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     detector = cls()
     with fh.register(model, "*", detector) as handles:
@@ -130,7 +132,7 @@ def test_by_name_on_many_modules(cls: type[NativeDetector]) -> None:
     assert type(model) is nn.Sequential
 
 
-def test_phases_are_those_of_registering() -> None:
+def test_a_detector_runs_in_the_phase_of_its_registration() -> None:
     module = fh.HookedModule(Returning(lambda x: x * math.nan))
     phases = ("forward_pre", "forward", "backward_pre", "backward")
     detectors = {phase: NormDetector() for phase in phases}
@@ -142,7 +144,7 @@ def test_phases_are_those_of_registering() -> None:
     assert [found[phase]["not_finite"] for phase in phases] == [0, 2, 0, 2]
 
 
-def test_keyword_arguments_are_the_input_where_there_are_no_others() -> None:
+def test_keyword_arguments_are_the_input_of_a_call_without_positional_ones() -> None:
     module = fh.HookedModule(Returning(lambda *_, **__: None))
     detector = ShapeDetector()
     module.register_forward_pre_hook(detector)
@@ -151,18 +153,18 @@ def test_keyword_arguments_are_the_input_where_there_are_no_others() -> None:
     assert detector.snapshot()["shapes"] == {(2,): 1, (3,): 1, (4,): 1, (5,): 1}
 
 
-def test_what_a_detector_is_not_for_is_refused() -> None:
+def test_unsupported_phases_and_options_are_refused() -> None:
     module = fh.HookedModule(Returning())
     with pytest.raises(fh.HookTypeError, match=r"LatencyDetector .* phase forward, .* forward_pre"):
         module.register_forward_pre_hook(LatencyDetector())
     with pytest.raises(fh.HookTypeError, match="with_kwargs is for plain callables"):
         module.register_forward_hook(CallCounter(), with_kwargs=True)
     with pytest.raises(TypeError):
-        NativeDetector()  # it is what they have in common
+        NativeDetector()  # an abstract base
     assert not module.hooks()
 
 
-def test_scopes_order_and_removal_are_those_of_all_hooks() -> None:
+def test_scopes_order_and_removal_work_as_for_other_hooks() -> None:
     module = fh.HookedModule(Returning())
     inside, behind = CallCounter(), ShapeDetector()
     with fh.scope() as s:
@@ -178,7 +180,7 @@ def test_scopes_order_and_removal_are_those_of_all_hooks() -> None:
     assert behind.snapshot()["shapes"] == {(7,): 3}
 
 
-def test_errors_go_the_way_of_all_hooks(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_are_handled_as_for_other_hooks(caplog: pytest.LogCaptureFixture) -> None:
     class UnreadableError(Exception):
         pass
 
@@ -200,14 +202,14 @@ def test_errors_go_the_way_of_all_hooks(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_compiled_calls_are_seen_too() -> None:
+def test_compiled_calls_are_detected() -> None:
     module = fh.HookedModule(nn.Linear(3, 3))
     detector = NormDetector()
     module.register_forward_hook(detector)
     compiled = torch.compile(module, backend="eager")
     compiled(torch.ones(2, 3))
     assert detector.snapshot()["count"] == 6
-    torch.compiler.reset()  # what is known to break is not tried again
+    torch.compiler.reset()  # Dynamo does not retry a frame that broke the graph
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(module, backend="eager", fullgraph=True)(torch.ones(2, 3))
 
@@ -217,12 +219,12 @@ def test_compiled_calls_are_seen_too() -> None:
 
 def fed(cls: type[NativeDetector]) -> NativeDetector:
     detector = cls()
-    seen(detector, torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2))
+    snapshot_after(detector, torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2))
     return detector
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_copies_and_pickles_take_the_statistics_along(cls: type[NativeDetector]) -> None:
+def test_copies_and_pickles_include_the_statistics(cls: type[NativeDetector]) -> None:
     detector = fed(cls)
     expected = detector.snapshot()
     for duplicate in (
@@ -232,7 +234,7 @@ def test_copies_and_pickles_take_the_statistics_along(cls: type[NativeDetector])
     ):
         assert type(duplicate) is cls
         assert duplicate.snapshot() == expected
-        seen(duplicate, torch.zeros(1))
+        snapshot_after(duplicate, torch.zeros(1))
         assert duplicate.snapshot() != expected
     assert detector.snapshot() == expected
     with pytest.raises((TypeError, ValueError)):
@@ -240,7 +242,7 @@ def test_copies_and_pickles_take_the_statistics_along(cls: type[NativeDetector])
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_merging_is_counting_all_at_once(cls: type[NativeDetector]) -> None:
+def test_merged_statistics_equal_those_of_one_detector(cls: type[NativeDetector]) -> None:
     left, right = fed(cls), fed(cls)
     kept = right.snapshot()
     left.merge(pickle.loads(pickle.dumps(right)))
@@ -289,7 +291,7 @@ def test_a_removed_detector_leaves_calls_untimed() -> None:
 
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("size", [8, 1 << 15])
-def test_no_call_of_any_thread_is_lost(size: int) -> None:
+def test_calls_of_all_threads_are_counted(size: int) -> None:
     threads, calls = 8, 60
     module = fh.HookedModule(Returning())
     detectors = [cls() for cls in ALL]
@@ -303,7 +305,7 @@ def test_no_call_of_any_thread_is_lost(size: int) -> None:
         own = NonFiniteDetector()
         for _ in range(calls):
             module(x)
-            seen(own, x)
+            snapshot_after(own, x)
             detectors[3].snapshot()
         total.merge(own)
 
@@ -318,7 +320,7 @@ def test_no_call_of_any_thread_is_lost(size: int) -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_detectors_merged_into_each_other_at_once_end() -> None:
+def test_concurrent_mutual_merges_do_not_deadlock() -> None:
     left, right = fed(NormDetector), fed(NormDetector)
 
     def work(into: NativeDetector, other: NativeDetector) -> None:
@@ -328,7 +330,7 @@ def test_detectors_merged_into_each_other_at_once_end() -> None:
     run_together(lambda: work(left, right), lambda: work(right, left))
 
 
-def test_a_large_tensor_is_read_without_the_interpreter() -> None:
+def test_a_large_tensor_is_read_without_the_gil() -> None:
     x = torch.zeros(1 << 26)
     module = fh.HookedModule(Returning())
     module.register_forward_hook(NormDetector())
@@ -344,12 +346,12 @@ def test_a_large_tensor_is_read_without_the_interpreter() -> None:
         after = time.perf_counter()
         return sum(before < tick < after for tick in ticks)
 
-    # With the interpreter held there would be none in any call but for the edges.
+    # With the GIL held, ticks would come only at the edges of a call.
     with repeating(tick):
         assert any(ticks_in_a_call() >= 5 for _ in range(20))
 
 
-def test_memory_that_is_replaced_while_it_is_read_stays_there() -> None:
+def test_memory_stays_alive_while_a_detector_reads_it() -> None:
     x = torch.ones(1 << 22)
     module = fh.HookedModule(Returning())
     detector = NormDetector()
@@ -369,7 +371,7 @@ def test_memory_that_is_replaced_while_it_is_read_stays_there() -> None:
 
 
 @pytest.mark.cuda
-def test_a_gpu_is_not_waited_for_until_it_is_read() -> None:
+def test_only_snapshot_waits_for_the_gpu() -> None:
     x = torch.randn(1000, device="cuda") + 2
     x[3], x[5] = torch.nan, torch.inf
     expected = torch_moments(x.cpu())
@@ -384,7 +386,7 @@ def test_a_gpu_is_not_waited_for_until_it_is_read() -> None:
     busy.record()
     for _ in range(200):
         module(x)
-    assert not busy.query()  # else something has waited
+    assert not busy.query()  # otherwise a call has waited for the GPU
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""always_call and on_error: what follows a failure."""
+"""`always_call` and `on_error`: hooks after a failure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_always_call_hook_never_replaces_the_exception(
     assert "KeyboardInterrupt('worst')" in texts[1]
 
 
-def test_not_even_where_warnings_are_errors(
+def test_an_always_call_hook_never_replaces_the_exception_with_warnings_as_errors(
     failing: fh.HookedModule[Failing], error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unraisable: list[Any] = []
@@ -119,7 +119,7 @@ def test_an_always_call_hook_may_change_the_hooks(
     assert fired == (["change"] if removes == "all" else ["change", "behind"])
 
 
-def test_always_call_hooks_see_none_where_the_module_did_not_return(
+def test_always_call_hooks_get_none_as_the_output_of_a_failed_module(
     hooked: fh.HookedModule[Failing],
 ) -> None:
     seen: list[Any] = []
@@ -134,7 +134,7 @@ def test_always_call_hooks_see_none_where_the_module_did_not_return(
     assert seen == [((2,), None), ((2,), {}, None)]
 
 
-def test_always_call_hooks_see_the_output_that_there_is_and_pass_theirs_on(
+def test_always_call_hooks_get_the_latest_output_and_pass_theirs_on(
     hooked: fh.HookedModule[Failing],
 ) -> None:
     seen: list[Any] = []
@@ -170,7 +170,7 @@ def test_an_always_call_hook_fires_once_in_a_call(hooked: fh.HookedModule[Failin
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
-    """What goes to the logger of the package."""
+    """Log records of the package's logger."""
     handler = logging.handlers.BufferingHandler(capacity=1_000)
     logger = logging.getLogger("ferrohook")
     logger.addHandler(handler)
@@ -185,7 +185,7 @@ def test_raise_is_the_default(hooked: fh.HookedModule[Failing], phase: str) -> N
         call(hooked)
 
 
-def test_disable_logs_once_disables_and_lets_the_call_go_on(
+def test_disable_logs_once_disables_the_hook_and_continues_the_call(
     hooked: fh.HookedModule[Failing], phase: str, records: list[logging.LogRecord]
 ) -> None:
     error = ValueError("mine")
@@ -217,7 +217,7 @@ def test_a_hook_disabled_by_its_error_can_be_enabled_again(
         handle.enable()
 
 
-def test_ignore_goes_on_in_silence_and_calls_again(
+def test_ignore_continues_silently_and_calls_the_hook_again(
     hooked: fh.HookedModule[Failing], phase: str, records: list[logging.LogRecord]
 ) -> None:
     handle = register(hooked, phase, raising(ValueError("ignored")), on_error="ignore")
@@ -241,7 +241,7 @@ def test_a_failed_hook_changes_nothing(hooked: fh.HookedModule[Failing], on_erro
 
 @pytest.mark.parametrize("on_error", ["disable", "ignore"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_fault_of_the_hook_always_reaches_the_caller(
+def test_interrupts_and_exits_reach_the_caller_under_any_policy(
     hooked: fh.HookedModule[Failing],
     phase: str,
     on_error: str,
@@ -256,7 +256,7 @@ def test_what_is_no_fault_of_the_hook_always_reaches_the_caller(
 
 
 @pytest.mark.parametrize("phase", TYPED)
-def test_a_typed_hook_that_breaks_its_type_is_a_hook_that_fails(
+def test_on_error_applies_to_a_typed_hook_that_breaks_its_type(
     hooked: fh.HookedModule[Failing], phase: str, records: list[logging.LogRecord]
 ) -> None:
     handle = register(hooked, phase, TYPED[phase](lambda *_: "wrong"), on_error="disable")
@@ -267,7 +267,7 @@ def test_a_typed_hook_that_breaks_its_type_is_a_hook_that_fails(
     assert record.exc_info[0] is fh.HookTypeError
 
 
-def test_an_always_call_hook_is_disabled_by_its_error_while_another_is_on_its_way(
+def test_an_always_call_hook_is_disabled_by_its_error_during_another_exception(
     hooked: fh.HookedModule[Failing], records: list[logging.LogRecord]
 ) -> None:
     handle = hooked.register_forward_hook(
@@ -282,7 +282,7 @@ def test_an_always_call_hook_is_disabled_by_its_error_while_another_is_on_its_wa
 
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("attempt", range(20))
-def test_threads_that_fail_at_once_log_once(
+def test_concurrent_failures_of_a_hook_are_logged_once(
     hooked: fh.HookedModule[Failing], attempt: int, records: list[logging.LogRecord]
 ) -> None:
     count = 8

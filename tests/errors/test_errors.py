@@ -92,7 +92,7 @@ def test_a_typed_hook_wraps_a_callable(kind: str) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_option_is_refused_with_what_was_expected(
+def test_a_wrong_option_is_refused_with_the_expected_type(
     hooked: fh.HookedModule[Failing],
     phase: str,
     options: dict[str, Any],
@@ -116,7 +116,7 @@ def test_options_of_another_phase_are_refused(hooked: fh.HookedModule[Failing]) 
     assert hooked.hooks() == []
 
 
-def test_a_refused_hook_is_not_kept_alive(hooked: fh.HookedModule[Failing]) -> None:
+def test_a_refused_hook_is_released(hooked: fh.HookedModule[Failing]) -> None:
     before = sys.getrefcount(ignore)
     for _ in range(100):
         with pytest.raises(fh.HookTypeError):
@@ -136,12 +136,12 @@ def test_a_refused_hook_is_not_kept_alive(hooked: fh.HookedModule[Failing]) -> N
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_module_is_not_wrapped(wrong: Any, got: str) -> None:
+def test_wrapping_anything_but_a_module_is_refused(wrong: Any, got: str) -> None:
     with pytest.raises(fh.HookTypeError, match=f"wraps an instance of nn.Module, got {got}$"):
         fh.HookedModule(wrong)
 
 
-def test_a_wrapper_that_was_never_initialised_says_so() -> None:
+def test_a_wrapper_without_init_raises_a_clear_error() -> None:
     hooked: fh.HookedModule[Any] = fh.HookedModule.__new__(fh.HookedModule)
     acts: list[Callable[[], object]] = [
         lambda: hooked(1),
@@ -153,7 +153,7 @@ def test_a_wrapper_that_was_never_initialised_says_so() -> None:
             act()
 
 
-def test_the_errors_are_caught_as_what_they_are() -> None:
+def test_the_error_classes_derive_from_the_builtin_ones() -> None:
     assert issubclass(fh.HookTypeError, TypeError)
     assert issubclass(fh.HookTypeError, fh.HookError)
     assert not issubclass(fh.HookError, TypeError)
@@ -164,7 +164,7 @@ def test_the_errors_are_caught_as_what_they_are() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("position", ["first", "middle", "last"])
-def test_a_hooks_exception_reaches_the_caller_as_it_is(
+def test_a_hooks_exception_reaches_the_caller_unchanged(
     hooked: fh.HookedModule[Failing], phase: str, position: str, error: type[BaseException]
 ) -> None:
     raised = error("x")
@@ -203,7 +203,7 @@ def test_the_note_names_hooks_that_are_objects(hooked: fh.HookedModule[Failing])
     assert "hook an instance of Broken (id" in caught.value.__notes__[0]
 
 
-def test_an_exception_that_takes_no_notes_still_arrives(hooked: fh.HookedModule[Failing]) -> None:
+def test_an_exception_that_refuses_notes_still_propagates(hooked: fh.HookedModule[Failing]) -> None:
     class NoNotes(Exception):  # noqa: N818 (not the point)
         def add_note(self, _note: str) -> None:
             raise RuntimeError
@@ -213,17 +213,17 @@ def test_an_exception_that_takes_no_notes_still_arrives(hooked: fh.HookedModule[
         hooked(1)
 
 
-def test_through_nested_modules_each_hook_leaves_its_own_note() -> None:
+def test_each_failing_hook_of_nested_modules_adds_its_note() -> None:
     inner = fh.HookedModule(Failing())
     outer = fh.HookedModule(nn.Sequential(inner))
     inner.register_forward_hook(raising(ValueError("deep")))
     with pytest.raises(ValueError, match="deep") as caught:
         outer(1)
-    # No hook of the outer module was involved.
+    # The outer module has no hooks, so it adds no note.
     assert [note.split(" of ")[1] for note in caught.value.__notes__] == ["HookedModule(Failing)"]
 
 
-def test_an_exception_of_the_module_is_not_ours_to_note(hooked: fh.HookedModule[Failing]) -> None:
+def test_an_exception_of_the_module_gets_no_note(hooked: fh.HookedModule[Failing]) -> None:
     hooked.register_forward_hook(ignore, always_call=True)
     hooked.error = ValueError("the module's")
     with pytest.raises(ValueError, match="the module's") as caught:
@@ -267,7 +267,7 @@ def test_a_failed_call_loses_no_hook(hooked: fh.HookedModule[Failing], phase: st
 
 
 @pytest.mark.parametrize("where", ["forward_pre", "forward"])
-def test_recursion_without_end_is_pythons_error(
+def test_infinite_recursion_raises_pythons_recursion_error(
     hooked: fh.HookedModule[Failing], where: str
 ) -> None:
     handle = register(hooked, where, lambda module, *_: module(1) and None)
@@ -277,10 +277,10 @@ def test_recursion_without_end_is_pythons_error(
     assert hooked(1) == 1
 
 
-# The interpreter at its edges
+# Finalisers, exit and fork
 
 
-def test_a_finaliser_may_register_whenever_the_collector_runs(
+def test_a_finaliser_may_register_during_any_collection(
     hooked: fh.HookedModule[Failing],
 ) -> None:
     registered: list[fh.HookHandle] = []
@@ -311,7 +311,7 @@ def test_a_finaliser_may_register_whenever_the_collector_runs(
 
 
 def run_python(code: str) -> str:
-    """Runs `code`, which must end well and say nothing on stderr; returns what it printed."""
+    """Runs `code`, which must exit with 0 and an empty stderr; returns its stdout."""
     done = run_with_torch('warnings.simplefilter("error")\n' + textwrap.dedent(code))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

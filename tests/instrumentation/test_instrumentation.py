@@ -1,4 +1,4 @@
-"""Instrumented models: like the plain ones, counted, and given back."""
+"""Instrumented models: transparency, counting and restoring."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_an_instrumented_model_looks_like_the_plain_one(case: Case) -> None:
         assert not any(each.training for each in model.modules())
 
 
-def test_without_hooks_the_result_is_the_module_s_own_object() -> None:
+def test_a_call_without_hooks_returns_the_module_s_own_object() -> None:
     with fh.instrument(identity := nn.Identity()):
         result = object()
         assert identity(result) is result
 
 
-def test_restore_gives_back_class_attributes_and_torch_s_hooks(case: Case) -> None:
+def test_restore_restores_class_attributes_and_torch_s_hooks(case: Case) -> None:
     model, arguments = case
     for each in model.modules():
         each.register_forward_hook(lambda *_: None)
@@ -97,7 +97,7 @@ def test_restore_gives_back_class_attributes_and_torch_s_hooks(case: Case) -> No
     assert state_of(model) == before
 
 
-def test_attributes_of_the_time_in_between_stay_in_their_order() -> None:
+def test_attributes_set_while_instrumented_keep_their_order() -> None:
     linear = nn.Linear(4, 4)
     before = list(vars(linear))
     linear.old = 1
@@ -114,7 +114,7 @@ def test_attributes_of_the_time_in_between_stay_in_their_order() -> None:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_saves_the_plain_class(protocol: int) -> None:
     with fh.instrument(model := small()):
-        model.register_forward_hook(lambda *_: None)  # itself not picklable
+        model.register_forward_hook(lambda *_: None)  # a hook that cannot be pickled
         model.handle = model[0].register_forward_hook(lambda *_: None)
         loaded = pickle.loads(pickle.dumps(model, protocol))
         assert type(loaded) is nn.Sequential
@@ -124,7 +124,7 @@ def test_pickle_saves_the_plain_class(protocol: int) -> None:
         assert torch.equal(loaded(x()), model(x()))
 
 
-def test_what_was_saved_loads_where_there_is_no_ferrohook(tmp_path: Path) -> None:
+def test_a_saved_instrumented_model_loads_without_ferrohook(tmp_path: Path) -> None:
     with fh.instrument(model := small()):
         model.register_forward_hook(lambda *_: None)
         (tmp_path / "pickled").write_bytes(pickle.dumps(model))
@@ -148,7 +148,7 @@ for model in (
 
 
 class StateInAList(nn.Linear):
-    """Saves its `__dict__` in a form of its own."""
+    """A class with a custom state: its `__dict__` as a list."""
 
     def __getstate__(self) -> Any:
         return [self.__dict__.copy()]
@@ -158,14 +158,14 @@ class StateInAList(nn.Linear):
 
 
 class Rebuilt(nn.Linear):
-    """Is saved as what it was made from, and the parameters."""
+    """A class with a custom `__reduce__`: constructor arguments and parameters."""
 
     def __reduce__(self) -> Any:
         return type(self), (self.in_features, self.out_features), {"_parameters": self._parameters}
 
 
 @pytest.mark.parametrize("cls", [StateInAList, Rebuilt])
-def test_own_ways_of_saving_and_copying_are_kept(cls: type[nn.Linear]) -> None:
+def test_custom_pickling_and_copying_still_work(cls: type[nn.Linear]) -> None:
     with fh.instrument(model := cls(4, 4)):
         handle = model.register_forward_hook(lambda _module, _args, output: output + 1)
         loaded = pickle.loads(pickle.dumps(model))
@@ -177,7 +177,7 @@ def test_own_ways_of_saving_and_copying_are_kept(cls: type[nn.Linear]) -> None:
         assert torch.equal(duplicate(x()), model(x()) + 1)
         fh.restore(duplicate)
         assert type(duplicate) is cls
-    # With the dispatcher left out of what it saved there is nothing to give back.
+    # The saved state has no dispatcher: the loaded model instruments and restores like a plain one.
     with fh.instrument(loaded):
         assert torch.equal(loaded(x()), model(x()))
     assert not is_instrumented(loaded)
@@ -186,7 +186,7 @@ def test_own_ways_of_saving_and_copying_are_kept(cls: type[nn.Linear]) -> None:
 # Counting
 
 
-def test_nested_and_repeated_use_counts() -> None:
+def test_nested_and_repeated_instrumenting_is_counted() -> None:
     model = small()
     before = state_of(model)
     with fh.instrument(model):
@@ -211,7 +211,7 @@ def test_nested_and_repeated_use_counts() -> None:
     assert state_of(model) == before
 
 
-def test_what_was_undone_is_not_undone_again() -> None:
+def test_restoring_twice_raises_and_changes_nothing() -> None:
     model = small()
     first, _second = fh.instrument(model), fh.instrument(model)
     first.restore()
@@ -230,7 +230,7 @@ def test_restore_without_instrument_is_an_error(wrong: Callable[[], Any]) -> Non
         fh.restore(wrong())
 
 
-def test_restoring_a_part_of_what_was_instrumented_is_an_error() -> None:
+def test_restoring_a_submodule_of_an_instrumented_model_is_an_error() -> None:
     with fh.instrument(model := small()):
         with pytest.raises(fh.HookError, match="this Linear is not instrumented"):
             fh.restore(model.first)
@@ -250,7 +250,7 @@ def test_an_unknown_name_instruments_nothing() -> None:
     assert not any(is_instrumented(each) for each in model.modules())
 
 
-def test_modules_come_and_go_while_instrumented() -> None:
+def test_modules_added_and_removed_while_instrumented() -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     with fh.instrument(model):
         model.append(added := nn.Linear(4, 4))
@@ -265,7 +265,7 @@ def test_modules_come_and_go_while_instrumented() -> None:
     assert not any(is_instrumented(each) for each in model.modules())
 
 
-def test_what_pytorch_s_methods_register_during_a_capture_outlasts_it() -> None:
+def test_a_hook_of_pytorch_s_methods_outlasts_a_capture() -> None:
     model = small()
     log: Log = []
     with fh.capture(model, "first"), fh.register(model, "first", lambda *_: None) as group:
@@ -289,7 +289,7 @@ def test_what_pytorch_s_methods_register_during_a_capture_outlasts_it() -> None:
 # Errors
 
 
-def test_an_exception_tells_hook_phase_and_module() -> None:
+def test_the_note_of_an_exception_names_hook_phase_and_module() -> None:
     def my_hook(*_: Any) -> None:
         msg = "broken"
         raise ValueError(msg)
@@ -309,7 +309,7 @@ def test_an_exception_tells_hook_phase_and_module() -> None:
         assert "backward" in caught.value.__notes__[0]
 
 
-def test_always_called_hooks_run_for_every_exception() -> None:
+def test_always_call_hooks_run_for_every_exception() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -324,7 +324,7 @@ def test_always_called_hooks_run_for_every_exception() -> None:
         assert log == ["inner", "outer"]
 
 
-def test_bad_hooks_are_refused_and_leave_nothing() -> None:
+def test_refused_hooks_leave_nothing_behind() -> None:
     with fh.instrument(linear := nn.Linear(4, 4)):
         for wrong in (3, None, "hook"):
             with pytest.raises(fh.HookTypeError):
@@ -339,7 +339,7 @@ def test_bad_hooks_are_refused_and_leave_nothing() -> None:
         assert torch.equal(linear(value), linear.forward(value))
 
 
-def test_typed_hooks_and_the_options_of_ours() -> None:
+def test_typed_hooks_and_ferrohook_s_options() -> None:
     with fh.instrument(linear := nn.Linear(4, 4)):
         log: Log = []
         linear.register_forward_pre_hook(fh.ForwardPreHook(lambda value: value + 1))  # type: ignore[arg-type]

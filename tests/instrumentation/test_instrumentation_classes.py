@@ -1,4 +1,4 @@
-"""Classes of every kind, instrumented."""
+"""Instrumenting classes of every kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.instrumentation import Log, Slotted, logging, x
 T = TypeVar("T")
 
 
-def test_a_custom_getattr_is_kept() -> None:
+def test_a_custom_getattr_still_works() -> None:
     class Anything(nn.Linear):
         def __getattr__(self, name: str) -> Any:
             return f"made up {name}" if name[0] != "_" else super().__getattr__(name)
@@ -39,7 +39,7 @@ def test_a_custom_getattr_is_kept() -> None:
     assert type(model) is Model
 
 
-def test_slots_are_kept() -> None:
+def test_slots_still_work() -> None:
     model = Slotted(4, 4)
     with fh.instrument(model):
         handle = model.register_forward_hook(lambda *_: None)
@@ -50,7 +50,7 @@ def test_slots_are_kept() -> None:
     assert model.gain == 3.0
 
 
-def test_neither_init_subclass_nor_a_metaclass_hears_of_it() -> None:
+def test_instrumenting_runs_neither_init_subclass_nor_a_metaclass() -> None:
     known: Log = []
 
     class Meta(type):
@@ -76,7 +76,7 @@ def test_neither_init_subclass_nor_a_metaclass_hears_of_it() -> None:
     assert known == ["new Mine", "init Mine"]
 
 
-def test_abstract_and_generic_and_data_classes() -> None:
+def test_abstract_generic_and_data_classes() -> None:
     class Abstract(nn.Module, abc.ABC):
         @abc.abstractmethod
         def forward(self, value: Tensor) -> Tensor: ...
@@ -85,11 +85,11 @@ def test_abstract_and_generic_and_data_classes() -> None:
         def forward(self, value: Tensor) -> Tensor:
             return value
 
-    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (an order in use)
         def forward(self, value: Tensor) -> Tensor:
             return value
 
-    @dataclasses.dataclass(eq=True)  # and so without a hash
+    @dataclasses.dataclass(eq=True)  # eq=True removes __hash__
     class Data(nn.Module):
         size: int
 
@@ -117,7 +117,7 @@ def test_abstract_and_generic_and_data_classes() -> None:
         assert type(model) is plain
 
 
-def test_instances_made_of_the_class_of_an_instrumented_module_are_plain_to_use() -> None:
+def test_new_instances_of_an_instrumented_module_s_class_work_as_plain_ones() -> None:
     with fh.instrument(linear := nn.Linear(4, 4)):
         other = type(linear)(4, 4)
         assert isinstance(other, nn.Linear)
@@ -130,7 +130,7 @@ def test_instances_made_of_the_class_of_an_instrumented_module_are_plain_to_use(
     assert type(other) is nn.Linear
 
 
-def test_register_methods_of_the_class_s_own_are_kept() -> None:
+def test_overridden_register_methods_still_run() -> None:
     class Own(nn.Linear):
         def register_forward_hook(self, hook: Any, **options: Any) -> Any:  # type: ignore[override]
             self.own = hook

@@ -38,7 +38,7 @@ def test_deepcopy_copies_the_hooks_and_handles_act_on_the_original_alone() -> No
     assert fired[3:] == [duplicate.first]
 
 
-def test_a_deep_copy_is_restored_by_itself() -> None:
+def test_a_deep_copy_is_restored_independently() -> None:
     model = small()
     with fh.instrument(model, "first"):
         duplicate = copy.deepcopy(model)
@@ -56,7 +56,7 @@ def test_a_deep_copy_is_restored_by_itself() -> None:
     assert not is_instrumented(again.first)
 
 
-def test_a_deep_copy_counts_for_itself() -> None:
+def test_a_deep_copy_counts_independently() -> None:
     model = small()
     fh.instrument(model)
     fh.instrument(model)
@@ -79,7 +79,7 @@ class Counting(nn.Module):
         self.count += 1
 
 
-def test_hooks_that_are_methods_of_the_module_follow_the_copy() -> None:
+def test_hooks_that_are_methods_are_rebound_to_the_copy() -> None:
     with fh.instrument(counting := Counting()):
         counting.register_forward_hook(counting.hook)
         duplicate = copy.deepcopy(counting)
@@ -87,7 +87,7 @@ def test_hooks_that_are_methods_of_the_module_follow_the_copy() -> None:
         assert (counting.count, duplicate.count) == (0, 1)
 
 
-def test_a_shallow_copy_shares_hooks_and_is_restored_by_itself() -> None:
+def test_a_shallow_copy_shares_hooks_and_is_restored_independently() -> None:
     linear = nn.Linear(4, 4)
     with fh.instrument(linear):
         handle = linear.register_forward_hook(lambda *_: None)
@@ -138,7 +138,7 @@ def test_data_parallel_replicas_share_the_hooks() -> None:
     fh.instrument(model)
     handle = model.register_forward_hook(lambda _module, _args, output: output * 2)
     inner = model.first.register_forward_hook(lambda _module, _args, output: output + 1)
-    # What torch.nn.parallel.replicate does, which itself needs a GPU.
+    # The steps of torch.nn.parallel.replicate, which itself needs a GPU.
     replica: Any = model._replicate_for_data_parallel()
     child = model.first._replicate_for_data_parallel()
     for name, parameter in model.first.named_parameters():

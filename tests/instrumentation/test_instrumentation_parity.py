@@ -1,4 +1,4 @@
-"""Instrumented modules beside PyTorch's own hooks, and what stands in the way of a call."""
+"""Parity with PyTorch's hooks, and replaced `forward`, `__call__` and classes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support.internals import is_instrumented
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The same as PyTorch, side by side
+# Side by side with PyTorch
 
 
 def side_by_side(act: Callable[[nn.Module, Log], Any], make: Callable[[], Any] = small) -> Log:
-    """What `act` logs of a module that is instrumented is what it logs of a plain one."""
+    """Log of `act` on an instrumented module, asserted equal to the log on a plain one."""
     logs: list[Log] = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_hooks_fire_as_in_pytorch() -> None:
     assert len(side_by_side(act)) == 12
 
 
-def test_hooks_see_and_change_what_pytorch_s_do() -> None:
+def test_hooks_observe_and_change_values_as_in_pytorch() -> None:
     def act(model: nn.Module, log: Log) -> None:
         def pre(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             log.append((args, kwargs))
@@ -82,7 +82,7 @@ def test_hooks_see_and_change_what_pytorch_s_do() -> None:
     side_by_side(act)
 
 
-def test_gradients_are_seen_and_changed_as_in_pytorch() -> None:
+def test_hooks_observe_and_change_gradients_as_in_pytorch() -> None:
     def act(model: nn.Module, log: Log) -> None:
         first = model.first
         first.register_full_backward_pre_hook(lambda _module, grad: (grad[0] * 2,))
@@ -108,9 +108,7 @@ REGISTER: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("where", REGISTER)
 @pytest.mark.parametrize("failing", ["forward_pre", "module", "forward", "nothing"])
-def test_what_runs_after_an_exception_is_what_pytorch_runs(
-    failing: str, where: str, always: bool
-) -> None:
+def test_hooks_after_an_exception_run_as_in_pytorch(failing: str, where: str, always: bool) -> None:
     class Model(nn.Module):
         def forward(self, value: int) -> int:
             if failing == "module":
@@ -148,7 +146,7 @@ def test_what_runs_after_an_exception_is_what_pytorch_runs(
 PHASES = ["forward_pre", "forward", "backward_pre", "backward"]
 
 
-def test_torch_s_hooks_of_a_phase_go_first_the_global_ones_ahead() -> None:
+def test_in_each_phase_torch_s_global_hooks_then_its_module_hooks_run_first() -> None:
     model = nn.Linear(4, 4)
     log: Log = []
     nn.Module.register_forward_hook(model, logging(log, "torch before"))
@@ -190,7 +188,7 @@ def test_torch_s_hooks_of_a_phase_go_first_the_global_ones_ahead() -> None:
 
 
 @pytest.mark.parametrize("change", ["add", "remove"])
-def test_a_torch_hook_that_changes_during_the_forward_counts_in_its_phase(change: str) -> None:
+def test_a_torch_hook_changed_during_the_forward_takes_effect_in_its_phase(change: str) -> None:
     def act(model: nn.Module, log: Log) -> None:
         late = nn.Module.register_forward_hook(model, logging(log, "removed too late"))
 
@@ -206,7 +204,7 @@ def test_a_torch_hook_that_changes_during_the_forward_counts_in_its_phase(change
     side_by_side(act)
 
 
-def test_deprecated_backward_hooks_of_torch_s_go_on_working() -> None:
+def test_torch_s_deprecated_backward_hooks_still_work() -> None:
     def act(model: nn.Module, log: Log) -> None:
         nn.Module.register_backward_hook(
             model.first, lambda _module, grad_in, grad_out: log.append((grad_in, grad_out))
@@ -222,7 +220,7 @@ def test_deprecated_backward_hooks_of_torch_s_go_on_working() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-def test_torch_s_pre_hooks_go_first_beside_a_deprecated_backward_hook() -> None:
+def test_torch_s_pre_hooks_run_first_beside_a_deprecated_backward_hook() -> None:
     with fh.instrument(linear := nn.Linear(4, 4)):
         log: Log = []
         linear.register_forward_pre_hook(logging(log, "ours"))
@@ -240,7 +238,7 @@ def test_register_backward_hook_is_the_full_one() -> None:
         assert shapes == [((2, 3, 4), (2, 3, 2))]
 
 
-# What stands in the way of a call
+# Replaced `forward`, `__call__` and classes
 
 
 def test_a_replaced_forward_is_honoured_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +296,7 @@ def test_a_class_may_change_any_number_of_times(monkeypatch: pytest.MonkeyPatch)
         assert handle.calls == 30
 
 
-def test_restoring_removes_the_hooks_of_scopes_too() -> None:
+def test_restoring_removes_hooks_of_scopes() -> None:
     linear = nn.Linear(4, 4)
     with fh.scope() as s:
         fh.instrument(linear)
@@ -314,7 +312,7 @@ def test_fx_traces_the_same_graph() -> None:
     assert str(graphs[0]) == str(graphs[1])
 
 
-def test_an_own_call_keeps_its_place_around_the_hooks() -> None:
+def test_a_class_s_own_call_runs_around_the_hooks() -> None:
     class Doubling(nn.Linear):
         def __call__(self, value: Tensor) -> Tensor:
             return super().__call__(value + 1) * 2
@@ -332,7 +330,7 @@ def test_an_own_call_keeps_its_place_around_the_hooks() -> None:
     assert len(side_by_side(act, lambda: Elsewhere(4, 4))) == 1
 
 
-def test_every_way_of_calling_reaches_the_hooks() -> None:
+def test_hooks_fire_on_every_way_of_calling() -> None:
     with fh.instrument(linear := nn.Linear(4, 4)):
         handle = linear.register_forward_hook(lambda *_: None)
         for way in (
@@ -350,7 +348,7 @@ def test_every_way_of_calling_reaches_the_hooks() -> None:
         assert handle.calls == 6
 
 
-def test_a_class_that_overrides_call_impl_is_refused_and_left_as_it_was() -> None:
+def test_a_class_that_overrides_call_impl_is_refused_and_unchanged() -> None:
     class Own(nn.Linear):
         def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
             return super()._call_impl(*args, **kwargs)
@@ -373,7 +371,7 @@ def test_a_class_that_overrides_call_impl_is_refused_and_left_as_it_was() -> Non
         assert model[0].__class__ is nn.Linear
 
 
-def test_a_warning_that_is_an_error_leaves_nothing_instrumented() -> None:
+def test_a_warning_raised_as_an_error_leaves_nothing_instrumented() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch_script(nn.ReLU()))
     with pytest.raises(fh.NotInstrumentedWarning):
         fh.instrument(model)

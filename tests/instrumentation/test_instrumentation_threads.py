@@ -1,4 +1,4 @@
-"""Instrumenting in threads, and what it leaves alive."""
+"""Instrumenting in threads, and lifetimes of instrumented models."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 # Threads
 
 
-def wrong_with_a_hook(model: Any, expected: Tensor) -> Iterator[str]:
-    """Registers a hook, calls the model, removes the hook and calls again."""
+def failures_of_one_round(model: Any, expected: Tensor) -> Iterator[str]:
+    """Registers a hook, calls, removes the hook and calls again; yields failed checks."""
     fired: Log = []
     thread = threading.get_ident()
     handle = model.first.register_forward_hook(
         lambda *_: fired.append(1) if threading.get_ident() == thread else None
     )
     theirs = None
-    # Without a GIL PyTorch's own call, of a module that was just restored, fails where a hook is
-    # registered while it iterates over its dict.
+    # Without a GIL, PyTorch's own call of a restored module fails if a hook is registered while it
+    # iterates over its hook dict.
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         theirs = nn.Module.register_forward_hook(model.second, lambda *_: None)
     if not torch.equal(model(x()), expected):
@@ -65,7 +65,7 @@ def test_threads_instrument_register_and_restore_one_model_while_others_call() -
         for step in range(150):
             select = (None, "first", ["second", "first"], nn.Linear)[(number + step) % 4]
             with fh.instrument(model, select):
-                lost.extend(wrong_with_a_hook(model, expected))
+                lost.extend(failures_of_one_round(model, expected))
 
     with repeating(call_on, threads=2):
         in_threads(4, act)
@@ -74,7 +74,7 @@ def test_threads_instrument_register_and_restore_one_model_while_others_call() -
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_undo_one_each() -> None:
+def test_each_restore_of_concurrent_threads_undoes_one_instrument() -> None:
     model = small()
     before = state_of(model)
 
@@ -90,7 +90,7 @@ def test_threads_undo_one_each() -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None:
+def test_a_hook_of_pytorch_s_methods_survives_captures_of_other_threads() -> None:
     model = small()
     expected = model(x())
 
@@ -110,7 +110,7 @@ def test_a_hook_of_pytorch_s_method_survives_captures_of_other_threads() -> None
             handle.remove()
             count = len(fired)
             model.first(x())
-            assert len(fired) <= count + 2 * 3  # those that were on their way
+            assert len(fired) <= count + 2 * 3  # at most the in-flight calls fire it
 
     in_threads(4, act)
     assert not any(is_instrumented(each) for each in model.modules())

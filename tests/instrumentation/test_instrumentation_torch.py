@@ -1,4 +1,4 @@
-"""torch's own machinery on instrumented modules."""
+"""torch's utilities on instrumented modules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_prune_and_the_norms() -> None:
         assert prune.is_pruned(linear)
         assert (linear.weight == 0).sum() == 4
         prune.remove(linear, "weight")
-        with warnings.catch_warnings(action="ignore"):  # torch deprecates what it still ships
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # torch warns that these functions are deprecated
             nn.utils.spectral_norm(linear)
             linear(x())
             nn.utils.remove_spectral_norm(linear)
@@ -75,7 +77,7 @@ def test_prune_and_the_norms() -> None:
     assert list(linear.state_dict()) == ["bias", "weight"]
 
 
-def test_torchscript_is_refused_with_the_reason() -> None:
+def test_scripting_and_script_modules_are_refused_with_the_reason() -> None:
     with warnings.catch_warnings(action="ignore"):
         traced = torch.jit.trace(nn.Linear(4, 4), x())
     for scripted in (torch_script(nn.Linear(4, 4)), traced):
@@ -95,7 +97,7 @@ def test_torchscript_is_refused_with_the_reason() -> None:
         assert not is_instrumented(model)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
+@pytest.mark.filterwarnings("ignore")  # torch warns that these functions are deprecated
 def test_script_compiles_a_model_without_hooks_and_refuses_hooks() -> None:
     with fh.instrument(model := small()):
         assert torch.equal(torch.jit.script(model)(x()), model(x()))
@@ -108,7 +110,7 @@ def test_script_compiles_a_model_without_hooks_and_refuses_hooks() -> None:
     assert type(model.first) is nn.Linear
 
 
-@pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
+@pytest.mark.filterwarnings("ignore")  # torch warns that these functions are deprecated
 def test_jit_trace_records_the_hooks() -> None:
     with fh.instrument(model := small()):
         model.register_forward_hook(lambda _module, _args, output: output * 2)
@@ -154,7 +156,7 @@ def test_a_graph_module() -> None:
     assert handle.calls == calls
 
 
-@pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
+@pytest.mark.filterwarnings("ignore")  # torch warns that these functions are deprecated
 def test_a_quantised_model() -> None:
     model = torch.ao.quantization.quantize_dynamic(
         nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)), {nn.Linear, nn.LSTM}, dtype=torch.qint8
@@ -170,7 +172,7 @@ def test_a_quantised_model() -> None:
     assert [type(each) for each in model] == before
 
 
-def test_a_lazy_module_becomes_what_it_is_while_instrumented() -> None:
+def test_a_lazy_module_is_initialised_while_instrumented() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     with fh.instrument(model):
         handle = model[0].register_forward_hook(lambda *_: None)
@@ -193,7 +195,7 @@ def test_functional_call() -> None:
 
 
 @pytest.mark.parametrize("select", ["layers.0.linear1", None])
-def test_a_hook_keeps_transformer_layers_off_the_path_that_calls_no_submodules(
+def test_a_hook_disables_the_fast_path_of_transformer_layers(
     select: str | None,
 ) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)

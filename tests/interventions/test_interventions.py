@@ -1,4 +1,4 @@
-"""Detectors and controllers: what the original got wrong, keywords, compiled."""
+"""Detectors and controllers: faults of the original, keyword arguments, compiling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Echo(nn.Module):
-    """Returns what it takes."""
+    """Returns its arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
@@ -74,7 +74,7 @@ def test_a_controller_may_leave_the_activations_alone() -> None:
         assert torch.equal(module(x), x)
 
 
-def test_what_is_written_into_a_copy_counts() -> None:
+def test_writes_into_the_copy_of_a_controller_take_effect() -> None:
     class Ablate(fi.Controller):
         def modify_activations(self, module: Any, inputs: Any, output: Any) -> None:
             output[:, 0] = 0
@@ -98,7 +98,7 @@ def test_gradients_pass_through_a_controller(hook_type: str) -> None:
     assert torch.equal(x.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
 
 
-def test_gradients_reach_what_a_controller_computes_with() -> None:
+def test_gradients_reach_tensors_that_a_controller_uses() -> None:
     steering = torch.zeros(4, requires_grad=True)
     on(
         module := Returns((X.requires_grad_(False), "cache")),
@@ -108,7 +108,7 @@ def test_gradients_reach_what_a_controller_computes_with() -> None:
     assert torch.equal(steering.grad, torch.full((4,), 2.0))  # type: ignore[arg-type]
 
 
-def test_a_shared_detector_shows_each_thread_its_own(switch_often: None) -> None:
+def test_a_shared_detector_keeps_data_by_thread(switch_often: None) -> None:
     model = Model()
     layers = fi.Layers(model)
     detector = fi.LayerActivationDetector("layers.0")
@@ -132,11 +132,11 @@ def test_a_shared_detector_shows_each_thread_its_own(switch_often: None) -> None
         return wrong
 
     assert in_threads(threads, work) == [0] * threads
-    assert detector.get_captured() is None  # nothing ran here
+    assert detector.get_captured() is None  # no call on this thread
     assert not detector.metadata
 
 
-def test_a_capture_before_an_in_place_relu_reads_what_was_there() -> None:
+def test_a_detector_before_an_in_place_relu_keeps_the_original_values() -> None:
     model = Model()
     layers = fi.Layers(model)
     detector = fi.LayerActivationDetector("layers.0.mlp.0")
@@ -152,7 +152,7 @@ def test_a_capture_before_an_in_place_relu_reads_what_was_there() -> None:
         assert (captured < 0).any()
 
 
-def test_inputs_and_outputs_that_the_caller_reuses_stay_as_they_were() -> None:
+def test_detected_inputs_and_outputs_survive_overwriting_by_the_caller() -> None:
     ids = IDS.clone()
     taken, returned = fi.ModelInputDetector(), fi.ModelOutputDetector()
     on(module := Lm(), taken, returned)
@@ -165,7 +165,7 @@ def test_inputs_and_outputs_that_the_caller_reuses_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("own", ["forward", "pre_forward"])
 @pytest.mark.parametrize("given", ["forward", fi.HookType.PRE_FORWARD])
-def test_a_hook_type_can_be_given_at_registration(own: str, given: str) -> None:
+def test_registration_accepts_a_hook_type(own: str, given: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     x = X.clone()
     expected = model(x * 2) if given == "pre_forward" else model(x) * 2
@@ -181,7 +181,7 @@ def test_a_hook_type_can_be_given_at_registration(own: str, given: str) -> None:
     assert torch.equal(detector.get_captured(), seen)  # type: ignore[arg-type]
 
 
-def test_detectors_see_what_the_controllers_of_their_layer_make() -> None:
+def test_detectors_run_after_the_controllers_of_their_layer() -> None:
     first, ahead, last = Seen(), Seen(), Seen()
     layers = fi.Layers(module := nn.Identity())
     layers.register_hook("", first)
@@ -215,7 +215,7 @@ def test_a_disabled_hook_is_skipped_by_the_registry() -> None:
     assert len(called.seen) == 1
 
 
-def test_a_hook_that_was_disabled_stays_so_wherever_it_is_registered() -> None:
+def test_a_disabled_hook_stays_disabled_when_registered_again() -> None:
     hook = Seen()
     hook.disable()
     layers = on(module := nn.Identity(), hook)
@@ -257,14 +257,14 @@ def test_copies_from_a_gpu_are_complete_when_read() -> None:
         lambda lm: lm({"input_ids": IDS, "attention_mask": MASK}),
     ],
 )
-def test_the_input_is_seen_however_it_is_given(call: Callable[[Lm], Any]) -> None:
+def test_positional_and_keyword_inputs_are_detected(call: Callable[[Lm], Any]) -> None:
     detector = fi.ModelInputDetector(save_attention_mask=True, special_token_ids={101, 102})
     on(lm := Lm(), detector)
     call(lm)
     assert torch.equal(detector.tensor_metadata["input_ids"], IDS)
     assert torch.equal(detector.tensor_metadata["attention_mask"], REGULAR)
     lm(inputs_embeds=X)
-    assert not detector.tensor_metadata  # and not those of the call before
+    assert not detector.tensor_metadata  # data of the previous call is gone
 
 
 def test_special_tokens_come_from_the_context() -> None:
@@ -279,7 +279,7 @@ def test_special_tokens_come_from_the_context() -> None:
     assert torch.equal(detector.tensor_metadata["attention_mask"], MASK.bool())
 
 
-def test_keyword_arguments_are_changed_where_there_are_no_others() -> None:
+def test_keyword_arguments_are_changed_in_calls_without_positional_tensors() -> None:
     on(module := Echo(), fi.FunctionController("", double, "pre_forward"))
     (args, kwargs) = module(mask=None, hidden=X, other=X)
     assert args == ()
@@ -292,7 +292,7 @@ def test_keyword_arguments_are_changed_where_there_are_no_others() -> None:
     assert module("no", "tensor", key=X) == (("no", "tensor"), {"key": X})
 
 
-def test_pre_forward_detectors_see_keywords_behind_the_arguments() -> None:
+def test_pre_forward_detectors_get_keywords_after_positional_arguments() -> None:
     seen, kept = Seen("pre_forward"), fi.LayerActivationDetector("")
     layers = on(module := Echo(), seen)
     layers.register_hook("", kept, "pre_forward")
@@ -305,7 +305,7 @@ def test_pre_forward_detectors_see_keywords_behind_the_arguments() -> None:
     assert torch.equal(kept.get_captured(), X)  # type: ignore[arg-type]
 
 
-def test_an_output_without_a_tensor_leaves_nothing_stale() -> None:
+def test_an_output_without_a_tensor_clears_the_previous_capture() -> None:
     detector = fi.LayerActivationDetector("")
     on(module := Returns(X), detector, Shift())
     module()
@@ -316,10 +316,10 @@ def test_an_output_without_a_tensor_leaves_nothing_stale() -> None:
     assert not detector.metadata
 
 
-# Compiled, and imported
+# Compiled models, and importing ferrohook
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it traces
+@pytest.mark.filterwarnings("ignore")  # torch warns about traced code
 @pytest.mark.parametrize("hook_type", ["forward", "pre_forward"])
 def test_controllers_are_compiled_into_the_graph(hook_type: str) -> None:
     torch.compiler.reset()
@@ -343,7 +343,7 @@ def test_controllers_are_compiled_into_the_graph(hook_type: str) -> None:
     assert torch.equal(x, X)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it traces
+@pytest.mark.filterwarnings("ignore")  # torch warns about traced code
 def test_detectors_collect_in_every_call_of_a_compiled_model() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
@@ -357,7 +357,7 @@ def test_detectors_collect_in_every_call_of_a_compiled_model() -> None:
         assert torch.equal(captured, model[0].forward(X * scale))
 
 
-def test_ferrohook_does_not_import_it() -> None:
+def test_importing_ferrohook_does_not_import_interventions() -> None:
     code = "import sys, ferrohook; print('ferrohook.interventions' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

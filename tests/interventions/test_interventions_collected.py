@@ -1,4 +1,4 @@
-"""What detectors collect, by context."""
+"""Metadata and tensors of detectors, by context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_what_is_collected_is_a_dict_of_the_context() -> None:
+def test_metadata_is_a_dict_by_context() -> None:
     detector = Seen()
     detector.metadata["calls"] = 1
     detector.tensor_metadata = {"x": X}
@@ -32,7 +32,9 @@ def test_what_is_collected_is_a_dict_of_the_context() -> None:
     copied.run(detector.metadata.update, calls=2, more=True)
     assert detector.metadata == {"calls": 1}
     assert copied.run(dict, detector.metadata) == {"calls": 2, "more": True}
-    assert copied.run(detector.tensor_metadata.get, "x") is X  # as with any context variable
+    assert (
+        copied.run(detector.tensor_metadata.get, "x") is X
+    )  # inherited by a copied context, as any context variable
     assert in_thread(lambda: dict(detector.metadata)) == {}
     del detector.metadata["calls"]
     assert not detector.metadata
@@ -43,7 +45,7 @@ def test_what_is_collected_is_a_dict_of_the_context() -> None:
     assert [*detector.metadata] == ["fresh"]
 
 
-def test_tasks_do_not_see_each_other(switch_often: None) -> None:
+def test_tasks_are_isolated(switch_often: None) -> None:
     detector = fi.LayerActivationDetector("")
     on(module := nn.Identity(), detector)
 
@@ -64,7 +66,7 @@ def test_tasks_do_not_see_each_other(switch_often: None) -> None:
     assert asyncio.run(main()) == [True] * 9
 
 
-def test_what_is_collected_goes_with_its_thread_and_with_its_detector() -> None:
+def test_collected_tensors_are_freed_with_their_thread_and_with_their_detector() -> None:
     detector = fi.LayerActivationDetector("")
     layers = on(module := nn.Identity(), detector)
 
@@ -87,7 +89,7 @@ def test_what_is_collected_goes_with_its_thread_and_with_its_detector() -> None:
         gc.enable()
 
 
-def test_detectors_that_come_and_go_leave_nothing_in_a_context() -> None:
+def test_dropped_detectors_leave_nothing_in_a_context() -> None:
     def size() -> int:
         return len(contextvars.copy_context())
 
@@ -95,7 +97,7 @@ def test_detectors_that_come_and_go_leave_nothing_in_a_context() -> None:
     before = size()
     for number in range(50):
         detector = fi.LayerActivationDetector("")
-        assert not detector.metadata  # of the one before
+        assert not detector.metadata  # nothing of the previous detector
         assert not detector.tensor_metadata
         detector.metadata["x"] = number
         detector.tensor_metadata["x"] = X

@@ -1,4 +1,4 @@
-"""Detectors and controllers, copied and pickled."""
+"""Copying and pickling of detectors and controllers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Importable(fi.Detector):
         self.metadata["seen"] = True
 
 
-def test_hooks_are_pickled_by_importable_names() -> None:
+def test_pickled_hooks_refer_to_functions_by_importable_names() -> None:
     layers = fi.Layers(Model())
     hook = fi.FunctionController("head", double, "pre_forward", "mine")
     detector = fi.LayerActivationDetector(0, "kept", torch.float64, fh.MemoryStore())
@@ -48,7 +48,7 @@ def test_hooks_are_pickled_by_importable_names() -> None:
         pickle.dumps(fi.FunctionController("head", lambda x: x))
 
 
-def test_layers_are_pickled_with_the_hooks_that_can_be() -> None:
+def test_layers_are_pickled_with_their_picklable_hooks() -> None:
     model = Model()
     layers = fi.Layers(model)
     layers.register_hook("head", fi.FunctionController("head", lambda x: x * 5, hook_id="left out"))
@@ -63,7 +63,7 @@ def test_layers_are_pickled_with_the_hooks_that_can_be() -> None:
     assert torch.equal(again.model(X), model(X))
     assert again.get_detectors()[0].metadata == {"seen": True}
     buffer = io.BytesIO()
-    torch.save(model, buffer)  # hooks of the model are no obstacle
+    torch.save(model, buffer)  # hooks do not prevent saving
     buffer.seek(0)
     plain = torch.load(buffer, weights_only=False)
     assert find_registry(plain.head) is None
@@ -87,10 +87,10 @@ def test_a_copy_of_a_model_has_hooks_of_its_own() -> None:
     other = copy.deepcopy(layers)
     assert other.model is not model
     assert other.get_hooks() == []
-    assert torch.equal(other.model(X) * 2, expected)  # disabled, as it was copied
+    assert torch.equal(other.model(X) * 2, expected)  # the copy is disabled like the original
 
 
-def test_a_copied_hook_is_registered_nowhere() -> None:
+def test_a_copied_hook_is_not_registered() -> None:
     store = fh.MemoryStore()
     hook = fi.LayerActivationDetector("head", store=store)
     hook.set_context("context")

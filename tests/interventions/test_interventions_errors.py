@@ -1,4 +1,4 @@
-"""Hooks, layers and types that are refused, and hooks that raise."""
+"""Refused hooks, layers and types, and hooks that raise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_unknown_layers_are_refused_with_the_closest_names() -> None:
     assert layers.get_hooks() == []
 
 
-def test_a_layer_signature_is_asked_for_where_it_is_needed() -> None:
+def test_a_missing_or_wrong_layer_signature_is_refused() -> None:
     with pytest.raises(fh.HookTypeError, match="got NoneType"):
         fi.LayerActivationDetector(None)  # type: ignore[arg-type]
     with pytest.raises(fh.HookTypeError, match="got NoneType"):
@@ -77,7 +77,7 @@ def test_unknown_hook_types_are_refused() -> None:
     assert find_registry(layers.model.head) is None  # type: ignore[arg-type]
 
 
-def test_the_type_of_a_registered_hook_is_fixed() -> None:
+def test_the_type_of_a_registered_hook_cannot_change() -> None:
     layers = on(nn.Identity(), hook := Seen())
     with pytest.raises(fh.HookError, match="is registered"):
         hook.hook_type = fi.HookType.PRE_FORWARD
@@ -86,7 +86,7 @@ def test_the_type_of_a_registered_hook_is_fixed() -> None:
     assert hook.hook_type is fi.HookType.PRE_FORWARD
 
 
-def test_what_is_no_hook_or_no_model_is_refused() -> None:
+def test_wrong_hooks_and_models_are_refused() -> None:
     layers = fi.Layers(Model())
     for wrong in (double, Seen, None):
         with pytest.raises(fh.HookTypeError, match="a Detector or a Controller"):
@@ -116,7 +116,7 @@ def test_what_is_no_hook_or_no_model_is_refused() -> None:
     assert find_registry(layers.model.head) is None  # type: ignore[arg-type]
 
 
-def test_a_hook_is_registered_once_and_so_is_an_id() -> None:
+def test_registering_a_hook_or_an_id_twice_is_refused() -> None:
     layers = fi.Layers(Model())
     layers.register_hook("head", hook := Seen(hook_id="mine"))
     for each in (layers, fi.Layers(layers.model)):
@@ -129,7 +129,7 @@ def test_a_hook_is_registered_once_and_so_is_an_id() -> None:
     assert find_registry(layers.model.layers[0]) is None  # type: ignore[index, arg-type]
 
 
-def test_functions_are_held_to_their_promise() -> None:
+def test_wrong_results_of_functions_are_refused() -> None:
     for wrong in (None, "double", 3):
         with pytest.raises(fh.HookTypeError, match=f"function .* got {type(wrong).__name__}"):
             fi.FunctionController("", wrong)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_functions_are_held_to_their_promise() -> None:
         module(X)
 
 
-def test_a_detector_that_raises_is_named() -> None:
+def test_the_error_of_a_detector_names_it() -> None:
     model = Model()
     layers = fi.Layers(model)
     for kind in fi.HookType:
@@ -187,7 +187,7 @@ def test_a_detector_that_raises_is_named() -> None:
         hand(X)
 
 
-def test_a_detector_that_raises_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_detector_that_raises_can_be_disabled(caplog: pytest.LogCaptureFixture) -> None:
     layers = fi.Layers(module := nn.Identity())
     layers.register_hook("", hook := Raises(hook_id="mine"), on_error="disable")
     with caplog.at_level(logging.WARNING, "ferrohook"):

@@ -1,4 +1,4 @@
-"""Layers: where detectors and controllers are registered."""
+"""`Layers`: registering detectors and controllers on layers of a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_names_are_printed_with_shapes(capsys: pytest.CaptureFixture[str]) -> No
     assert "layers.0: no weight" in printed
 
 
-def test_layers_are_those_of_the_moment() -> None:
+def test_layers_follow_changes_of_the_model() -> None:
     model = nn.Sequential(nn.Identity())
     layers = fi.Layers(model)
     model[0] = nn.Linear(4, 4)
@@ -56,13 +56,13 @@ def test_layers_are_those_of_the_moment() -> None:
     assert len(seen.seen) == 1
 
 
-def test_a_module_inside_itself_has_places() -> None:
+def test_a_module_that_contains_itself_has_finitely_many_layers() -> None:
     model = nn.Sequential(nn.Identity())
     model[0].back = model
     assert fi.Layers(model).get_layer_names() == ["0", "0.back"]
 
 
-def test_a_flat_name_of_several_layers_is_refused() -> None:
+def test_an_ambiguous_flat_name_is_refused() -> None:
     model = nn.Module()
     model.a_b = nn.Linear(2, 2)
     model.a = nn.Module()
@@ -74,7 +74,7 @@ def test_a_flat_name_of_several_layers_is_refused() -> None:
     assert seen.layer == "a.b"
 
 
-def test_wrapped_and_instrumented_models_have_layers_too() -> None:
+def test_wrapped_and_instrumented_models_have_layers() -> None:
     for model in (Model(), fh.HookedModule(Model())):
         layers = fi.Layers(model)
         for path in ("head", "", "model_layers_0"):
@@ -86,7 +86,7 @@ def test_wrapped_and_instrumented_models_have_layers_too() -> None:
         assert not torch.equal(model(X), changed)
 
 
-def test_a_hook_can_be_registered_anew_when_its_module_was_cleared() -> None:
+def test_a_hook_can_be_registered_again_after_its_module_was_cleared() -> None:
     layers = on(module := fh.HookedModule(nn.Identity()), hook := Seen())
     module.clear_hooks()
     assert hook.layer is None
@@ -97,7 +97,7 @@ def test_a_hook_can_be_registered_anew_when_its_module_was_cleared() -> None:
     assert layers.get_hooks() == [hook]
 
 
-def test_a_hook_that_was_cleared_moves_to_another_model() -> None:
+def test_a_cleared_hook_can_be_registered_on_another_model() -> None:
     old, new = fi.Layers(Model()), fi.Layers(Model())
     old.register_hook("head", hook := Seen())
     registry = find_registry(old.model.head)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_a_hook_that_was_cleared_moves_to_another_model() -> None:
     assert find_registry(old.model.head) is None  # type: ignore[arg-type]
 
 
-def test_modules_are_given_back() -> None:
+def test_unregistering_the_last_hook_restores_the_module() -> None:
     model = Model()
     layers = fi.Layers(model)
     hooks = [Seen() for _ in range(3)]
@@ -121,7 +121,7 @@ def test_modules_are_given_back() -> None:
     assert find_registry(model.head) is None
 
 
-def test_hooks_outlast_their_layers_and_nothing_outlasts_the_model() -> None:
+def test_hooks_outlive_their_layers_and_nothing_outlives_the_model() -> None:
     module = nn.Identity()
     on(module, seen := Seen())
     gc.collect()

@@ -1,4 +1,4 @@
-"""Detectors and controllers, held against mi_crow's."""
+"""Detectors and controllers, compared with mi_crow's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tensors_are_found_where_mi_crow_finds_them(mi_crow: Any, value: Any) ->
 
 @pytest.mark.parametrize("value", STRUCTURES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_an_applied_modification_is_mi_crows_in_a_new_output(
+def test_an_applied_modification_equals_mi_crows_in_a_new_output(
     mi_crow: Any, value: Any, dtype: torch.dtype
 ) -> None:
     from mi_crow.hooks import utils  # noqa: PLC0415 (may be missing)
@@ -96,7 +96,7 @@ def test_an_applied_modification_is_mi_crows_in_a_new_output(
         assert ours is not value
 
 
-def test_structures_are_kept_around_a_replacement() -> None:
+def test_a_replacement_preserves_the_structure_around_it() -> None:
     for output in (Pair("a", X), torch.sort(X), ["a", X, X]):
         changed = fi.apply_modification_to_output(output, X + 1)
         assert type(changed) is type(output)
@@ -128,11 +128,11 @@ def test_model_outputs_keep_their_attributes_and_items_in_step() -> None:
     assert output[0] is X
 
 
-# What hooks do: as mi_crow's
+# Hooks
 
 
 @pytest.mark.parametrize("hook_type", ["forward", "pre_forward"])
-def test_models_with_controllers_compute_what_they_do_with_mi_crows(
+def test_models_with_controllers_compute_the_same_as_with_mi_crows(
     mi_crow: Any, crow_layers: Any, hook_type: str
 ) -> None:
     model = Model()
@@ -162,7 +162,7 @@ def test_models_with_controllers_compute_what_they_do_with_mi_crows(
     assert type(plain.head) is nn.Linear
 
 
-def test_layers_are_detected_as_by_mi_crow(mi_crow: Any, crow_layers: Any) -> None:
+def test_layer_detectors_equal_mi_crows(mi_crow: Any, crow_layers: Any) -> None:
     model = Model()
     theirs = copy.deepcopy(model)
     crow, layers = crow_layers(theirs), fi.Layers(model)
@@ -196,7 +196,7 @@ def test_layers_are_detected_as_by_mi_crow(mi_crow: Any, crow_layers: Any) -> No
         assert our.metadata == {} == their.metadata
 
 
-def test_inputs_are_detected_as_by_mi_crow(mi_crow: Any) -> None:
+def test_input_detectors_equal_mi_crows(mi_crow: Any) -> None:
     encodings = {"input_ids": IDS, "attention_mask": MASK}
     options: Any = {"save_attention_mask": True, "special_token_ids": [101, 102]}
     their, our = mi_crow.ModelInputDetector(**options), fi.ModelInputDetector(**options)
@@ -219,10 +219,12 @@ def test_inputs_are_detected_as_by_mi_crow(mi_crow: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [*STRUCTURES, Output(X, X + 1)], ids=repr)
-def test_outputs_are_detected_as_by_mi_crow(mi_crow: Any, value: Any) -> None:
+def test_output_detectors_equal_mi_crows(mi_crow: Any, value: Any) -> None:
     options: Any = {"save_output_hidden_state": True}
     their, our = mi_crow.ModelOutputDetector(**options), fi.ModelOutputDetector(**options)
-    if not (isinstance(value, Output) and isinstance(value.last_hidden_state, str)):  # fails there
+    if not (
+        isinstance(value, Output) and isinstance(value.last_hidden_state, str)
+    ):  # raises in mi_crow
         their.process_activations(None, (), value)
     on(module := Returns(value), our)
     module()
@@ -232,7 +234,7 @@ def test_outputs_are_detected_as_by_mi_crow(mi_crow: Any, value: Any) -> None:
         assert torch.equal(our.tensor_metadata[key], tensor)
 
 
-def test_flat_names_and_indices_are_mi_crows(crow_layers: Any) -> None:
+def test_flat_names_and_indices_equal_mi_crows(crow_layers: Any) -> None:
     model = Model()
     model.shared = model.layers[0].mlp
     crow, layers = crow_layers(model), fi.Layers(model)
@@ -254,7 +256,7 @@ def test_flat_names_and_indices_are_mi_crows(crow_layers: Any) -> None:
             assert find_registry(module) is None
 
 
-def test_a_hook_of_both_kinds_detects_first(mi_crow: Any) -> None:
+def test_a_hook_that_is_detector_and_controller_detects_first(mi_crow: Any) -> None:
     def both(base: Any, *bases: type) -> Any:
         class Both(*bases):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -317,7 +319,7 @@ def test_torch_hooks_run_under_torch(mi_crow: Any) -> None:
         assert torch.equal(detector.get_captured(), expected)
 
 
-def test_torch_hooks_see_keywords_where_torch_passes_them() -> None:
+def test_torch_hooks_get_keywords_with_with_kwargs() -> None:
     module = Lm()
     detector = fi.ModelInputDetector()
     module.register_forward_pre_hook(detector.get_torch_hook(), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""The interpreter's edges: interrupts, recursion, its end, forks and imports."""
+"""Interrupts, recursion, interpreter exit, forks and imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ hooked = fh.HookedModule(Echo())
 """
 
 
-# --- Exceptions that are nobody's fault ---------------------------------------------------------
+# --- Interrupts and recursion -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_error", ["raise", "disable", "ignore"])
@@ -64,7 +64,7 @@ RECURSION = {
 
 
 @pytest.mark.parametrize("setup", RECURSION.values(), ids=RECURSION)
-def test_recursion_without_end_is_a_recursion_error(setup: str) -> None:
+def test_infinite_recursion_is_a_recursion_error(setup: str) -> None:
     code = f"""
 def recurse():
     hooked = fh.HookedModule(Echo())
@@ -90,7 +90,7 @@ recurse()
     assert_ends_well(run_with_torch(WITH_MODULE + code), "refused\n" * 3)
 
 
-# --- The end of the interpreter -----------------------------------------------------------------
+# --- Interpreter exit ---------------------------------------------------------------------------
 
 
 ALL_PHASES = """
@@ -101,7 +101,7 @@ hooked.register_full_backward_hook(fh.BackwardHook(lambda i, o: None))
 """
 
 
-def test_the_interpreter_ends_with_hooks_alive() -> None:
+def test_the_interpreter_exits_with_hooks_alive() -> None:
     code = """
 hooked.inner.__dict__["wrapper"] = hooked
 output = hooked(torch.ones(1, requires_grad=True))
@@ -110,7 +110,7 @@ sys.kept = [hooked, hooked.hooks(), output]
     assert_ends_well(run_with_torch(WITH_MODULE + ALL_PHASES + code))
 
 
-def test_hooks_are_used_while_the_interpreter_ends() -> None:
+def test_hooks_work_during_interpreter_exit() -> None:
     code = """
 class Last:
     def __init__(self):
@@ -142,7 +142,7 @@ atexit.register(at_exit)
     }.items(),
     ids=lambda item: item[0],
 )
-def test_the_interpreter_ends_with_a_daemon_thread_inside(
+def test_the_interpreter_exits_with_a_daemon_thread_inside_a_hook(
     does: tuple[str, str], where: str
 ) -> None:
     code = f"""
@@ -172,7 +172,7 @@ assert started.wait(60)
     assert_ends_well(run_with_torch(WITH_MODULE + code))
 
 
-def test_the_interpreter_ends_with_a_daemon_thread_waiting_for_a_hook() -> None:
+def test_the_interpreter_exits_with_a_daemon_thread_waiting_for_a_hook() -> None:
     code = """
 inside = threading.Event()
 def block(*args):
@@ -254,7 +254,7 @@ except ImportError as error:
 
 
 def test_importing_and_calling_does_not_import_dynamo() -> None:
-    # It takes seconds that users who compile nothing should not pay.
+    # Importing Dynamo takes seconds, a cost for users who compile nothing.
     code = """
 import torch
 if "torch._dynamo" in sys.modules:

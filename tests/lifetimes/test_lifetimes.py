@@ -1,4 +1,4 @@
-"""Who keeps what alive, and what finalisers may do."""
+"""Lifetimes of hooks, handles and modules, and finalisers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class Hook:
-    """A callable that can be watched."""
+    """A callable that supports weak references."""
 
     def __call__(self, *args: Any) -> None: ...
 
@@ -96,7 +96,7 @@ CYCLES = [
 @on_linux
 @pytest.mark.usefixtures("collect_cheaply")
 @pytest.mark.parametrize("tie", CYCLES)
-def test_ten_thousand_modules_in_cycles_leave_nothing(tie: Callable[[Module], None]) -> None:
+def test_ten_thousand_modules_in_cycles_are_freed(tie: Callable[[Module], None]) -> None:
     def make(count: int) -> None:
         made: list[Module] = []
         for _ in range(count):
@@ -107,16 +107,16 @@ def test_ten_thousand_modules_in_cycles_leave_nothing(tie: Callable[[Module], No
         gc.collect()
         assert [ref for ref in alive if ref() is not None] == []
 
-    make(10_000)  # the allocators keep what they got once
+    make(10_000)  # warms up: allocators keep memory for reuse
     before = resident()
     for _ in range(2):
         make(10_000)
-    assert resident() - before < 8 * MIB  # 400 bytes a module
+    assert resident() - before < 8 * MIB  # under 400 bytes per module
 
 
 @on_linux
 @pytest.mark.parametrize("at_once", [1, 1_000, 100_000])
-def test_a_million_registered_and_removed_hooks_leave_nothing(at_once: int) -> None:
+def test_a_million_registered_and_removed_hooks_are_freed(at_once: int) -> None:
     hooked: Module = fh.HookedModule(Echo())
     kept = hooked.register_forward_hook(lambda *_: None)
 
@@ -136,13 +136,13 @@ def test_a_million_registered_and_removed_hooks_leave_nothing(at_once: int) -> N
     before = resident()
     for _ in range(10):
         churn()
-    assert resident() - before < 16 * MIB  # a million hooks kept would be ten times that
+    assert resident() - before < 16 * MIB  # a million live hooks would take ten times that
     assert [hook.id for hook in hooked.hooks()] == [kept.id]
     assert hooked(3) == 3
     assert kept.calls == 1
 
 
-def test_removed_hooks_among_many_live_ones_are_let_go_in_time() -> None:
+def test_removed_hooks_among_many_live_ones_are_freed_eventually() -> None:
     hooked: Module = fh.HookedModule(Echo())
     live = [hooked.register_forward_hook(Hook()) for _ in range(1_000)]
     watched: list[weakref.ref[Hook]] = []
@@ -160,7 +160,7 @@ def test_removed_hooks_among_many_live_ones_are_let_go_in_time() -> None:
 
 
 @on_linux
-def test_threads_that_come_and_go_leave_nothing() -> None:
+def test_ended_threads_leave_nothing_behind() -> None:
     hooked: Module = fh.HookedModule(Echo())
     counted = hooked.register_forward_hook(lambda *_: None)
 
@@ -185,7 +185,7 @@ def test_threads_that_come_and_go_leave_nothing() -> None:
     assert len(hooked.hooks()) == 1
 
 
-# --- Who keeps what alive -----------------------------------------------------------------------
+# --- Lifetimes ----------------------------------------------------------------------------------
 
 
 def test_dropping_the_handle_leaves_the_hook_registered() -> None:
@@ -209,7 +209,7 @@ def test_the_registry_alone_keeps_a_hook_alive_until_it_is_removed() -> None:
     hooks.clear()
     gc.collect()
     assert all(ref() is not None for ref in watched)
-    hooked(None)  # what the call walked is not kept either
+    hooked(None)  # the snapshot of the call does not keep hooks alive
     handles[0].remove()
     gc.collect()
     assert [ref() is None for ref in watched] == [True, False, False, False]
@@ -240,7 +240,7 @@ def test_handles_keep_neither_the_hook_nor_the_module_alive() -> None:
         assert f"id={handle.id}" in repr(handle)
 
 
-def test_giving_the_module_back_frees_the_hooks() -> None:
+def test_into_inner_frees_the_hooks() -> None:
     hooked: Module = fh.HookedModule(Echo())
     hook = Hook()
     hooked.register_forward_hook(hook)
@@ -253,7 +253,7 @@ def test_giving_the_module_back_frees_the_hooks() -> None:
 
 
 @pytest.mark.frees_classes
-def test_a_class_that_refers_to_its_wrapped_instance_goes_with_it() -> None:
+def test_a_class_that_refers_to_its_wrapped_instance_is_freed_with_it() -> None:
     def make() -> list[weakref.ref[object]]:
         class Net(nn.Module):
             def forward(self, value: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_class_that_refers_to_its_wrapped_instance_goes_with_it() -> None:
     assert [ref() for ref in watched if ref() is not fh.HookedModule] == [None] * 2
 
 
-def test_a_module_may_go_while_it_is_called() -> None:
+def test_a_module_may_lose_its_last_reference_during_a_call() -> None:
     held: list[Module] = [fh.HookedModule(Echo())]
     gone = weakref.ref(held[0])
     seen: list[Any] = []
@@ -288,7 +288,7 @@ def test_a_module_may_go_while_it_is_called() -> None:
     assert gone() is None
 
 
-def test_a_hook_may_go_while_it_runs() -> None:
+def test_a_hook_may_lose_its_last_reference_while_it_runs() -> None:
     hooked: Module = fh.HookedModule(Echo())
 
     class Once:
@@ -313,7 +313,7 @@ def test_a_hook_may_go_while_it_runs() -> None:
 
 
 class Cycle:
-    """Garbage that only the collector finds."""
+    """A cycle: only the collector frees it."""
 
     def __init__(self, finalise: Callable[[], object]) -> None:
         self.itself = self
@@ -375,13 +375,15 @@ def test_a_collection_inside_a_hook_finalises_into_the_same_module(how: str, pha
     register("collects", gc.collect)
     later = register("later", lambda: None)
     hooked(None)
-    assert fired == ["collects"]  # `later` was removed before its turn, `new` came in the phase
+    assert fired == [
+        "collects"
+    ]  # `later` was removed before its turn, `new` was registered during the phase
     hooked(None)
     assert fired == ["collects", "collects", "new"]
 
 
 @pytest.mark.usefixtures("collect_cheaply")
-def test_a_collection_may_come_at_any_allocation() -> None:
+def test_a_collection_may_start_at_any_allocation() -> None:
     hooked: Module = fh.HookedModule(Echo())
     finalised = 0
 
@@ -411,7 +413,7 @@ def test_a_collection_may_come_at_any_allocation() -> None:
 
 
 class Restless:
-    """A hook that registers another and removes one when it goes, if the module lets it."""
+    """A hook whose finaliser removes one hook and tries to register another."""
 
     def __init__(self, hooked: Module, gone: list[int]) -> None:
         self.hooked = weakref.ref(hooked)

@@ -1,4 +1,4 @@
-"""Hook points: what a point does, and its copies."""
+"""`HookPoint`: hooks, conversions, copies and files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from support.points import MID, Model, Transposed, adding, compiled_for, noting,
 # --- HookPoint ---
 
 
-def test_a_point_returns_the_very_object() -> None:
+def test_a_point_returns_its_input_object() -> None:
     tensor = torch.ones(2)
     assert HookPoint()(tensor) is tensor
 
 
-def test_a_hook_sees_the_tensor_and_the_point_and_may_replace() -> None:
+def test_a_hook_gets_the_tensor_and_the_point_and_may_replace_the_tensor() -> None:
     point, seen = HookPoint(), []
 
     def hook(tensor: torch.Tensor, hook: HookPoint) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_order_and_prepend() -> None:
     assert point.bwd_hooks == []
 
 
-def test_backward_hooks_see_the_gradient_and_replace_it() -> None:
+def test_backward_hooks_get_the_gradient_and_may_replace_it() -> None:
     point, log = HookPoint(), []
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
 
@@ -70,7 +70,7 @@ def test_backward_hooks_see_the_gradient_and_replace_it() -> None:
     point.add_hook(double, dir="bwd")
     point.add_hook(lambda gradient, hook: log.append(gradient.clone()), dir="bwd")
     (point(weight) * 3).sum().backward()
-    # Each sees the gradient of the output; the last one to return something decides.
+    # Each hook gets the output's gradient; the last value returned replaces it.
     assert [gradient.tolist() for gradient in log] == [[3, 3], [3, 3]]
     assert weight.grad is not None
     assert weight.grad.tolist() == [6, 6]
@@ -86,7 +86,7 @@ def test_a_backward_hook_may_return_a_tuple_of_one() -> None:
     assert weight.grad.item() == 5
 
 
-def test_levels_and_permanents() -> None:
+def test_levels_and_permanent_hooks() -> None:
     point = HookPoint()
     for level in (1, 2, None):
         point.add_hook(observe, level=level)
@@ -105,7 +105,7 @@ def test_levels_and_permanents() -> None:
     assert not point.has_hooks()
 
 
-def test_a_handle_removes_its_hook_alone_and_has_hooks_knows() -> None:
+def test_a_handle_removes_only_its_hook_and_has_hooks_follows() -> None:
     point, log = HookPoint(), []
     handle = point.add_hook(noting(log, "a"))
     point.add_hook(noting(log, "b"))
@@ -113,7 +113,7 @@ def test_a_handle_removes_its_hook_alone_and_has_hooks_knows() -> None:
     handle.remove()
     point(torch.ones(1))
     assert log == ["b"]
-    point.fwd_hooks[0].hook.remove()  # as TransformerLens' users do
+    point.fwd_hooks[0].hook.remove()  # idiom of TransformerLens users
     assert not point.has_hooks()
     assert point.fwd_hooks == []
 
@@ -132,12 +132,12 @@ def test_an_alias_is_a_view_with_another_name() -> None:
     out = point(torch.zeros(2, 3))
     assert [row[:2] for row in seen] == [("blocks.7.a", 7), ("blocks.8.b", 8)]
     assert all(row[2] is point.ctx and row[3] is point.hook_conversion for row in seen)
-    # Each call sees what the one before it returned.
+    # Each call gets the return value of the previous one.
     assert [row[4] for row in seen] == [0, 6]
     assert out.tolist() == [[2] * 3] * 2
 
 
-def test_an_earlier_aliased_call_that_replaces_is_not_lost() -> None:
+def test_a_replacement_by_an_earlier_aliased_call_is_not_lost() -> None:
     point = HookPoint()
 
     def only_first(tensor: torch.Tensor, hook: Any) -> torch.Tensor | None:
@@ -147,7 +147,7 @@ def test_an_earlier_aliased_call_that_replaces_is_not_lost() -> None:
     assert point(torch.zeros(1)).item() == 1
 
 
-def test_hooks_see_the_converted_tensor_and_return_it_so() -> None:
+def test_hooks_get_and_return_the_converted_tensor() -> None:
     point, shapes = HookPoint(), []
     point.enable_reshape(Transposed())
 
@@ -168,7 +168,7 @@ def test_hooks_see_the_converted_tensor_and_return_it_so() -> None:
     assert point.hook_conversion is None
 
 
-def test_backward_scale_scales_the_sum() -> None:
+def test_backward_scale_scales_full_reductions() -> None:
     point, sums = HookPoint(), []
     point.backward_scale = 3
 
@@ -180,14 +180,14 @@ def test_backward_scale_scales_the_sum() -> None:
     point.add_hook(hook, "bwd")
     value = torch.ones(4, 2, requires_grad=True)
     point(value).sum().backward()
-    # As in the original: only where one number comes out, and what is computed from it is plain.
+    # As in TransformerLens: only full reductions are scaled, and derived tensors are plain.
     assert sums == [(24, [4, 4], 8)]
     assert value.grad is not None
     assert type(value.grad) is torch.Tensor
     assert value.grad.tolist() == [[1, 1]] * 4
 
 
-def test_ctx_is_for_the_hooks_and_is_cleared() -> None:
+def test_ctx_is_shared_by_hooks_and_can_be_cleared() -> None:
     point = HookPoint()
     point.add_hook(lambda tensor, hook: hook.ctx.__setitem__("seen", tensor))
     point(torch.ones(1))
@@ -198,7 +198,7 @@ def test_ctx_is_for_the_hooks_and_is_cleared() -> None:
     assert set(held) == {"seen"}
 
 
-def test_repr_tells_name_and_hooks(model: Model) -> None:
+def test_repr_shows_name_and_hook_counts(model: Model) -> None:
     assert repr(HookPoint()) == "HookPoint()"
     model.add_hook(MID, observe)
     model.add_hook(MID, observe, dir="bwd")
@@ -206,7 +206,7 @@ def test_repr_tells_name_and_hooks(model: Model) -> None:
     assert repr(model.hook_dict[MID].fwd_hooks[0]).startswith("LensHandle(observe, hook=<HookHandl")
 
 
-def test_the_rest_of_ferrohook_knows_points(model: Model, x: torch.Tensor) -> None:
+def test_captures_scopes_and_summaries_work_on_points(model: Model, x: torch.Tensor) -> None:
     rich = pytest.importorskip("rich.console")
     with fh.capture(model, MID) as acts:
         assert model.hook_dict[MID].has_hooks()
@@ -231,7 +231,7 @@ def test_the_rest_of_ferrohook_knows_points(model: Model, x: torch.Tensor) -> No
     assert not acts[MID].any()
 
 
-def test_an_error_in_a_hook_names_the_users_hook(model: Model, x: torch.Tensor) -> None:
+def test_the_note_of_an_error_names_the_users_hook(model: Model, x: torch.Tensor) -> None:
     def broken(tensor: torch.Tensor, hook: HookPoint) -> None:
         msg = "mine"
         raise ArithmeticError(msg)
@@ -243,7 +243,7 @@ def test_an_error_in_a_hook_names_the_users_hook(model: Model, x: torch.Tensor) 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiles_with_the_hooks_in_the_graph(model: Model, x: torch.Tensor) -> None:
+def test_hooks_of_a_point_compile_into_the_graph(model: Model, x: torch.Tensor) -> None:
     compiled = compiled_for(model, x)
     assert torch.equal(compiled(x), model(x))
     with model.hooks(fwd_hooks=[(MID, adding(1))]):
@@ -268,7 +268,7 @@ def test_a_deep_copy_has_hooks_of_its_own(model: Model, x: torch.Tensor) -> None
 
     kept = model.add_hook(MID, hook)
     point = model.hook_dict[MID]
-    point.ctx["kept"] = torch.ones(1, requires_grad=True) * 2  # which cannot be copied
+    point.ctx["kept"] = torch.ones(1, requires_grad=True) * 2  # cannot be copied
     point.backward_scale = 2
     duplicate = copy.deepcopy(model)
     twin = duplicate.hook_dict[MID]
@@ -286,7 +286,8 @@ def test_a_deep_copy_has_hooks_of_its_own(model: Model, x: torch.Tensor) -> None
     assert torch.equal(duplicate(x), model(x))
     assert len(again.fwd_hooks) == 1
     with model.hooks([(MID, zero)]):
-        assert not copy.deepcopy(model).hook_dict[MID].has_hooks()  # a scope's stay with it
+        # Hooks of a scope are not copied.
+        assert not copy.deepcopy(model).hook_dict[MID].has_hooks()
     fh_copy = copy.deepcopy(model)
     with fh.instrument(fh_copy):
         pass
@@ -302,9 +303,9 @@ def test_a_shallow_copy_shares_the_hooks() -> None:
     assert handle.hook.removed
 
 
-def test_saving_keeps_no_hooks(model: Model, x: torch.Tensor) -> None:
+def test_saving_drops_hooks(model: Model, x: torch.Tensor) -> None:
     point = model.hook_dict[MID]
-    model.add_hook(MID, lambda tensor, hook: tensor * 0)  # which no pickle takes
+    model.add_hook(MID, lambda tensor, hook: tensor * 0)  # cannot be pickled
     point.ctx["lock"] = threading.Lock()
     point.enable_reshape(None)
     buffer = io.BytesIO()

@@ -1,6 +1,6 @@
-"""TransformerLens' own bridge models run on our hook points as on theirs.
+"""TransformerLens' bridge models on our hook points, compared with theirs.
 
-The models are small and random, as their classes are what is tried and no hub is asked.
+The models are small and random: the classes are under test, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("transformer_lens", reason="transformer_lens is not installed: no bridges")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-from transformer_lens import hook_points as lens_points  # noqa: E402 (once it is known to be there)
+from transformer_lens import hook_points as lens_points  # noqa: E402 (after the importorskip)
 from transformer_lens.model_bridge.sources import build_bridge_from_module  # noqa: E402
 
 pytestmark = [
@@ -62,7 +62,7 @@ def bridge(kind: str) -> Any:
 
 @pytest.fixture(params=KINDS)
 def both(request: pytest.FixtureRequest) -> Callable[..., tuple[Any, Any]]:
-    """Does something with a model on our points, and with the same on those of TransformerLens."""
+    """Results of a function of a model on our hook points, and on TransformerLens'."""
 
     def run(act: Callable[[Any], Any]) -> tuple[Any, Any]:
         theirs = act(bridge(request.param))
@@ -81,7 +81,7 @@ def both(request: pytest.FixtureRequest) -> Callable[..., tuple[Any, Any]]:
 
 
 def expect_equal(ours: Any, theirs: Any) -> None:
-    """The same tensors under the same names, bit for bit."""
+    """Asserts equal names and bit-equal tensors."""
     assert list(ours.keys()) == list(theirs.keys())
     assert len(ours) > 0
     for name in ours:
@@ -171,7 +171,7 @@ def test_added_and_permanent_hooks(both: Any) -> None:
     assert all(map(torch.equal, our_outs, their_outs))
 
 
-def test_the_names_of_before(both: Any) -> None:
+def test_compatibility_mode_has_the_legacy_names(both: Any) -> None:
     def act(model: Any) -> Any:
         model.enable_compatibility_mode(disable_warnings=True, no_processing=True)
         names: list[str] = []

@@ -1,4 +1,4 @@
-"""Caches of hook points, and the slices they keep."""
+"""Caches of hook points, and `Slice`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.points import BATCH, MID, NAMES, POS, WIDTH, Model, Transposed, add
 # --- caches ---
 
 
-def test_run_with_cache_keeps_all_in_order(model: Model, x: torch.Tensor) -> None:
+def test_run_with_cache_caches_every_point_in_order(model: Model, x: torch.Tensor) -> None:
     out, cache = model.run_with_cache(x)
     assert torch.equal(out, model(x))
     assert list(cache) == NAMES
@@ -48,13 +48,13 @@ def test_names_filters(model: Model, x: torch.Tensor, names: Any) -> None:
     assert len(model.run_with_cache(x, names_filter=[], pos_slice=1)[1]) == 0
 
 
-def test_what_is_cached_is_what_leaves_the_hooks(model: Model, x: torch.Tensor) -> None:
+def test_values_are_cached_after_the_hooks(model: Model, x: torch.Tensor) -> None:
     with model.hooks([(MID, adding(1))]):
         _, cache = model.run_with_cache(x, names_filter=MID)
     assert torch.equal(cache[MID], model.blocks[0].linear(x) + 1)
 
 
-def test_gradients_are_cached_too(model: Model, x: torch.Tensor) -> None:
+def test_gradients_are_cached(model: Model, x: torch.Tensor) -> None:
     x.requires_grad_()
     weights = [p.grad for p in model.parameters()]
     assert weights == [None] * 4
@@ -68,8 +68,8 @@ def test_gradients_are_cached_too(model: Model, x: torch.Tensor) -> None:
     assert f"{MID}_grad" in cache
 
 
-def test_a_point_that_runs_twice_has_the_last_calls_gradient() -> None:
-    # The original has the last call's activation beside the first call's gradient.
+def test_a_point_that_runs_twice_has_the_gradient_of_the_last_call() -> None:
+    # TransformerLens pairs the last call's activation with the first call's gradient.
     class Twice(HookedRootModule):
         def __init__(self) -> None:
             super().__init__()
@@ -98,7 +98,9 @@ def test_a_point_that_runs_twice_has_the_last_calls_gradient() -> None:
         (None, np.s_[:]),
     ],
 )
-def test_positions_are_sliced(model: Model, x: torch.Tensor, pos_slice: Any, part: Any) -> None:
+def test_the_position_dimension_is_sliced(
+    model: Model, x: torch.Tensor, pos_slice: Any, part: Any
+) -> None:
     _, cache = model.run_with_cache(x, pos_slice=pos_slice, incl_bwd=True)
     _, whole = model.run_with_cache(x, incl_bwd=True)
     assert list(cache) == list(whole)
@@ -111,7 +113,7 @@ def test_positions_are_sliced(model: Model, x: torch.Tensor, pos_slice: Any, par
         assert torch.equal(cache[name], whole[name][part])
 
 
-def test_the_position_is_elsewhere_where_heads_are_apart() -> None:
+def test_the_position_dimension_depends_on_the_layout_of_heads() -> None:
     class Heads(HookedRootModule):
         def __init__(self) -> None:
             super().__init__()
@@ -132,7 +134,7 @@ def test_the_position_is_elsewhere_where_heads_are_apart() -> None:
         assert torch.equal(cache["hook_flat"], x[0, 0, 0])
 
 
-def test_a_slice_does_not_keep_the_whole_alive(model: Model, x: torch.Tensor) -> None:
+def test_a_cached_slice_does_not_keep_the_whole_tensor_alive(model: Model, x: torch.Tensor) -> None:
     _, cache = model.run_with_cache(x, pos_slice=(0, 1))
     assert cache[MID].untyped_storage().nbytes() == cache[MID].nbytes
 
@@ -169,7 +171,7 @@ def test_copies_from_a_gpu_are_complete_when_they_are_read(model: Model) -> None
         assert not cache[MID].is_cuda
 
 
-def test_conversions_show_in_caches(model: Model, x: torch.Tensor) -> None:
+def test_caches_hold_converted_tensors(model: Model, x: torch.Tensor) -> None:
     model.hook_dict[MID].enable_reshape(Transposed())
     _, cache = model.run_with_cache(x, incl_bwd=True)
     assert list(cache)[:4] == NAMES
@@ -181,7 +183,7 @@ def test_conversions_show_in_caches(model: Model, x: torch.Tensor) -> None:
     assert torch.equal(kept[f"{MID}_grad"], cache[f"{MID}_grad"])
 
 
-def test_copies_are_obeyed(model: Model, x: torch.Tensor) -> None:
+def test_the_copy_option_applies_to_caches(model: Model, x: torch.Tensor) -> None:
     class Careless(Model):
         def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
             out = self.hook_embed(x)
@@ -222,7 +224,7 @@ def test_inference_tensors_are_cached(model: Model, x: torch.Tensor) -> None:
     assert torch.equal(kept["hook_embed"], x)
 
 
-def test_a_cache_is_changed_as_a_dict(model: Model, x: torch.Tensor, tmp_path: Any) -> None:
+def test_a_cache_is_a_mutable_mapping(model: Model, x: torch.Tensor, tmp_path: Any) -> None:
     _, cache = model.run_with_cache(x, incl_bwd=True)
     assert dict(cache).keys() == set(cache)
     cache["mine"] = x
@@ -242,7 +244,7 @@ def test_a_cache_is_changed_as_a_dict(model: Model, x: torch.Tensor, tmp_path: A
     assert not cache
 
 
-def test_what_is_deleted_from_a_cache_is_freed(model: Model, x: torch.Tensor) -> None:
+def test_deleting_from_a_cache_frees_the_tensor(model: Model, x: torch.Tensor) -> None:
     _, cache = model.run_with_cache(x)
     gone, other = weakref.ref(cache[MID]), cache["hook_embed"]
     del cache[MID]
@@ -268,7 +270,7 @@ def test_caching_hooks_fill_until_reset(model: Model, x: torch.Tensor) -> None:
     model(x + 1)
     assert not torch.equal(cache[MID], first)
     assert list(cache) == [MID, f"{MID}_grad"]
-    # Another cache in between ends by itself.
+    # `run_with_cache` in between removes only its own hooks.
     model.run_with_cache(x)
     assert model.is_caching
     model.reset_hooks()
@@ -282,7 +284,7 @@ def test_caching_hooks_fill_until_reset(model: Model, x: torch.Tensor) -> None:
     assert list(mine) == [MID]
 
 
-def test_a_cache_that_goes_on(model: Model, x: torch.Tensor) -> None:
+def test_a_cache_without_reset_fills_on_later_calls(model: Model, x: torch.Tensor) -> None:
     _, cache = model.run_with_cache(x, reset_hooks_end=False)
     before = cache[MID]
     model(x * 2)
@@ -294,7 +296,7 @@ def test_a_cache_that_goes_on(model: Model, x: torch.Tensor) -> None:
     assert torch.equal(cache["hook_embed"], x * 2)
 
 
-def test_deprecated_ones_warn(model: Model, x: torch.Tensor) -> None:
+def test_deprecated_cache_methods_warn(model: Model, x: torch.Tensor) -> None:
     cache: dict[str, Any] = {}
     with pytest.warns(DeprecationWarning, match="cache_all is deprecated"):
         model.cache_all(cache)
@@ -308,7 +310,7 @@ def test_deprecated_ones_warn(model: Model, x: torch.Tensor) -> None:
     assert list(cache) == [MID, f"{MID}_grad"]
 
 
-def test_a_hook_sees_that_it_is_cached(model: Model, x: torch.Tensor) -> None:
+def test_is_caching_is_true_for_hooks_of_a_cached_run(model: Model, x: torch.Tensor) -> None:
     seen: list[Any] = []
     model.add_hook(MID, lambda tensor, hook: seen.append((model.is_caching, hook.has_hooks())))
     model(x)
@@ -352,7 +354,7 @@ def test_slices(given: Any, mode: str, taken: list[int]) -> None:
 
 
 @pytest.mark.parametrize("given", ["1", 1.5, True, (), (1, 2, 3, 4), {1}])
-def test_no_slices(given: Any) -> None:
+def test_invalid_slices_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="a Slice is made from"):
         Slice(given)
 

@@ -41,9 +41,7 @@ def test_a_wrong_direction_is_refused(model: Model) -> None:
         ("", "'' names nothing"),
     ],
 )
-def test_a_name_that_is_no_hook_point_is_refused(
-    model: Model, x: torch.Tensor, name: str, message: str
-) -> None:
+def test_an_unknown_name_is_refused(model: Model, x: torch.Tensor, name: str, message: str) -> None:
     for act in (
         functools.partial(model.add_hook, name, observe),
         functools.partial(model.add_perma_hook, name, observe),
@@ -105,7 +103,7 @@ class Hooks:
         functools.partial(lambda scale, tensor, hook: None, 2),
     ],
 )
-def test_hooks_that_take_the_point(hook: Any) -> None:
+def test_hooks_that_accept_the_point_are_accepted(hook: Any) -> None:
     point = HookPoint()
     point.add_hook(hook)
     point(torch.ones(1))
@@ -128,7 +126,7 @@ def test_hooks_that_take_the_point(hook: Any) -> None:
         fh.ForwardHook(lambda input, output: None),
     ],
 )
-def test_a_hook_without_the_point_is_refused(model: Model, hook: Any) -> None:
+def test_a_hook_that_cannot_take_the_point_is_refused(model: Model, hook: Any) -> None:
     for act in (
         functools.partial(model.hook_dict[MID].add_hook, hook),
         functools.partial(model.add_hook, lambda name: True, hook),
@@ -159,7 +157,7 @@ def test_other_options_of_add_hook_are_refused() -> None:
 
 
 @pytest.mark.parametrize("scale", ["2", None, True, torch.tensor(2.0), [1]])
-def test_a_backward_scale_that_is_no_number_is_refused(scale: Any) -> None:
+def test_a_non_numeric_backward_scale_is_refused(scale: Any) -> None:
     point = HookPoint()
     with pytest.raises(fh.HookTypeError, match="backward_scale is a number"):
         point.backward_scale = scale
@@ -167,7 +165,7 @@ def test_a_backward_scale_that_is_no_number_is_refused(scale: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_backward_scale_is_finite(scale: float) -> None:
+def test_a_non_finite_backward_scale_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         HookPoint().backward_scale = scale
 
@@ -185,7 +183,7 @@ def test_a_conversion_without_revert_is_refused() -> None:
     assert point.hook_conversion is None
 
 
-def test_without_setup_it_says_so(x: torch.Tensor) -> None:
+def test_a_model_without_setup_raises_a_clear_error(x: torch.Tensor) -> None:
     class Forgetful(HookedRootModule):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -210,14 +208,14 @@ def test_without_setup_it_says_so(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["hook_embed", "blocks.x.hook", "blocks", "", None])
-def test_a_name_without_a_layer_says_so(name: str | None) -> None:
+def test_layer_of_a_name_without_one_raises(name: str | None) -> None:
     point = HookPoint()
     point.name = name
     with pytest.raises(ValueError, match="layer"):
         point.layer()
 
 
-def test_backward_hooks_that_cannot_fire_are_warned_of(model: Model, x: torch.Tensor) -> None:
+def test_backward_hooks_that_cannot_fire_warn(model: Model, x: torch.Tensor) -> None:
     fired: list[Any] = []
     with pytest.warns(UserWarning, match="removed at the end of run_with_hooks"):
         loss = model.run_with_hooks(x, bwd_hooks=[(MID, noting(fired, 1))])
@@ -228,7 +226,7 @@ def test_backward_hooks_that_cannot_fire_are_warned_of(model: Model, x: torch.Te
     assert fired == [1]
 
 
-def test_a_point_that_was_named_and_never_ran_is_told(model: Model, x: torch.Tensor) -> None:
+def test_a_named_point_that_never_ran_warns(model: Model, x: torch.Tensor) -> None:
     model.hook_spare = HookPoint()
     model.setup()
     with pytest.warns(fh.NeverFiredWarning, match="'hook_spare' was selected and never ran"):
@@ -238,7 +236,7 @@ def test_a_point_that_was_named_and_never_ran_is_told(model: Model, x: torch.Ten
     model.run_with_cache(x, names_filter=lambda name: name == "hook_spare")
 
 
-def test_gradients_need_a_number(model: Model, x: torch.Tensor) -> None:
+def test_gradients_of_a_non_scalar_output_are_refused(model: Model, x: torch.Tensor) -> None:
     model.forward = lambda x: model.hook_out(x * 1)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="scalar"):
         model.run_with_cache(x.requires_grad_(), incl_bwd=True)

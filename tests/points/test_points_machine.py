@@ -1,8 +1,8 @@
-"""Random sequences of all operations, on TransformerLens' classes and on ours side by side.
+"""Random operation sequences on TransformerLens' classes and ours, side by side.
 
 The released TransformerLens is the oracle for call logs, outputs, gradients, caches and the lists
-of hooks. The sequences keep away from where it is wrong: hooks that somebody added at the level of
-a `hooks` context, names that are none, and points that run twice with their gradients cached.
+of hooks. The sequences avoid its known faults: hooks added by hand at the level of a `hooks`
+context, unknown names, and points that run twice with cached gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ lens_points = pytest.importorskip("transformer_lens.hook_points")
 
 WIDTH = 3
 MOST_HOOKS = 8
-# Levels of the contexts are 1, 2, …: those by hand are others.
+# Contexts use levels 1, 2, …: levels set by hand must differ.
 BY_HAND = (None, 7, 8)
 
 
 class Double:
-    """A conversion that can be told apart, and undone."""
+    """An invertible conversion that changes values."""
 
     def convert(self, value: torch.Tensor, *context: Any) -> torch.Tensor:
         return value * 2
@@ -44,7 +44,7 @@ class Double:
 
 
 def make(root: Any, point: Any) -> Any:
-    """A model of three hook points, one of them in a block, on the classes of either side."""
+    """Builds a model of three hook points, one of them in a block, from one side's classes."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def named(what: str) -> Any:
 
 
 class Side(NamedTuple):
-    """A model, what its hooks noted, and the contexts that are open."""
+    """A model, the log of its hooks and its open contexts."""
 
     model: Any
     log: list[Any]
@@ -104,7 +104,7 @@ class Side(NamedTuple):
 
 
 class PointsMachine(RuleBasedStateMachine):
-    """Does the same on both sides, and compares what each of them shows."""
+    """Runs each operation on both sides and compares their observable state."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""HookedRootModule: hooks by name, levels and what leaving removes."""
+"""`HookedRootModule`: hooks by name, levels, and removal at exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.internals import in_no_scope
 from support.points import MID, NAMES, Model, adding, noting, observe, zero
 
 
-def test_setup_finds_and_names(model: Model) -> None:
+def test_setup_finds_and_names_hook_points(model: Model) -> None:
     assert list(model.hook_dict) == NAMES
     assert list(model.hook_points()) == list(model.hook_dict.values())
     assert [point.name for point in model.hook_points()] == NAMES
@@ -24,7 +24,7 @@ def test_setup_finds_and_names(model: Model) -> None:
     assert model.hook_dict[MID].layer() == 0
 
 
-def test_setup_leaves_a_name_alone_that_is_no_text() -> None:
+def test_setup_keeps_a_name_attribute_that_is_not_a_str() -> None:
     class Named(nn.Module):
         name = property(lambda self: "mine")
 
@@ -62,7 +62,7 @@ def test_add_hook_by_name_and_predicate(model: Model, x: torch.Tensor) -> None:
     assert model.list_hooks() == {}
 
 
-def test_check_hooks_to_add_may_refuse_and_nothing_stays() -> None:
+def test_a_refusal_by_check_hooks_to_add_leaves_nothing_behind() -> None:
     class Strict(Model):
         def check_hooks_to_add(
             self, hook_point: Any, hook_point_name: str, *args: Any, **options: Any
@@ -90,7 +90,7 @@ def test_run_with_hooks(model: Model, x: torch.Tensor) -> None:
     assert model.list_hooks() == {}
 
 
-def test_levels_count_the_open_contexts(model: Model, x: torch.Tensor) -> None:
+def test_the_level_is_the_number_of_open_contexts(model: Model, x: torch.Tensor) -> None:
     assert model.context_level == 0
     with model.hooks([(MID, observe)]) as same, model.hooks([(MID, observe)]):
         assert same is model
@@ -100,8 +100,8 @@ def test_levels_count_the_open_contexts(model: Model, x: torch.Tensor) -> None:
     assert model.context_level == 0
 
 
-def test_leaving_removes_exactly_what_was_added(model: Model, x: torch.Tensor) -> None:
-    # The original removes whatever has the level, and with nested ones leaks or takes too much.
+def test_leaving_removes_exactly_the_hooks_of_the_context(model: Model, x: torch.Tensor) -> None:
+    # TransformerLens removes by level, so nested contexts leak hooks or remove too many.
     point = model.hook_dict[MID]
     mine = model.add_hook(MID, observe, level=1)
     with model.hooks([(MID, observe)]):
@@ -123,7 +123,7 @@ def test_contexts_may_be_left_in_any_order(model: Model) -> None:
     assert not model.hook_dict[MID].has_hooks()
 
 
-def test_nothing_stays_when_the_model_raises(model: Model, x: torch.Tensor) -> None:
+def test_an_exception_of_the_model_leaves_no_hooks(model: Model, x: torch.Tensor) -> None:
     for run in (model.run_with_hooks, model.run_with_cache):
         with pytest.raises(ArithmeticError, match="the model failed"):
             run(x, fail=True)
@@ -135,7 +135,7 @@ def test_nothing_stays_when_the_model_raises(model: Model, x: torch.Tensor) -> N
     assert model.context_level == 0
 
 
-def test_nothing_stays_when_a_hook_is_refused(model: Model, x: torch.Tensor) -> None:
+def test_a_refused_hook_leaves_no_hooks(model: Model, x: torch.Tensor) -> None:
     for last in (True, False):
         with pytest.raises(fh.SelectionError):
             model.run_with_hooks(
@@ -146,7 +146,7 @@ def test_nothing_stays_when_a_hook_is_refused(model: Model, x: torch.Tensor) -> 
     assert in_no_scope()
 
 
-def test_hooks_that_stay_stay_in_the_context(model: Model, x: torch.Tensor) -> None:
+def test_hooks_without_reset_stay_in_their_context(model: Model, x: torch.Tensor) -> None:
     gradients: list[torch.Tensor] = []
     weight = x.clone().requires_grad_()
     with fh.scope():
@@ -168,7 +168,7 @@ def test_hooks_that_stay_stay_in_the_context(model: Model, x: torch.Tensor) -> N
     assert in_no_scope()
 
 
-def test_contexts_are_cleared_when_asked_for(model: Model, x: torch.Tensor) -> None:
+def test_clear_contexts_clears_ctx(model: Model, x: torch.Tensor) -> None:
     def keep(tensor: torch.Tensor, hook: HookPoint) -> None:
         hook.ctx["seen"] = tensor
 

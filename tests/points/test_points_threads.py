@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ferrohook.points import HookPoint
 
 
-def test_four_threads_with_hooks_of_their_own(switch_often: None) -> None:
+def test_hooks_of_four_threads_are_isolated(switch_often: None) -> None:
     model, x = Model(), torch.ones(1, 1, WIDTH)
     wrong: list[Any] = []
     alone = [model.run_with_hooks(x, fwd_hooks=[("hook_embed", adding(n))]) for n in range(THREADS)]
@@ -40,9 +40,9 @@ def test_four_threads_with_hooks_of_their_own(switch_often: None) -> None:
     assert model.context_level == 0
 
 
-def test_threads_that_ablate_cache_and_look_do_not_meet(switch_often: None) -> None:
-    # What was counted on the original: calls with another thread's hooks, clean calls with
-    # another's output, foreign activations in caches, and hooks that stay.
+def test_threads_that_ablate_cache_and_observe_are_isolated(switch_often: None) -> None:
+    # Faults counted on TransformerLens: calls with another thread's hooks, wrong outputs of clean
+    # calls, foreign activations in caches, and leaked hooks.
     model, x = Model(), torch.ones(1, 1, WIDTH)
     clean = model(x)
     wrong: list[str] = []
@@ -79,7 +79,7 @@ def test_threads_that_ablate_cache_and_look_do_not_meet(switch_often: None) -> N
     assert not any(point.has_hooks() for point in model.hook_points())
 
 
-def test_tasks_do_not_see_each_others_hooks(model: Model, x: torch.Tensor) -> None:
+def test_hooks_of_tasks_are_isolated(model: Model, x: torch.Tensor) -> None:
     clean = model(x)
 
     async def task(number: int) -> None:
@@ -98,7 +98,7 @@ def test_tasks_do_not_see_each_others_hooks(model: Model, x: torch.Tensor) -> No
     asyncio.run(run())
 
 
-def test_hooks_that_stay_are_not_another_threads(model: Model, x: torch.Tensor) -> None:
+def test_hooks_without_reset_stay_in_their_thread(model: Model, x: torch.Tensor) -> None:
     outs: dict[int, torch.Tensor] = {}
 
     def work(number: int) -> None:

@@ -1,4 +1,4 @@
-"""points.wrap: hook points of an existing model."""
+"""`HookedRootModule.wrap`: hook points of an existing model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.threads import in_threads
 
 
 class Layer(nn.Module):
-    """Returns a tuple, and takes a keyword, as many layers do."""
+    """Takes a keyword and returns a tuple, as many layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ WRAPPED = [
 ]
 
 
-def test_wrap_makes_points_of_modules(x: torch.Tensor) -> None:
+def test_wrap_adds_points_to_modules(x: torch.Tensor) -> None:
     plain = Plain()
     expected = plain(x)
     model = HookedRootModule.wrap(plain, points=POINTS)
@@ -108,7 +108,7 @@ def test_a_wrapped_model_compiles_with_its_hook_points(x: torch.Tensor) -> None:
     assert torch.equal(compiled.run_with_cache(x)[1]["head.hook_out"], expected + 1)
 
 
-def test_wrapped_gradients(x: torch.Tensor) -> None:
+def test_gradients_are_cached_in_a_wrapped_model(x: torch.Tensor) -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, 1), nn.Flatten(0), Summing())
     model = HookedRootModule.wrap(plain, points={"1": ("hook_in", "hook_out")})
     _, cache = model.run_with_cache(x, incl_bwd=True)
@@ -125,7 +125,7 @@ class Summing(nn.Module):
         return x.sum()
 
 
-def test_a_wrapped_model_is_the_model(x: torch.Tensor) -> None:
+def test_a_wrapped_model_is_transparent(x: torch.Tensor) -> None:
     plain = Plain()
     state, names = list(plain.state_dict()), [name for name, _ in plain.named_modules()]
     model = HookedRootModule.wrap(plain, points=POINTS)
@@ -162,7 +162,7 @@ def test_a_wrapped_model_is_the_model(x: torch.Tensor) -> None:
         model.nothing  # noqa: B018 (reading raises)
 
 
-def test_a_wrapped_model_is_given_back(x: torch.Tensor) -> None:
+def test_into_inner_restores_the_model(x: torch.Tensor) -> None:
     plain = Plain()
     before = [(type(module), dict(vars(module))) for module in plain.modules()]
     model = HookedRootModule.wrap(plain, points=POINTS)
@@ -218,7 +218,7 @@ def test_all_modules_and_patterns_alone(x: torch.Tensor) -> None:
     assert list(model.hook_dict) == ["head.hook_in", "head.hook_out"]
 
 
-def test_points_that_the_model_has_are_kept(x: torch.Tensor) -> None:
+def test_wrap_keeps_existing_points(x: torch.Tensor) -> None:
     inner = Model()
     model = HookedRootModule.wrap(inner, points={"blocks.*": "hook_out"})
     _, cache = model.run_with_cache(x)

@@ -1,4 +1,4 @@
-"""merge_with_config_defaults: arguments, and what the config says in their place."""
+"""`merge_with_config_defaults`: arguments, and defaults from the config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Config:
         vars(self).update(values)
 
 
-def test_defaults_come_from_the_config_and_arguments_go_first() -> None:
+def test_defaults_come_from_the_config_and_arguments_take_precedence() -> None:
     model = Merged()
     model.config = Config(use_cache=True, vision_feature_layer=-2)
     assert model(X)["use_cache"] is True
@@ -45,7 +45,7 @@ def test_no_cache_while_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
     assert model.eval()(X)["use_cache"] is True
 
 
-def test_is_causal_stands_in_the_config_meanwhile() -> None:
+def test_is_causal_is_set_in_the_config_during_the_call() -> None:
     model = Merged()
     model.config = Config(is_causal=True)
     output = model(X, is_causal=False)

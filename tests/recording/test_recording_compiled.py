@@ -45,7 +45,7 @@ def test_a_compiled_forward_records_in_its_graph() -> None:
     kept = [s is not None for s in compiled(x, output_hidden_states=[0, -1])["hidden_states"]]
     assert kept == [True, False, False, True]
     assert list(compiled(x)) == ["last_hidden_state"]
-    # What changes is traced anew.
+    # A change is traced again.
     model.layers.append(Layer())
     assert same(compiled(x, output_hidden_states=True)["hidden_states"], expected(model, x)[0])
     uninstall(model)
@@ -55,19 +55,19 @@ def test_a_compiled_forward_records_in_its_graph() -> None:
 @compiled
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("broken", [False, True], ids=["fullgraph", "graph breaks"])
-def test_no_thread_sees_what_another_records_compiled(*, broken: bool) -> None:
+def test_threads_record_in_isolation_compiled(*, broken: bool) -> None:
     model = Model()
     if broken:
         model.layers = nn.ModuleList(Breaks() for _ in range(3))
     compiled = torch.compile(model, fullgraph=not broken, backend="eager")
     with torch.no_grad():
-        for flags in FLAGS:  # Dynamo compiles once for each thread that finds nothing compiled
+        for flags in FLAGS:  # compiles ahead: otherwise Dynamo compiles once per thread
             compiled(X, **flags)
     assert wrong_calls(model, compiled) == []
 
 
 class Breaks(Layer):
-    """A layer that breaks the graph of what is around it."""
+    """A layer that breaks the graph of the enclosing code."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -82,7 +82,7 @@ class BreaksBehind(Layer):
 
 
 class Disabled(Model):
-    """Runs its layers where Dynamo does not look."""
+    """Runs its layers with Dynamo disabled."""
 
     @capture_outputs
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Disabled(Model):
         (Disabled, Breaks, True),
     ],
 )
-def test_layers_that_come_after_compiling_are_recorded(
+def test_layers_added_after_compiling_are_recorded(
     kind: type[Model], cls: type[Layer], *, inside: bool
 ) -> None:
     model = kind()
@@ -131,7 +131,7 @@ def test_layers_that_come_after_compiling_are_recorded(
 
 
 @compiled
-def test_an_exception_leaves_nothing_active_compiled() -> None:
+def test_an_exception_ends_the_recording_compiled() -> None:
     class Fails(Breaks):
         broken = True
 
@@ -148,7 +148,7 @@ def test_an_exception_leaves_nothing_active_compiled() -> None:
         with pytest.raises(ZeroDivisionError):
             compiled(X, output_hidden_states=True)
     assert in_no_scope()
-    # A layer that is called next is not taken for a part of it.
+    # The next call of a layer is not attributed to the failed call.
     result = weakref.ref(model.layers[0](X))
     assert result() is None
     Fails.broken = False
@@ -159,7 +159,7 @@ def test_an_exception_leaves_nothing_active_compiled() -> None:
 
 @compiled
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_checkpointed_breaks_the_graph_and_is_recorded_once(*, reentrant: bool) -> None:
+def test_checkpointed_layers_break_the_graph_and_are_recorded_once(*, reentrant: bool) -> None:
     model = Checkpointed()
     model.reentrant = reentrant
     x = X.clone().requires_grad_()
@@ -175,7 +175,7 @@ def test_what_is_checkpointed_breaks_the_graph_and_is_recorded_once(*, reentrant
 
 
 @compiled
-def test_a_layer_in_a_branch_that_only_the_graph_takes_raises() -> None:
+def test_a_layer_in_a_branch_of_torch_cond_raises() -> None:
     class Branches(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_a_layer_in_a_branch_that_only_the_graph_takes_raises() -> None:
 
 
 @compiled
-def test_a_forward_that_is_one_graph_inside_of_one_that_records_raises() -> None:
+def test_a_fullgraph_forward_inside_a_recording_forward_raises() -> None:
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -216,7 +216,7 @@ def test_an_exported_model_returns_what_it_recorded(*, strict: bool) -> None:
 
 
 @compiled
-def test_states_that_are_selected_differ_between_calls_of_one_graph() -> None:
+def test_selected_states_may_differ_between_calls_of_one_compiled_model() -> None:
     model = Model()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for asked in (1, 2, [0, -1], [1, -1], [-2, -1], (1,), (3,)):
@@ -227,7 +227,7 @@ def test_states_that_are_selected_differ_between_calls_of_one_graph() -> None:
 
 
 @compiled
-def test_a_layer_on_a_helper_thread_of_a_compiled_forward_is_not_dropped_in_silence() -> None:
+def test_a_layer_on_a_worker_thread_of_a_compiled_forward_is_recorded_or_warned_about() -> None:
     model = Helped()
     compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings(record=True) as caught:
@@ -238,7 +238,7 @@ def test_a_layer_on_a_helper_thread_of_a_compiled_forward_is_not_dropped_in_sile
 
 
 @compiled
-def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> None:
+def test_a_layer_in_a_fresh_context_of_code_compiled_inside_is_recorded() -> None:
     class Pieces(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -252,10 +252,10 @@ def test_a_layer_in_a_fresh_context_of_what_is_compiled_inside_is_recorded() -> 
 
 
 @compiled
-def test_one_graph_inside_of_a_forward_that_records_is_refused_by_name() -> None:
+def test_the_error_of_fullgraph_inside_a_recording_forward_names_the_reason() -> None:
     model = Outer()
     model.inner.compile(backend="eager", fullgraph=True)
-    # And not for a lock of ours, which no traced code is to see.
+    # The reason is not a lock of ours: traced code never meets one.
     told = "a forward that records runs eagerly, and this one is inside of it"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=told) as raised:
         model(X, output_hidden_states=True)
@@ -280,7 +280,7 @@ def test_compiled_layers_and_sub_models_in_an_eager_forward() -> None:
 
 
 @compiled
-def test_how_tensors_are_kept_compiled() -> None:
+def test_recorder_options_apply_compiled() -> None:
     class Declares(Model):
         _can_record_outputs = {
             "hidden_states": OutputRecorder(Layer, detach=True, dtype=torch.float16)

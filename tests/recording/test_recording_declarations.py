@@ -1,4 +1,4 @@
-"""Declarations of recorded outputs: ways to write them, and what is kept of each."""
+"""Declarations of recorded outputs: forms, selection and storage."""
 # ruff: noqa: RUF012 (declarations are dicts of the class, as transformers has them)
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 from ferrohook.recording import OutputRecorder, capture_outputs
 from support.recording import Attention, Layer, Model, Output, X, expected, same
 
-# --- A model of one's own -------------------------------------------------------------------------
+# --- A custom model -------------------------------------------------------------------------------
 
 
-def test_a_model_of_ones_own_returns_what_it_declares() -> None:
+def test_a_custom_model_returns_its_declared_outputs() -> None:
     model = Model()
     states, attentions = expected(model)
     output = model(X, output_hidden_states=True, output_attentions=True)
@@ -32,7 +32,7 @@ def test_a_model_of_ones_own_returns_what_it_declares() -> None:
     assert list(model(X, output_attentions=True)) == ["last_hidden_state", "attentions"]
 
 
-def test_what_is_recorded_is_on_the_tape_of_autograd() -> None:
+def test_recorded_outputs_keep_their_autograd_graph() -> None:
     model = Model()
     state = model(X, output_hidden_states=True)["hidden_states"][1]
     state.sum().backward()
@@ -53,7 +53,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("kind", [Output, Frozen, Slotted, dict, UserDict])
-def test_any_dict_or_dataclass_takes_it_up(kind: Any) -> None:
+def test_any_dict_or_dataclass_can_be_the_output(kind: Any) -> None:
     class Returns(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> Any:
@@ -75,7 +75,7 @@ def test_any_dict_or_dataclass_takes_it_up(kind: Any) -> None:
     assert type(model(X, return_dict=False)) is tuple
 
 
-def test_flags_come_from_any_config_and_keywords_go_first() -> None:
+def test_flags_come_from_any_config_and_keywords_take_precedence() -> None:
     class Config:
         output_hidden_states = True
         return_dict = False
@@ -85,11 +85,11 @@ def test_flags_come_from_any_config_and_keywords_go_first() -> None:
     assert len(model(X)) == 2
     assert list(model(X, return_dict=True)) == ["last_hidden_state", "hidden_states"]
     assert len(model(X, output_hidden_states=False)) == 1
-    # As in transformers: None is a keyword too.
+    # As in transformers, None counts as a keyword.
     assert len(model(X, output_hidden_states=None)) == 1
 
 
-def test_the_last_state_is_tied_unless_it_is_told_otherwise() -> None:
+def test_the_last_state_is_tied_by_default() -> None:
     class Untied(Model):
         @capture_outputs(tie_last_hidden_states=False)
         def forward(self, x: torch.Tensor) -> Any:
@@ -119,7 +119,7 @@ def test_the_last_state_is_tied_unless_it_is_told_otherwise() -> None:
 
 
 class Crossed(nn.Module):
-    """One layer with two attentions of one class."""
+    """A layer with two attentions of one class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def weights_of_each_kind(model: Any) -> tuple[list[torch.Tensor], list[torch.Ten
     "declared",
     [
         Decoder._can_record_outputs,
-        # A list of two: of a layer's self- and its cross-attention, in turn.
+        # A list of two recorders: a layer's self- and its cross-attention, alternating.
         {
             "attentions": [
                 OutputRecorder(None, index=1, class_name="self_attn"),
@@ -203,7 +203,7 @@ def test_a_list_of_two_is_one_key_where_the_output_has_no_cross_attentions() -> 
     assert same(output["attentions"], [own[0], cross[0], own[1], cross[1]])
 
 
-def test_mask_decoder_attentions_come_with_attentions() -> None:
+def test_output_attentions_includes_mask_decoder_attentions() -> None:
     class Mask(Model):
         _can_record_outputs = {"mask_decoder_attentions": Attention}
 
@@ -245,7 +245,7 @@ def test_several_classes_under_one_key_are_recorded_in_the_order_of_their_calls(
     assert same(states, [X, a, a * 2, model.a(a * 2)])
 
 
-def test_a_state_that_is_none_is_left_out_and_a_first_one_is_not_wanted() -> None:
+def test_a_state_of_none_is_left_out_and_the_initial_state_is_optional() -> None:
     class Gives(nn.Module):
         def forward(self, x: torch.Tensor, *, skip: bool = False) -> Any:
             return (None if skip else x, x)
@@ -268,7 +268,7 @@ def test_a_state_that_is_none_is_left_out_and_a_first_one_is_not_wanted() -> Non
     assert same(states, [X])
 
 
-# --- What is kept -------------------------------------------------------------------------------
+# --- Storage ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,9 +283,7 @@ def test_a_state_that_is_none_is_left_out_and_a_first_one_is_not_wanted() -> Non
     ],
     ids=repr,
 )
-def test_selected_states_are_kept_and_none_stands_for_the_others(
-    asked: Any, places: set[int]
-) -> None:
+def test_selected_states_are_recorded_and_the_others_are_none(asked: Any, places: set[int]) -> None:
     model = Model()
     states, _ = expected(model)
     given = model(X, output_hidden_states=asked)["hidden_states"]
@@ -295,7 +293,7 @@ def test_selected_states_are_kept_and_none_stands_for_the_others(
         assert state is None or torch.equal(state, wanted)
 
 
-def test_negative_indices_count_by_the_config() -> None:
+def test_negative_indices_use_the_layer_count_of_the_config() -> None:
     class Config:
         depth = 3
 
@@ -313,14 +311,14 @@ def test_negative_indices_count_by_the_config() -> None:
     assert kept == [False, False, True, False]
 
 
-def test_negative_indices_where_a_config_leaves_the_count_of_layers_open() -> None:
+def test_negative_indices_without_a_layer_count_in_the_config() -> None:
     model = Model()
     model.config = type("Config", (), {"num_hidden_layers": None})()
     kept = [s is not None for s in model(X, output_hidden_states=[-1])["hidden_states"]]
     assert kept == [False, False, False, True]
 
 
-def test_states_not_selected_are_not_kept_alive() -> None:
+def test_unselected_states_are_freed() -> None:
     alive: list[list[bool]] = []
     refs: list[weakref.ref[torch.Tensor]] = []
 
@@ -343,10 +341,10 @@ def test_states_not_selected_are_not_kept_alive() -> None:
     model = Deep()
     model.layers = nn.ModuleList(Big() for _ in range(4))
     model(X, output_hidden_states=[2])
-    assert alive == [[False, True, False, True]]  # the last is the local variable
+    assert alive == [[False, True, False, True]]  # the last one is a local variable
 
 
-def test_each_recorder_says_how_its_tensors_are_kept() -> None:
+def test_each_recorder_sets_detach_dtype_and_device() -> None:
     class Declares(Model):
         _can_record_outputs = {
             "hidden_states": OutputRecorder(Layer, detach=True, dtype=torch.float16),

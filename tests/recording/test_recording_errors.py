@@ -25,7 +25,7 @@ def declaring(**declared: Any) -> Model:
     return type("Declares", (Model,), {"_can_record_outputs": declared})()
 
 
-def test_a_recorder_that_names_neither_class_nor_suffix() -> None:
+def test_a_recorder_with_wrong_arguments_is_refused() -> None:
     with pytest.raises(fh.HookTypeError, match="names a target_class or a class_name"):
         OutputRecorder(None)
     with pytest.raises(fh.HookTypeError, match=r"target_class is a subclass of nn.Module, got the"):
@@ -68,7 +68,7 @@ def test_a_declaration_that_matches_no_module_names_its_key_and_the_closest() ->
     with pytest.raises(fh.SelectionError, match="'attentions' of Conv2d"):
         model(X, output_attentions=True)
     assert list(model(X)) == ["last_hidden_state"]
-    # Which a config asks for: as transformers has it, nothing.
+    # Requested by a config: an empty tuple, as in transformers.
     model.config = type("Config", (), {"output_attentions": True})()
     assert model(X)["attentions"] == ()
 
@@ -77,7 +77,7 @@ def test_an_unknown_flag_names_the_closest() -> None:
     model = Model()
     with pytest.raises(fh.HookTypeError, match=r"no 'output_hiden_states'.*output_hidden_states"):
         model(X, output_hiden_states=True)
-    # Asks for nothing.
+    # False requests nothing.
     assert list(model(X, output_hiden_states=False)) == ["last_hidden_state"]
     with pytest.raises(fh.HookTypeError, match="is a bool, an index or a list of them, got 'all'"):
         model(X, output_hidden_states="all")
@@ -96,13 +96,13 @@ class Both(nn.Module):
         return self.decoder(self.encoder(x, **flags)["last_hidden_state"], **flags)
 
 
-def test_a_flag_that_a_model_around_it_passes_on_is_known() -> None:
+def test_a_flag_passed_on_to_a_sub_model_is_accepted() -> None:
     assert "hidden_states" in Both()(X, output_hidden_states=True)
     with pytest.raises(fh.HookTypeError, match="output_hiden_states"):
         Both()(X, output_hiden_states=True)
 
 
-def test_a_flag_that_a_sub_model_brings_later_is_known() -> None:
+def test_a_flag_of_a_sub_model_added_later_is_accepted() -> None:
     class Passes(Outer):
         _can_record_outputs = {}
 
@@ -121,7 +121,7 @@ def test_a_flag_that_a_sub_model_brings_later_is_known() -> None:
 
 
 @compiled
-def test_flags_are_known_or_refused_compiled() -> None:
+def test_flags_are_validated_compiled() -> None:
     both = Both()
 
     def call(x: torch.Tensor, **flags: Any) -> Any:
@@ -129,13 +129,13 @@ def test_flags_are_known_or_refused_compiled() -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     assert "hidden_states" in compiled(X, output_hidden_states=True)
-    # Dynamo wraps what is raised while it traces.
+    # Dynamo wraps exceptions raised during tracing.
     with pytest.raises(Exception, match=r"no 'output_hiden_states'.*output_attentions"):
         compiled(X, output_hiden_states=True)
 
 
 @pytest.mark.parametrize("returned", [X, (X,), Output])
-def test_an_output_that_nothing_can_be_put_into(returned: Any) -> None:
+def test_an_output_that_cannot_hold_recorded_values_is_refused(returned: Any) -> None:
     class Returns(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> Any:
@@ -157,13 +157,13 @@ def test_an_output_that_nothing_can_be_put_into(returned: Any) -> None:
         NoField()(X, output_layers=True)
 
 
-def test_recorders_of_one_key_that_differ_in_how_they_keep() -> None:
+def test_recorders_of_one_key_with_different_options_are_refused() -> None:
     model = declaring(hidden_states=[OutputRecorder(Layer, detach=True), OutputRecorder(Attention)])
     with pytest.raises(fh.HookError, match="'hidden_states' differ in detach"):
         model(X, output_hidden_states=True)
 
 
-def test_a_layer_that_cannot_be_instrumented() -> None:
+def test_a_layer_that_cannot_be_instrumented_is_refused() -> None:
     class Scripted(Model):
         _can_record_outputs = {"hidden_states": torch.jit.ScriptModule}
 
@@ -176,7 +176,7 @@ def test_a_layer_that_cannot_be_instrumented() -> None:
     assert list(model(X)) == ["last_hidden_state"]
 
 
-def test_decorators_and_uninstall_refuse_what_is_no_forward_and_no_module() -> None:
+def test_decorators_and_uninstall_refuse_arguments_of_a_wrong_type() -> None:
     with pytest.raises(fh.HookTypeError, match="capture_outputs decorates a forward, got"):
         capture_outputs(3)  # type: ignore[call-overload]
     with pytest.raises(fh.HookTypeError, match="merge_with_config_defaults decorates a forward"):

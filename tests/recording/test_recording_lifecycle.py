@@ -1,4 +1,4 @@
-"""Recording from a model's first call to its last reference."""
+"""Recording over the lifetime of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def test_a_model_is_touched_by_its_first_recording_and_given_back() -> None:
+def test_the_first_recording_instruments_and_uninstall_restores() -> None:
     model = Model()
     before = [(type(module), set(vars(module))) for module in model.modules()]
     model(X)
@@ -44,7 +44,7 @@ def test_a_model_is_touched_by_its_first_recording_and_given_back() -> None:
     assert len(model(X, output_hidden_states=True)["hidden_states"]) == 4
 
 
-def test_uninstalling_leaves_what_others_instrumented_and_takes_out_sub_models() -> None:
+def test_uninstall_covers_sub_models_and_leaves_other_instrumentation() -> None:
     outer = nn.Sequential(Model())
     with fh.instrument(outer):
         seen: list[Any] = []
@@ -78,7 +78,7 @@ def test_a_recorded_model_is_copied_saved_and_pickled() -> None:
         assert same(each(X, output_hidden_states=True)["hidden_states"], states)
 
 
-def test_a_copy_with_hooks_of_the_users_records_for_itself() -> None:
+def test_a_copy_with_user_hooks_records_independently() -> None:
     model = Model()
     fh.instrument(model)
     model.layers[0].register_forward_hook(lambda *_: None)
@@ -88,7 +88,7 @@ def test_a_copy_with_hooks_of_the_users_records_for_itself() -> None:
     assert len(model(X, output_hidden_states=True)["hidden_states"]) == 4
 
 
-def test_layers_that_come_later_are_recorded() -> None:
+def test_layers_added_later_are_recorded() -> None:
     model = Model(1)
     model(X, output_hidden_states=True, output_attentions=True)
     model.layers.append(Layer())
@@ -132,7 +132,7 @@ def _in_a_new_state(layers: nn.ModuleList) -> None:
         _in_a_new_state,
     ],
 )
-def test_a_change_of_the_layers_is_seen_however_it_is_made(
+def test_any_change_of_the_layers_is_detected(
     change: Callable[[nn.ModuleList], object],
 ) -> None:
     model = Model(4)
@@ -142,13 +142,13 @@ def test_a_change_of_the_layers_is_seen_however_it_is_made(
         change(model.layers)
         assert [*model.layers] != before
         states, attentions = expected(model)
-        for _ in range(3):  # what was found the same is remembered
+        for _ in range(3):  # later calls hit the cache
             output = model(X, output_hidden_states=True, output_attentions=True)
             assert same(output["hidden_states"], states)
             assert same(output["attentions"], attentions)
 
 
-def test_a_layer_in_the_place_and_at_the_address_of_one_that_is_gone() -> None:
+def test_a_layer_that_replaces_a_freed_one_at_its_address_is_recorded() -> None:
     model = Model(1)
     for _ in range(20):
         assert len(model(X, output_attentions=True)["attentions"]) == 1
@@ -157,7 +157,7 @@ def test_a_layer_in_the_place_and_at_the_address_of_one_that_is_gone() -> None:
         model.layers[0].attention = Attention()
 
 
-def test_a_layer_inside_one_that_had_none_is_recorded() -> None:
+def test_a_layer_added_inside_a_leaf_is_recorded() -> None:
     model = Model(1)
     assert len(model(X, output_attentions=True)["attentions"]) == 1
     mix = model.layers[0].attention.mix
@@ -166,7 +166,7 @@ def test_a_layer_inside_one_that_had_none_is_recorded() -> None:
     assert len(model(X, output_attentions=True)["attentions"]) == 2
 
 
-def test_a_layer_that_outlives_its_model_is_given_back() -> None:
+def test_a_layer_that_outlives_its_model_is_restored() -> None:
     layer = Layer()
     for _ in range(3):
         model = Model(1)
@@ -178,7 +178,7 @@ def test_a_layer_that_outlives_its_model_is_given_back() -> None:
         assert instrumented(layer) == []
 
 
-def test_a_model_that_records_is_instrumented_throughout_until_uninstall() -> None:
+def test_all_modules_of_a_recording_model_are_instrumented_until_uninstall() -> None:
     model = Model()
     plain = {module: type(module) for module in model.modules()}
     model(X)
@@ -194,7 +194,7 @@ def test_a_model_that_records_is_instrumented_throughout_until_uninstall() -> No
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_what_cannot_be_instrumented_is_left_as_it_is() -> None:
+def test_modules_that_cannot_be_instrumented_stay_unchanged() -> None:
     model = Model()
     model.register_module("scripted", torch.jit.script(nn.ReLU()))
     states = expected(model)[0]
@@ -230,7 +230,7 @@ def test_a_context_that_outlives_its_call_records_nothing_more() -> None:
     assert result() is None
 
 
-def test_a_declaration_that_changes_is_followed() -> None:
+def test_a_changed_declaration_takes_effect() -> None:
     model = Model()
     model(X, output_hidden_states=True)
     model._can_record_outputs = {"hidden_states": Attention}
@@ -239,7 +239,7 @@ def test_a_declaration_that_changes_is_followed() -> None:
     assert torch.equal(states[1], first)
 
 
-def test_an_exception_leaves_nothing_active() -> None:
+def test_an_exception_ends_the_recording() -> None:
     class Fails(Layer):
         broken = True
 
@@ -260,7 +260,7 @@ def test_an_exception_leaves_nothing_active() -> None:
     assert len(model(X, output_hidden_states=True)["hidden_states"]) == 4
 
 
-def test_what_was_recorded_goes_with_the_output() -> None:
+def test_recorded_tensors_are_freed_with_the_output() -> None:
     model = Model()
     output = model(X, output_hidden_states=True, output_attentions=True)
     refs = [weakref.ref(each) for each in (*output["hidden_states"][1:], *output["attentions"])]
@@ -272,7 +272,7 @@ def test_what_was_recorded_goes_with_the_output() -> None:
         gc.enable()
 
 
-def test_what_a_call_recorded_that_raised_goes_with_it() -> None:
+def test_recorded_tensors_of_a_failed_call_are_freed() -> None:
     refs: list[weakref.ref[torch.Tensor]] = []
     contexts: list[contextvars.Context] = []
 
@@ -293,12 +293,12 @@ def test_what_a_call_recorded_that_raised_goes_with_it() -> None:
     with pytest.raises(ZeroDivisionError):
         model(X, output_hidden_states=True, output_attentions=True)
     gc.collect()
-    # A context that somebody keeps keeps nothing of the call that was made in it.
+    # A live context keeps nothing of the call made in it.
     assert len(contexts) == len(refs) == 2
     assert [ref() for ref in refs] == [None, None]
 
 
-def test_a_context_that_is_kept_keeps_nothing_that_was_recorded() -> None:
+def test_a_live_context_keeps_no_recorded_tensors() -> None:
     contexts: list[contextvars.Context] = []
 
     class Keeps(Layer):
@@ -316,7 +316,7 @@ def test_a_context_that_is_kept_keeps_nothing_that_was_recorded() -> None:
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
-def test_a_recorded_model_goes_with_its_last_reference() -> None:
+def test_a_recorded_model_is_freed_with_its_last_reference() -> None:
     model = Model()
     model(X, output_hidden_states=True)
     refs = [weakref.ref(module) for module in model.modules()]
@@ -331,7 +331,7 @@ def test_importing_ferrohook_does_not_import_recording() -> None:
     assert_ends_well(run_fresh(code), "[]\n")
 
 
-def test_the_end_of_the_interpreter_is_silent() -> None:
+def test_interpreter_exit_is_silent() -> None:
     code = textwrap.dedent("""
         import ferrohook.instrumentation, torch
         from ferrohook.recording import capture_outputs
@@ -352,7 +352,7 @@ def test_the_end_of_the_interpreter_is_silent() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_checkpointed_is_recorded_once(*, reentrant: bool) -> None:
+def test_checkpointed_layers_are_recorded_once(*, reentrant: bool) -> None:
     model = Checkpointed()
     model.reentrant = reentrant
     states, attentions = expected(model)
@@ -366,7 +366,7 @@ def test_what_is_checkpointed_is_recorded_once(*, reentrant: bool) -> None:
     assert same(output["attentions"], attentions)
 
 
-def test_a_backward_that_runs_layers_again_is_not_another_calls_helper() -> None:
+def test_layers_recomputed_in_backward_are_not_attributed_to_another_call() -> None:
     in_forward, done = threading.Event(), threading.Event()
 
     class Waits(Model):
@@ -388,7 +388,7 @@ def test_a_backward_that_runs_layers_again_is_not_another_calls_helper() -> None
     with ThreadPoolExecutor(1) as pool:
         recorded = pool.submit(model, X.clone().requires_grad_(), output_hidden_states=True)
         assert in_forward.wait(LIMIT)
-        # A new thread, as autograd's for GPUs are.
+        # A new thread, like autograd's GPU threads.
         backward = threading.Thread(target=loss.backward)
         backward.start()
         backward.join(LIMIT)

@@ -1,4 +1,4 @@
-"""Recording: models of transformers, equal to its own recording."""
+"""Recording on models of transformers, compared with its own recording."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_output_recorder_has_the_fields_of_transformers() -> None:
     ours = dataclasses.fields(OutputRecorder)[: len(theirs)]
     assert [each.name for each in ours] == [each.name for each in theirs]
     assert [each.default for each in ours] == [each.default for each in theirs]
-    # Further ones keep what is recorded as it is, unless they are given.
+    # Further fields leave recorded tensors unchanged by default.
     further = dataclasses.fields(OutputRecorder)[len(theirs) :]
     assert [(each.name, each.default) for each in further] == [
         ("detach", False),
@@ -48,7 +48,7 @@ def test_an_output_recorder_has_the_fields_of_transformers() -> None:
 
 
 class Own(nn.Module):
-    """Declares by a recorder of transformers'."""
+    """A model that declares with transformers' `OutputRecorder`."""
 
     def __init__(self, **recorder: Any) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Own(nn.Module):
         return {"y": self.own_layer(x)}
 
 
-def test_a_recorder_of_transformers_is_understood_or_refused_by_its_key() -> None:
+def test_a_recorder_of_transformers_is_accepted_or_refused_by_its_key() -> None:
     model = Own(target_class=None, class_name="own_layer")
     output = model(torch.ones(4), output_own=True)
     assert torch.equal(output["own"][0], output["y"])
@@ -71,7 +71,7 @@ def test_a_recorder_of_transformers_is_understood_or_refused_by_its_key() -> Non
 
 
 def in_place_of_theirs(forward: Any) -> Any:
-    """The forward with our decorators where it has theirs; None where it has none."""
+    """`forward` with our decorators in place of transformers'; None if it has none."""
     wrappers = []
     while hasattr(forward, "__wrapped__"):
         wrappers.append(forward)
@@ -92,7 +92,7 @@ def in_place_of_theirs(forward: Any) -> Any:
 
 
 def converted(model: Any) -> Any:
-    """A copy whose classes' forwards have our decorators."""
+    """Copy of a model whose classes' forwards have our decorators."""
     model = copy.deepcopy(model)
     replaced = 0
     for module in model.modules():
@@ -225,7 +225,7 @@ DECLARED_OTHERWISE = {
         architectures.text,
     ),
 }
-"""Ways to declare that the models above have not, each with one of transformers that has it."""
+"""Models for the forms of declaration that the models above do not use."""
 
 
 def architecture(name: str) -> tuple[Any, dict[str, Any]]:
@@ -242,11 +242,11 @@ def architecture(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def outcome(model: Any, inputs: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """What a call returns, to be compared: or the exception, where transformers raises."""
-    torch.manual_seed(0)  # some attentions sample
+    """Comparable result of a call, or its exception."""
+    torch.manual_seed(0)  # some attentions draw random numbers
     try:
         return architectures.bits(model(**inputs, **flags))
-    except Exception as error:  # noqa: BLE001 (whichever)
+    except Exception as error:  # noqa: BLE001 (compared with ours)
         return type(error), str(error)
 
 
@@ -258,18 +258,18 @@ def combinations(model: Any) -> Iterator[dict[str, bool]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*RECORDED, *DECLARED_OTHERWISE])
-def test_every_combination_of_flags_gives_what_transformers_gives(name: str) -> None:
+def test_every_combination_of_flags_equals_transformers(name: str) -> None:
     model, inputs = architecture(name)
     ours = converted(model)
     compared = 0
     selections = [{"output_hidden_states": each} for each in ([0, -1], 1, range(2))]
     for flags in [*combinations(model), *selections]:
         with torch.no_grad():
-            # A copy each time: what transformers records depends on what it recorded before.
+            # A copy each time: transformers' recording depends on earlier recordings.
             theirs = outcome(copy.deepcopy(model), inputs, flags)
             assert outcome(ours, inputs, flags) == theirs, flags
         compared += not (isinstance(theirs[0], type) and issubclass(theirs[0], Exception))
-    # Where a model has no negative indices, transformers raises.
+    # Transformers raises for models without negative indices.
     assert compared >= 2 ** len(next(combinations(model)))
 
 
@@ -287,11 +287,9 @@ def without_dropout(model: Any) -> Any:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
     "name",
-    [name for name in RECORDED if name != "ALBERT"],  # which has no checkpointing
+    [name for name in RECORDED if name != "ALBERT"],  # has no checkpointing
 )
-def test_gradient_checkpointing_gives_what_transformers_gives(
-    name: str, *, reentrant: bool
-) -> None:
+def test_gradient_checkpointing_equals_transformers(name: str, *, reentrant: bool) -> None:
     model, inputs = architecture(name)
     without_dropout(model).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -314,7 +312,7 @@ def test_gradient_checkpointing_gives_what_transformers_gives(
     for output in outputs:
         before = architectures.bits(output)
         next(t for t in architectures.tensors(dict(output)) if t.requires_grad).sum().backward()
-        # The layers that ran again recorded nothing.
+        # The recomputed layers recorded nothing.
         assert architectures.bits(output) == before
     gradients = 0
     for theirs, given in zip(model.parameters(), ours.parameters(), strict=True):
@@ -325,7 +323,7 @@ def test_gradient_checkpointing_gives_what_transformers_gives(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sams_vision_encoder_is_not_counted_twice_after_its_parent() -> None:
+def test_sams_vision_encoder_records_each_state_once_after_its_parent() -> None:
     model, inputs = architecture("SAM")
     ours = converted(model)
     flags = {"output_hidden_states": True, "output_attentions": True}
@@ -349,7 +347,7 @@ def test_sams_vision_encoder_is_not_counted_twice_after_its_parent() -> None:
 
 
 def wrong_of_400_calls(called: Any, model: Any, inputs: dict[str, Any]) -> list[tuple[int, int]]:
-    """Which calls of 4 threads with different flags are not what transformers gives."""
+    """Calls of 4 threads with different flags that differ from transformers' result."""
     with torch.no_grad():
         right = [architectures.bits(model(**inputs, **flags)) for flags in FLAGS]
     wrong: list[tuple[int, int]] = []
@@ -379,13 +377,13 @@ def test_threads_with_different_flags_on_one_compiled_llama() -> None:
     model, inputs = architecture("Llama")
     compiled = torch.compile(converted(model), fullgraph=True, backend="eager")
     with torch.no_grad():
-        for flags in FLAGS:  # Dynamo compiles once for each thread that finds nothing compiled
+        for flags in FLAGS:  # compiles ahead: otherwise Dynamo compiles once per thread
             compiled(**inputs, **flags)
     assert wrong_of_400_calls(compiled, model, inputs) == []
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_generate_with_recording_gives_what_transformers_gives() -> None:
+def test_generate_with_recording_equals_transformers() -> None:
     model, inputs = architecture("Llama")
     ours = converted(model)
     options: dict[str, Any] = {
@@ -399,7 +397,7 @@ def test_generate_with_recording_gives_what_transformers_gives() -> None:
     assert architectures.bits(given) == architectures.bits(theirs)
 
 
-# --- Faults of transformers, which it still has and which are gone here ---------------------------
+# --- Faults of transformers that ferrohook does not have ------------------------------------------
 
 
 def states_of(model: Any, inputs: dict[str, Any]) -> int:
@@ -408,13 +406,13 @@ def states_of(model: Any, inputs: dict[str, Any]) -> int:
 
 
 def both(name: str = "Llama") -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """A model that records as transformers does, and one that records as we do."""
+    """A model that records with transformers, and a copy that records with ferrohook."""
     model, inputs = architecture(name)
     return (model, converted(model)), inputs
 
 
 class OnAThread(nn.Module):
-    """Runs its layer on a thread of its own."""
+    """Runs its layer on a new thread."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -424,7 +422,7 @@ class OnAThread(nn.Module):
         returned: list[Any] = []
 
         def run() -> None:
-            with torch.no_grad():  # which is of a thread's own
+            with torch.no_grad():  # grad mode is thread-local
                 returned.append(self.layer(*args, **kwargs))
 
         thread = threading.Thread(target=run)
@@ -434,7 +432,7 @@ class OnAThread(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_layer_on_a_helper_thread_is_not_missing() -> None:
+def test_a_layer_on_a_worker_thread_is_recorded() -> None:
     models, inputs = both()
     expected = architectures.bits(models[0](**inputs, output_hidden_states=True))
     for model in models:
@@ -444,12 +442,12 @@ def test_a_layer_on_a_helper_thread_is_not_missing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_another_models_layer_that_a_hook_runs_does_not_leak_in() -> None:
+def test_a_layer_of_another_model_run_by_a_hook_is_not_recorded() -> None:
     models, inputs = both()
     counts = []
     for model in models:
         other = copy.deepcopy(model)
-        # Of what is copied, a forward replaced on the instance is bound to the original.
+        # A copied instance's replaced forward is still bound to the original.
         other.model.forward = type(model.model.forward)(model.model.forward.__func__, other.model)
         states_of(other, inputs)
         called: list[int] = []
@@ -479,13 +477,13 @@ def test_layers_added_after_the_first_recording_are_recorded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_has_recorded_is_pickled_and_saved(
+def test_a_model_can_be_pickled_and_saved_after_recording(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, inputs = architecture("Llama")
     flags = {"output_hidden_states": True, "output_attentions": True}
     expected = architectures.bits(model(**inputs, **flags))
-    with pytest.raises((AttributeError, pickle.PicklingError)):  # transformers has the fault
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # transformers' fault
         pickle.dumps(model)
 
     cls = type(model.model)
@@ -513,14 +511,14 @@ def test_a_model_that_has_recorded_is_pickled_and_saved(
 
 
 class Defaults:
-    """A config."""
+    """A config of the given values."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
 
 def merged_by(decorate: Any, config: Any, args: Any, kwargs: Any, *, checkpointing: bool) -> Any:
-    """What a forward is given, or what is raised, and the config afterwards."""
+    """Arguments of the forward or its exception, and the config afterwards."""
 
     class Merges(nn.Module):
         gradient_checkpointing = checkpointing
@@ -539,7 +537,7 @@ def merged_by(decorate: Any, config: Any, args: Any, kwargs: Any, *, checkpointi
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_defaults_are_merged_as_transformers_merges_them() -> None:
+def test_defaults_are_merged_as_in_transformers() -> None:
     configs: list[dict[str, Any]] = [
         {},
         {"use_cache": True, "is_causal": True},

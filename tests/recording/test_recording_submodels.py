@@ -1,4 +1,4 @@
-"""Recording where one model is a part of another."""
+"""Recording of models inside other models."""
 # ruff: noqa: RUF012 (declarations are dicts of the class, as transformers has them)
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ferrohook.recording import capture_outputs
 from support.recording import Layer, Model, Outer, X, expected, same
 
 
-def test_a_sub_model_with_a_decorated_forward_records_for_itself() -> None:
+def test_a_sub_model_with_a_decorated_forward_records_its_own_outputs() -> None:
     model = Outer()
     for _ in range(2):
         output = model(X, output_hidden_states=True)
@@ -22,7 +22,7 @@ def test_a_sub_model_with_a_decorated_forward_records_for_itself() -> None:
         assert same(output["hidden_states"], [inner["last_hidden_state"], output["x"]])
 
 
-def test_a_sub_model_that_was_not_asked_gives_its_parent_nothing() -> None:
+def test_a_sub_model_without_flags_records_nothing_for_its_parent() -> None:
     class Asks(Outer):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_a_sub_model_that_was_not_asked_gives_its_parent_nothing() -> None:
     assert len(output["hidden_states"]) == 2
 
 
-def test_a_sub_model_goes_by_its_own_declaration() -> None:
+def test_a_sub_model_records_by_its_own_declaration() -> None:
     class Undecorated(nn.Module):
         _can_record_outputs = {"hidden_states": Layer}
 
@@ -65,13 +65,13 @@ def test_a_sub_model_goes_by_its_own_declaration() -> None:
     assert same(output["hidden_states"], [X, one, two, output["x"]])
 
 
-def test_a_hook_that_runs_another_models_layer_records_it_for_nobody() -> None:
+def test_a_layer_of_another_model_run_by_a_hook_is_recorded_by_no_call() -> None:
     model, other = Model(), Model()
     states, _ = expected(model)
     other(X, output_hidden_states=True)
     model.layers[1].register_forward_hook(lambda *_: (other.layers[0](X), None)[1])
     assert same(model(X, output_hidden_states=True)["hidden_states"], states)
-    # Nor for that model's call, if one is in progress.
+    # The other model's own in-flight call does not record it either.
     outer, inner = Model(), Model()
     inner(X, output_hidden_states=True)
     outer.layers[0].register_forward_hook(lambda *_: (inner(X), inner.layers[0](X), None)[2])

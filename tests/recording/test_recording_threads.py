@@ -22,13 +22,13 @@ from support.threads import in_threads, repeating, run_together
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_no_thread_sees_what_another_records() -> None:
+def test_threads_record_in_isolation() -> None:
     model = Model()
     assert wrong_calls(model, model) == []
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_that_record_first_at_once_install_once() -> None:
+def test_concurrent_first_recordings_install_once() -> None:
     def hooks(model: Model) -> list[int]:
         return [len(registry_of(layer).list()) for layer in model.layers]
 
@@ -48,7 +48,7 @@ def test_threads_that_record_first_at_once_install_once() -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_that_install_uninstall_and_record_at_once() -> None:
+def test_concurrent_installing_uninstalling_and_recording() -> None:
     model = Model()
     states, _ = expected(model)
 
@@ -64,12 +64,12 @@ def test_threads_that_install_uninstall_and_record_at_once() -> None:
 
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("helped", [(1,), (0, 1, 2)])
-def test_a_layer_on_a_helper_thread_is_recorded(*, pooled: bool, helped: tuple[int, ...]) -> None:
+def test_a_layer_on_a_worker_thread_is_recorded(*, pooled: bool, helped: tuple[int, ...]) -> None:
     model = Helped()
     model.helped = helped
     states, attentions = expected(model)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result(LIMIT)  # the thread is older than the call
+        pool.submit(int).result(LIMIT)  # starts the thread before the call
         if pooled:
             model.pool = pool
         for _ in range(3):
@@ -81,9 +81,9 @@ def test_a_layer_on_a_helper_thread_is_recorded(*, pooled: bool, helped: tuple[i
 
 @pytest.mark.usefixtures("switch_often")
 @pytest.mark.parametrize("pooled", [False, True])
-def test_helper_threads_of_several_calls_at_once(*, pooled: bool) -> None:
+def test_worker_threads_of_concurrent_calls(*, pooled: bool) -> None:
     model = Helped()
-    # Of calls that began before the layers were watched, less is known.
+    # Instruments first: calls that began earlier cannot be attributed as precisely.
     model(X, output_hidden_states=True)
     with ThreadPoolExecutor(2) as pool:
         if pooled:
@@ -91,7 +91,7 @@ def test_helper_threads_of_several_calls_at_once(*, pooled: bool) -> None:
         assert wrong_calls(model, model, rounds=25) == []
 
 
-def test_a_layer_called_beside_a_recorded_call_is_not_taken_for_a_part_of_it() -> None:
+def test_a_layer_called_during_another_threads_recording_is_not_attributed_to_it() -> None:
     model = Model()
     model(X, output_hidden_states=True)
     in_forward, done = threading.Event(), threading.Event()
@@ -108,10 +108,10 @@ def test_a_layer_called_beside_a_recorded_call_is_not_taken_for_a_part_of_it() -
         model.layers[1](X * 5)
         done.set()
         with pytest.raises(fh.UnattributedWarning, match="Layer ran on a thread"):
-            recorded.result(LIMIT)  # a warning is an error here
+            recorded.result(LIMIT)  # warnings are errors in this suite
 
 
-def test_a_copied_context_takes_recording_along() -> None:
+def test_recording_follows_a_copied_context() -> None:
     class Copies(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_a_copied_context_takes_recording_along() -> None:
     assert same(model(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
 
 
-def test_a_fresh_context_on_the_same_thread() -> None:
+def test_a_layer_in_a_fresh_context_on_the_same_thread_is_recorded() -> None:
     class Fresh(Model):
         @capture_outputs
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_a_fresh_context_on_the_same_thread() -> None:
     assert same(model(X, output_hidden_states=True)["hidden_states"], expected(model)[0])
 
 
-def test_no_task_sees_what_another_records() -> None:
+def test_tasks_record_in_isolation() -> None:
     model = Model()
     right = [expected(model, X + number) for number in range(4)]
     calls = 0
@@ -147,7 +147,7 @@ def test_no_task_sees_what_another_records() -> None:
         states, attentions = right[number]
         for place in range(25):
             flags = FLAGS[(place + number) % 4]
-            # In the task's own thread and in another, with the other tasks in between.
+            # In the task's own thread and in a worker thread, interleaved with the other tasks.
             for output in (
                 model(X + number, **flags),
                 await asyncio.to_thread(model, X + number, **flags),
@@ -167,7 +167,7 @@ def test_no_task_sees_what_another_records() -> None:
     assert in_no_scope()
 
 
-def test_a_task_that_outlives_the_call_it_was_made_in_records_nothing_more() -> None:
+def test_a_task_that_outlives_its_call_records_nothing_more() -> None:
     later: list[asyncio.Task[weakref.ref[torch.Tensor]]] = []
 
     class Tasks(Layer):
@@ -192,7 +192,7 @@ def test_a_task_that_outlives_the_call_it_was_made_in_records_nothing_more() -> 
     assert len(output["attentions"]) == 3
 
 
-def test_scopes_and_captures_go_on_beside_recording() -> None:
+def test_scopes_and_captures_work_during_recording() -> None:
     model = Model()
     states, _ = expected(model)
     with fh.capture(model, "layers.*", keep="all") as acts:

@@ -39,7 +39,7 @@ def phase(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def elsewhere() -> Iterator[ThreadPoolExecutor]:
-    """A thread that was there before any scope was entered."""
+    """A worker thread that started before any scope was entered."""
     with ThreadPoolExecutor(1) as executor:
         executor.submit(int).result(LIMIT)
         yield executor

@@ -1,4 +1,4 @@
-"""Scopes: where their hooks fire, and in which order."""
+"""Scopes: when their hooks fire, order and lifetimes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.scopes import Counting, call
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Where a scope's hooks fire
+# Firing
 
 
 def test_hooks_fire_between_entering_and_leaving(module: Any, phase: str) -> None:
@@ -48,7 +48,9 @@ def test_a_hook_may_be_registered_before_entering_or_after(module: Any) -> None:
     assert fired == ["before", "after"]
 
 
-def test_scopes_nest_and_leaving_removes_exactly_its_own(module: Any, phase: str) -> None:
+def test_scopes_nest_and_leaving_removes_exactly_the_scopes_own_hooks(
+    module: Any, phase: str
+) -> None:
     fired: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -90,7 +92,7 @@ def test_a_scope_without_hooks_changes_nothing(hooked: fh.HookedModule[nn.Identi
         assert hooked(x) is x
 
 
-def test_a_hook_of_one_module_fires_for_that_module_alone() -> None:
+def test_a_scoped_hook_fires_only_for_its_module() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     with fh.instrument(model), fh.scope() as s:
         register(model[0], "forward", add(1), scope=s)
@@ -98,7 +100,7 @@ def test_a_hook_of_one_module_fires_for_that_module_alone() -> None:
         assert model[1](torch.zeros(1)).item() == 0
 
 
-def test_removing_and_disabling_a_scoped_hook_keeps_the_others(module: Any, phase: str) -> None:
+def test_removing_and_disabling_a_scoped_hook_leaves_the_others(module: Any, phase: str) -> None:
     fired: list[str] = []
     with fh.scope() as s:
         handles = {
@@ -142,7 +144,7 @@ def test_typed_hooks_may_be_scoped(module: Any) -> None:
     assert seen[0].tolist() == [[0, 0]]
 
 
-def test_on_error_and_always_call_hold_for_scoped_hooks(
+def test_on_error_and_always_call_apply_to_scoped_hooks(
     hooked: fh.HookedModule[nn.Identity],
 ) -> None:
     always = Counting()
@@ -160,7 +162,9 @@ def test_on_error_and_always_call_hold_for_scoped_hooks(
     assert any(f"id {failing.id}" in note for note in error.value.__notes__)
 
 
-def test_hooks_lists_what_fires_here(hooked: fh.HookedModule[nn.Identity]) -> None:
+def test_hooks_lists_the_hooks_that_fire_in_this_context(
+    hooked: fh.HookedModule[nn.Identity],
+) -> None:
     hooked.register_forward_hook(add(0))
     with fh.scope() as s:
         handle = hooked.register_forward_hook(add(1), scope=s, priority=1)
@@ -189,7 +193,7 @@ def test_priority_is_one_total_order_across_scopes(hooked: fh.HookedModule[nn.Id
                         scope=chance.choice([None, outer, inner]),
                     )
                 )
-                # Higher first, then those ahead of all, the latest first, then by registration.
+                # By priority, then prepended hooks (latest first), then registration order.
                 placed.append((-priority, -index if prepend else index + 1, index))
             hooked(1)
             assert fired == [index for *_, index in sorted(placed)]
@@ -197,7 +201,7 @@ def test_priority_is_one_total_order_across_scopes(hooked: fh.HookedModule[nn.Id
                 handle.remove()
 
 
-def test_a_scoped_hook_sees_what_global_hooks_before_it_returned(
+def test_a_scoped_hook_gets_the_output_of_earlier_global_hooks(
     hooked: fh.HookedModule[nn.Identity],
 ) -> None:
     hooked.register_forward_hook(lambda _m, _a, output: output * 10)
@@ -221,7 +225,7 @@ def test_leaving_frees_the_hooks(module: Any, phase: str) -> None:
     assert freed() is None
 
 
-def test_a_scope_that_was_dropped_ends_with_its_context(
+def test_a_dropped_entered_scope_is_freed_with_its_context(
     hooked: fh.HookedModule[nn.Identity],
 ) -> None:
     def enter() -> weakref.ref[Any]:
@@ -259,7 +263,7 @@ def test_a_scope_that_was_never_entered_frees_its_hooks(
     assert freed() is None
 
 
-def test_dropped_modules_do_not_leave_their_hooks_in_a_long_scope() -> None:
+def test_a_long_scope_frees_hooks_of_dropped_modules() -> None:
     hooks: list[weakref.ref[Any]] = []
     with fh.scope() as s:
         for _ in range(100):
@@ -268,11 +272,11 @@ def test_dropped_modules_do_not_leave_their_hooks_in_a_long_scope() -> None:
             fh.HookedModule(nn.Identity()).register_forward_hook(hook, scope=s)
         del hook
         gc.collect()
-        # Some may wait for the next that registers.
+        # Some are freed only at the next registration.
         assert sum(hook() is not None for hook in hooks) < 50
 
 
-def test_quiesce_waits_for_scoped_hooks_too(hooked: fh.HookedModule[nn.Identity]) -> None:
+def test_quiesce_waits_for_scoped_hooks(hooked: fh.HookedModule[nn.Identity]) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def block(*_: Any) -> None:
@@ -295,7 +299,7 @@ def test_quiesce_waits_for_scoped_hooks_too(hooked: fh.HookedModule[nn.Identity]
     hooked.quiesce(timeout=LIMIT)
 
 
-def test_registering_and_removing_in_a_long_scope_leaves_no_memory_behind() -> None:
+def test_registering_and_removing_in_a_long_scope_frees_its_memory() -> None:
     model = nn.Identity()
 
     def churn(count: int, s: fh.Scope) -> None:

@@ -1,4 +1,4 @@
-"""Scopes entered, left and activated where that is refused."""
+"""Refused ways to enter, leave and activate scopes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_registering_with_a_left_scope_is_refused(module: Any, phase: str) -> No
 
 
 @pytest.mark.parametrize("scope", [1, "s", fh.scope, fh.Scope, object()])
-def test_scope_is_a_scope(hooked: fh.HookedModule[nn.Identity], scope: Any) -> None:
+def test_the_scope_option_takes_only_a_scope(
+    hooked: fh.HookedModule[nn.Identity], scope: Any
+) -> None:
     with pytest.raises(fh.HookTypeError, match=r"scope is what scope\(\) returned, got"):
         hooked.register_forward_hook(add(1), scope=scope)
     assert hooked.hooks() == []
@@ -50,7 +52,7 @@ def test_entering_twice_is_refused(hooked: fh.HookedModule[nn.Identity]) -> None
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_of_threads_that_enter_a_scope_at_once_one_does() -> None:
+def test_exactly_one_of_concurrent_enters_succeeds() -> None:
     for _ in range(50):
         s = fh.scope()
 
@@ -86,7 +88,7 @@ def test_leaving_from_another_thread_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("how", ["task", "to_thread", "copied context"])
-def test_leaving_in_a_context_that_inherited_is_refused_and_changes_nothing(
+def test_leaving_in_an_inheriting_context_is_refused_and_changes_nothing(
     hooked: fh.HookedModule[nn.Identity], how: str
 ) -> None:
     async def main() -> None:
@@ -113,7 +115,7 @@ def test_leaving_in_a_context_that_inherited_is_refused_and_changes_nothing(
     asyncio.run(main())
 
 
-def test_leaving_out_of_order_is_told_and_leaves_that_one_alone(
+def test_leaving_out_of_order_raises_and_leaves_only_that_scope(
     hooked: fh.HookedModule[nn.Identity],
 ) -> None:
     outer, inner = fh.scope(), fh.scope()
@@ -125,14 +127,14 @@ def test_leaving_out_of_order_is_told_and_leaves_that_one_alone(
     assert (outer.closed, inner.closed, hooked(0)) == (True, False, 10)
     inner.__exit__(None, None, None)
     assert hooked(0) == 0
-    # Nothing of it is left in the context.
+    # The context holds no reference to either scope.
     freed = [weakref.ref(outer), weakref.ref(inner)]
     del outer, inner, s
     gc.collect()
     assert [each() for each in freed] == [None, None]
 
 
-def test_the_error_about_the_order_does_not_hide_that_of_the_block() -> None:
+def test_the_error_about_the_order_is_chained_to_the_error_of_the_block() -> None:
     def fail() -> None:
         inner.__enter__()
         raise ZeroDivisionError
@@ -155,7 +157,7 @@ def test_a_generator_keeps_its_scope_entered_until_it_ends(
 
     generator = generate()
     assert next(generator) == 1
-    # As any context variable that a generator sets, it is seen by whoever resumed it.
+    # The caller sees it, like any context variable that a generator sets.
     assert hooked(0) == 1
     generator.close()
     assert hooked(0) == 0
@@ -163,7 +165,7 @@ def test_a_generator_keeps_its_scope_entered_until_it_ends(
     assert hooked(0) == 0
 
 
-def test_a_generator_closed_out_of_order_leaves_no_hook_behind(
+def test_a_generator_closed_out_of_order_leaves_no_hooks(
     hooked: fh.HookedModule[nn.Identity],
 ) -> None:
     def generate() -> Generator[None]:
@@ -181,7 +183,7 @@ def test_a_generator_closed_out_of_order_leaves_no_hook_behind(
     assert hooked(0) == 0
 
 
-def test_what_was_activated_ends_where_it_began(
+def test_an_activation_ends_in_the_context_where_it_began(
     hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
 ) -> None:
     with fh.scope() as s:
@@ -193,7 +195,7 @@ def test_what_was_activated_ends_where_it_began(
         assert hooked(0) == 1
 
 
-def test_repr_says_where_it_is_in_its_life() -> None:
+def test_repr_shows_the_state() -> None:
     s = fh.scope()
     seen = [repr(s)]
     with s:

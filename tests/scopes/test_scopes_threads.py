@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Threads and tasks
 
 
-def test_other_threads_calls_see_nothing(
+def test_scoped_hooks_do_not_fire_in_other_threads(
     hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
 ) -> None:
     with fh.scope() as s:
@@ -33,7 +33,7 @@ def test_other_threads_calls_see_nothing(
         assert hooked(1) == 2
 
 
-def test_tasks_and_to_thread_inherit(hooked: fh.HookedModule[nn.Identity]) -> None:
+def test_tasks_and_to_thread_inherit_the_scope(hooked: fh.HookedModule[nn.Identity]) -> None:
     async def use(amount: float) -> list[Any]:
         with fh.scope() as s:
             hooked.register_forward_hook(add(amount), scope=s)
@@ -81,7 +81,7 @@ def test_a_task_that_outlives_the_scope_calls_without_its_hooks(
         seen = [hooked(0)]
         await left.wait()
         seen.append(hooked(0))
-        with fh.scope() as own:  # inside what it inherited
+        with fh.scope() as own:  # nested in the inherited scope
             hooked.register_forward_hook(add(10), scope=own)
             seen.append(hooked(0))
         return [*seen, hooked(0)]
@@ -98,20 +98,20 @@ def test_a_task_that_outlives_the_scope_calls_without_its_hooks(
     assert asyncio.run(main()) == [1, 0, 10, 0]
 
 
-def test_wrap_takes_the_scope_to_an_executor(
+def test_a_wrapped_function_runs_in_the_scope_on_an_executor(
     hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
 ) -> None:
     with fh.scope() as outer, fh.scope() as s:
         hooked.register_forward_hook(add(10), scope=outer)
         hooked.register_forward_hook(add(1), scope=s)
         assert elsewhere.submit(s.wrap(hooked), 0).result(LIMIT) == 11
-        # Those entered inside it do not come along.
+        # Scopes entered inside `outer` are not taken along.
         assert elsewhere.submit(outer.wrap(hooked), 0).result(LIMIT) == 10
         assert list(elsewhere.map(s.wrap(hooked), range(3))) == [11, 12, 13]
         assert elsewhere.submit(hooked, 0).result(LIMIT) == 0
 
 
-def test_wrap_keeps_what_the_function_is() -> None:
+def test_wrap_preserves_name_docstring_and_arguments() -> None:
     def twice(x: int, *, offset: int = 0) -> int:
         """Doubles."""
         return 2 * x + offset
@@ -122,7 +122,7 @@ def test_wrap_keeps_what_the_function_is() -> None:
         assert wrapped(1, offset=5) == 7
 
 
-def test_wrap_has_the_scope_active_while_a_coroutine_runs(
+def test_a_wrapped_coroutine_function_runs_in_the_scope(
     hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
 ) -> None:
     async def later() -> Any:
@@ -135,7 +135,7 @@ def test_wrap_has_the_scope_active_while_a_coroutine_runs(
         assert elsewhere.submit(lambda: asyncio.run(wrapped())).result(LIMIT) == 1
 
 
-def test_wrap_refuses_what_runs_later_or_not_at_all() -> None:
+def test_wrap_refuses_generators_and_non_callables() -> None:
     def generate() -> Iterator[int]:
         yield 1
 
@@ -167,13 +167,13 @@ def test_activate_in_another_thread(
             return [*seen, hooked(0)]
 
         assert elsewhere.submit(work).result(LIMIT) == [0, 111, 0]
-        # Where it is active already it does not fire twice.
+        # In a context where the scope is already active its hooks fire once.
         with s.activate(), s.activate():
             assert hooked(0) == 11
         assert hooked(0) == 11
 
 
-def test_leaving_ends_the_scope_for_threads_that_activated_it(
+def test_leaving_ends_the_scope_in_threads_that_activated_it(
     hooked: fh.HookedModule[nn.Identity], elsewhere: ThreadPoolExecutor
 ) -> None:
     active, left = threading.Event(), threading.Event()
@@ -209,7 +209,7 @@ def test_a_scope_that_is_not_entered_cannot_be_activated(
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_with_a_scope_each_do_not_cross() -> None:
+def test_scopes_of_threads_are_isolated() -> None:
     threads, calls = 8, 60
     model = nn.Sequential(nn.Identity(), nn.Identity())
     wrong: list[Any] = []
@@ -236,7 +236,7 @@ def test_threads_with_a_scope_each_do_not_cross() -> None:
 # Backward
 
 
-def test_backward_after_the_with_line_of_the_forward_fires_while_the_scope_is_open(
+def test_backward_hooks_of_an_open_scope_fire_on_any_thread(
     module: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
     pre, full = Counting(), Counting()
@@ -246,14 +246,14 @@ def test_backward_after_the_with_line_of_the_forward_fires_while_the_scope_is_op
         x = torch.ones(1, 2, requires_grad=True)
         with fh.scope() as later:
             not_recorded = register(module, "backward", Counting(), scope=later)
-            # On a thread that is in none of the scopes.
+            # On a thread that has entered none of the scopes.
             outputs = elsewhere.submit(s.wrap(module), x).result(LIMIT)
             elsewhere.submit(outputs.sum().backward).result(LIMIT)
             assert not_recorded.calls == 0
     assert (pre.count, full.count) == (1, 1)
 
 
-def test_a_backward_after_leaving_fires_nothing(module: Any) -> None:
+def test_backward_hooks_of_a_left_scope_do_not_fire(module: Any) -> None:
     hook = Counting()
     with fh.scope() as s:
         register(module, "backward", hook, scope=s)
@@ -301,7 +301,7 @@ def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks(module: Any) 
     assert hook.count == 2
 
 
-def test_checkpointing_takes_the_scope_to_the_thread_of_the_backward(
+def test_checkpointing_recomputes_in_the_scope_on_the_thread_of_the_backward(
     module: Any, elsewhere: ThreadPoolExecutor
 ) -> None:
     hook = Counting()

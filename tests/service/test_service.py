@@ -41,17 +41,17 @@ from support.limits import LIMIT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The service answers with null for modules that never ran, besides.
+# The service also reports modules that never ran, as null in the response.
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
 TEXTS = ["A cat sleeps.", "Interest rates rose again this quarter, and nobody knows why."]
 SETTINGS = Settings(threads=2, seconds=LIMIT, max_body=100_000)
 SCREENSHOT = "FERROHOOK_SCREENSHOT"
-"""Where the picture for the documentation goes, if it is to be made anew."""
+"""Environment variable: path for a new picture of the page for the documentation."""
 
 
 @contextlib.contextmanager
 def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
-    """The address of a service in this process."""
+    """Runs the service in this process; yields its address."""
     server = Server(
         create_app(encoder, settings), grace=0.0, port=0, log_config=None, access_log=False
     )
@@ -73,7 +73,7 @@ def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Numbers are to be the same as those of the server, which computes on one thread."""
+    """One torch thread, as in the server, for bit-equal results."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -89,7 +89,7 @@ def encoder(one_thread: None) -> Encoder:
 
 @pytest.fixture(scope="module")
 def plain(one_thread: None) -> LockedEncoder:
-    """The same model with PyTorch's hooks, for what is to be answered."""
+    """The same model with PyTorch's hooks: the oracle for responses."""
     return LockedEncoder()
 
 
@@ -121,7 +121,7 @@ def refused(client: httpx.Client, status: int, **request: Any) -> str:
 
 
 def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
-    """The value of each metric that has no more labels than the module, by both."""
+    """Values of metrics without a label besides the module, by name and module."""
     answer = client.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -133,7 +133,7 @@ def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
     }
 
 
-# Answers
+# Responses
 
 
 ADD = {"op": "add", "modules": "encoder.layer.2", "vector": [0.25] * 384}
@@ -149,7 +149,7 @@ ADD = {"op": "add", "modules": "encoder.layer.2", "vector": [0.25] * 384}
         [ADD, {"op": "scale", "modules": "encoder.layer.2", "factor": 3}],  # in that order
     ],
 )
-def test_steering_does_what_torch_hooks_do(
+def test_steering_equals_torch_hooks(
     client: httpx.Client, plain: LockedEncoder, steer: list[Any]
 ) -> None:
     expected = plain.embed(
@@ -161,7 +161,7 @@ def test_steering_does_what_torch_hooks_do(
     assert alike(expected, unsteered) == (not steer)
 
 
-def test_embeddings_have_length_one_and_do_not_depend_on_padding(client: httpx.Client) -> None:
+def test_embeddings_have_norm_one_and_do_not_depend_on_padding(client: httpx.Client) -> None:
     both = torch.tensor(embed(client)["embeddings"])
     torch.testing.assert_close(both.norm(dim=-1), torch.ones(2))
     alone = torch.tensor([embed(client, texts=[text])["embeddings"][0] for text in TEXTS])
@@ -190,7 +190,7 @@ def test_reductions_are_over_the_tokens_of_each_text(client: httpx.Client) -> No
             torch.testing.assert_close(seen, value, atol=1e-4, rtol=1e-4)
 
 
-def test_what_has_no_tokens_is_captured_as_it_is(client: httpx.Client) -> None:
+def test_outputs_without_a_token_dimension_are_captured_unreduced(client: httpx.Client) -> None:
     patterns = ["pooler", "", "embeddings.position_embeddings"]
     captures = embed(client, capture=[{"modules": pattern} for pattern in patterns])["captures"]
     assert captures.keys() == set(patterns)
@@ -200,7 +200,7 @@ def test_what_has_no_tokens_is_captured_as_it_is(client: httpx.Client) -> None:
     torch.testing.assert_close(torch.tensor(norms["pooler"]["norm"]), pooled.norm(dim=-1))
 
 
-def test_captures_are_those_of_the_steered_model(client: httpx.Client) -> None:
+def test_captures_come_from_the_steered_model(client: httpx.Client) -> None:
     zero = [{"op": "zero", "modules": "encoder.layer.4.output.dense"}]
     capture = [{"modules": "encoder.layer.4.output.*", "reduce": "norm"}]
     captures = embed(client, steer=zero, capture=capture)["captures"]
@@ -208,14 +208,14 @@ def test_captures_are_those_of_the_steered_model(client: httpx.Client) -> None:
     assert min(captures["encoder.layer.4.output.LayerNorm"]["norm"]) > 0
 
 
-def test_calls_are_counted_for_the_request(client: httpx.Client) -> None:
+def test_calls_are_counted_per_request(client: httpx.Client) -> None:
     for _ in range(2):
         counts = embed(client, count=["encoder.layer.*", "encoder.layer.0"])["counts"]
         assert counts == {f"encoder.layer.{n}": 1 for n in range(6)}
 
 
 def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
-    name = "encoder.layer.0.attention.self.dropout"  # replaced by what torch fuses
+    name = "encoder.layer.0.attention.self.dropout"  # bypassed by torch's fused attention
     answer = embed(client, capture=[{"modules": "encoder.layer.0.attention.self.*"}], count=[name])
     assert answer["captures"][name] is None
     assert answer["captures"]["encoder.layer.0.attention.self.query"] is not None
@@ -273,7 +273,7 @@ def test_bad_requests_are_refused_with_the_reason(
     client: httpx.Client, request_: dict[str, Any], reason: str
 ) -> None:
     assert reason in refused(client, 422, **request_)
-    embed(client)  # nobody else is harmed
+    embed(client)  # other requests still succeed
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_bad_requests_are_refused_with_the_reason(
         ),
     ],
 )
-def test_what_is_no_request_is_refused(client: httpx.Client, content: bytes, reason: str) -> None:
+def test_malformed_requests_are_refused(client: httpx.Client, content: bytes, reason: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = client.post("/embed", content=content, headers=headers)
     assert answer.status_code == 422
@@ -305,7 +305,7 @@ def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
 
 def test_long_bodies_are_refused(client: httpx.Client) -> None:
     assert "more than 100,000 bytes" in refused(client, 413, texts=["x" * 15_000] * 8)
-    # Without a length beforehand too.
+    # Also without a Content-Length.
     chunks = (b" " * 10_000 for _ in range(20))
     headers = {"Content-Type": "application/json"}
     answer = client.post("/embed", content=chunks, headers=headers)
@@ -326,7 +326,7 @@ def test_slow_bodies_are_refused(encoder: Encoder) -> None:
             assert b"did not come within 0.3 seconds" in response.read()
 
 
-def test_time_is_limited_and_the_thread_is_given_back(encoder: Encoder) -> None:
+def test_a_timed_out_request_frees_its_thread(encoder: Encoder) -> None:
     reached = []
 
     def slow(_module: object, args: tuple[torch.Tensor, ...]) -> None:
@@ -345,19 +345,19 @@ def test_time_is_limited_and_the_thread_is_given_back(encoder: Encoder) -> None:
         fh.register(encoder.model, "encoder.layer.5", reach),
         ThreadPoolExecutor(2) as pool,
     ):
-        # One computes, the other waits for its thread.
+        # One request computes, the other waits for the thread.
         for detail in pool.map(lambda _: refused(client, 503, texts=["x"] * 3), range(2)):
             assert "no answer within 0.5 seconds" in detail
         until = time.monotonic() + LIMIT
         while client.post("/embed", json={"texts": TEXTS}).status_code != 200:
             assert time.monotonic() < until
     assert not reached
-    # Its metrics ended with it.
+    # The service's metrics were removed with it.
     infos = [info for infos in list_hooks(encoder.model).values() for info in infos]
     assert sum(isinstance(info.hook, LatencyDetector) for info in infos) <= 120
 
 
-# Requests beside each other
+# Concurrent requests
 
 
 def test_concurrent_requests_are_isolated(
@@ -368,7 +368,7 @@ def test_concurrent_requests_are_isolated(
     outcome = drive(client.base_url.port, variants, 8, requests=96)
     assert (outcome.wrong, outcome.dropped) == ([], [])
     assert len(outcome.latencies) == 96
-    # Nothing of theirs is left.
+    # No hook of a request is left.
     names = {info.hook for infos in list_hooks(encoder.model).values() for info in infos}
     assert check_deadline in names
     assert not [name for name in names if getattr(name, "__qualname__", "").startswith("steering")]
@@ -406,15 +406,15 @@ def test_a_failing_hook_fails_its_request_alone(
     assert after - before == len(statuses)
 
 
-# What is told
+# Metrics, hooks and health
 
 
-def test_metrics_count_what_was_done(client: httpx.Client) -> None:
+def test_metrics_count_calls_times_and_errors(client: httpx.Client) -> None:
     before = metrics(client)
     names = ["BertModel", "encoder.layer.0", "encoder.layer.5.output.dense", "pooler"]
     for _ in range(3):
         embed(client, capture=[{"modules": "pooler"}])
-    refused(client, 422, steer=[{"op": "zero", "modules": "encoder"}])  # fails behind the layers
+    refused(client, 422, steer=[{"op": "zero", "modules": "encoder"}])  # fails after the layers
     after = metrics(client)
     told = {key: after[key] - before[key] for key in before}
     for name in names:
@@ -427,16 +427,18 @@ def test_metrics_count_what_was_done(client: httpx.Client) -> None:
     assert told["ferrohook_captured_bytes_total", ""] == 3 * 2 * 384 * 4
 
 
-def test_hooks_lists_what_is_registered(client: httpx.Client, encoder: Encoder) -> None:
+def test_the_hooks_endpoint_lists_registered_hooks(client: httpx.Client, encoder: Encoder) -> None:
     for _ in range(3):
         embed(client)
-    with fh.register(encoder.model, "pooler", test_hooks_lists_what_is_registered) as group:
+    with fh.register(
+        encoder.model, "pooler", test_the_hooks_endpoint_lists_registered_hooks
+    ) as group:
         group.disable()
         modules = {module["name"]: module for module in client.get("/hooks").json()["modules"]}
     assert list(modules) == [name for name, _ in encoder.model.named_modules()]
     assert modules["pooler"]["type"] == "BertPooler"
     shown = [(hook["phase"], hook["hook"], hook["enabled"]) for hook in modules["pooler"]["hooks"]]
-    name = "test_hooks_lists_what_is_registered"
+    name = "test_the_hooks_endpoint_lists_registered_hooks"
     assert ("forward", name, False) in shown
     assert ("forward_pre", "CallCounter", True) in shown
     layer = modules["encoder.layer.0"]
@@ -450,7 +452,7 @@ def test_health(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-def test_without_metrics_the_hooks_are_listed_all_the_same(encoder: Encoder) -> None:
+def test_hooks_are_listed_without_metrics(encoder: Encoder) -> None:
     with (
         serving(encoder, Settings(observe=False)) as url,
         httpx.Client(base_url=url, timeout=LIMIT) as client,
@@ -510,16 +512,16 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# The end
+# Shutdown and options
 
 
-def test_shutdown_answers_what_was_sent(plain: LockedEncoder) -> None:
+def test_shutdown_answers_pending_requests(plain: LockedEncoder) -> None:
     variants = make_variants("all", 1, 6, plain)
     with Service("examples.service", "--grace", "5") as service:
         port = service.ready()
         threading.Timer(0.5, service.end).start()
         outcome = drive(port, variants, 6, seconds=LIMIT)
-        # All clients were told to go; others are still answered, for a while.
+        # Clients are asked to close; new requests are still answered until the grace period ends.
         health = httpx.get(f"http://127.0.0.1:{port}/healthz")
         assert service.wait() == -signal.SIGTERM
     assert (outcome.wrong, outcome.dropped) == ([], [])

@@ -1,4 +1,4 @@
-"""ferrohook.service: scopes of requests, deadlines and metrics."""
+"""`ferrohook.service`: scopes of requests, deadlines and metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from support.threads import run_together
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-# The service answers with null for modules that never ran, besides.
+# The service also reports modules that never ran, as null in the response.
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
 
 
@@ -60,7 +60,7 @@ def add_one(_module: object, _args: object, output: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("path", ["/async", "/thread", "/depends", "/to_thread"])
-def test_a_request_scope_is_there_wherever_the_request_computes(path: str) -> None:
+def test_a_request_scope_is_active_in_every_kind_of_endpoint(path: str) -> None:
     model, x = Doubling(), torch.tensor(3.0)
     app = FastAPI()
 
@@ -85,7 +85,7 @@ def test_a_request_scope_is_there_wherever_the_request_computes(path: str) -> No
         return (await asyncio.to_thread(model, x)).item()
 
     with TestClient(app) as client:
-        for _ in range(2):  # nothing is left of the first one
+        for _ in range(2):  # the second request finds nothing of the first
             assert client.get(path).json() == 7
     assert model(x) == 6
     assert type(model) is Doubling
@@ -129,7 +129,7 @@ def test_a_request_scope_lasts_for_a_streamed_answer() -> None:
     assert model(x) == 6
 
 
-def test_deadlines_end_calls_and_the_earliest_counts() -> None:
+def test_the_earliest_deadline_ends_a_call() -> None:
     model, x = nn.Sequential(Doubling(), Doubling()), torch.tensor(3.0)
     with fh.register(model, "*", check_deadline, phase="forward_pre"):
         with deadline(LIMIT):
@@ -143,7 +143,7 @@ def test_deadlines_end_calls_and_the_earliest_counts() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
-def test_a_deadline_is_not_in_the_past(seconds: float) -> None:
+def test_a_deadline_in_the_past_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="at least 0, got"), deadline(seconds):
         pass
 
@@ -204,7 +204,7 @@ def test_model_metrics() -> None:
     assert collected(metrics)["ferrohook_captured_bytes_total",] == 60
 
 
-def test_buckets_hold_what_is_no_longer_than_their_bound() -> None:
+def test_buckets_count_calls_up_to_their_bound() -> None:
     class Sleeping(nn.Module):
         def forward(self, seconds: float) -> None:
             time.sleep(seconds)
@@ -221,13 +221,13 @@ def test_buckets_hold_what_is_no_longer_than_their_bound() -> None:
     assert found["ferrohook_module_seconds_bucket", "Sleeping", "+Inf"] == 4
     for bound in (0.005, 0.1):
         calls = found["ferrohook_module_seconds_bucket", "Sleeping", str(bound)]
-        # However slow the machine is; what is told apart is 1.6 % wide.
+        # Bounds on any machine: a bucket is 1.6 % wide.
         assert sum(took < bound / 1.02 for took in at_most) <= calls
         assert calls <= sum(took < bound for took in at_least)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "ignore", "disable"])
-def test_errors_are_counted_whatever_becomes_of_them(
+def test_errors_are_counted_under_every_policy(
     on_error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Sequential(nn.Linear(1, 1))
@@ -253,7 +253,7 @@ def test_errors_are_counted_whatever_becomes_of_them(
     assert errors == {"": 0, "0": 4}
 
 
-def test_calls_that_failed_began_and_have_no_latency() -> None:
+def test_failed_calls_are_counted_and_have_no_latency() -> None:
     model = Doubling()
     metrics = ModelMetrics(model)
     with pytest.raises(TypeError):
@@ -262,13 +262,13 @@ def test_calls_that_failed_began_and_have_no_latency() -> None:
     assert (seen["began"], seen["calls"]) == (1, 0)
 
 
-def test_metrics_of_several_models_have_names_of_their_own() -> None:
+def test_metrics_of_several_models_differ_by_namespace() -> None:
     one, two = ModelMetrics(Doubling()), ModelMetrics(Doubling(), namespace="other")
     names = {name for name, *_ in collected(one, two)}
     assert {"ferrohook_module_calls_total", "other_module_calls_total"} <= names
 
 
-def test_metrics_refuse_what_cannot_be() -> None:
+def test_metrics_refuse_wrong_modules_and_buckets() -> None:
     model = nn.Sequential(Doubling())
     with pytest.raises(fh.SelectionError):
         ModelMetrics(model, "1")
@@ -279,7 +279,7 @@ def test_metrics_refuse_what_cannot_be() -> None:
     assert type(model[0]) is Doubling
 
 
-def test_metrics_are_read_while_threads_call() -> None:
+def test_metrics_can_be_read_while_threads_call() -> None:
     model, x = nn.Sequential(Doubling(), Doubling()), torch.zeros(1)
     metrics = ModelMetrics(model)
 

@@ -41,7 +41,7 @@ DTYPES = [
 # All stores
 
 
-def test_what_was_put_is_read_by_run_batch_and_layer(store: Store) -> None:
+def test_tensors_are_read_by_run_batch_and_layer(store: Store) -> None:
     x = torch.randn(3, 2)
     store.put("b", 7, "encoder.0/attention", {"output": x, "output.1": x[0]})
     store.put("b", 7, "", {"output": x[:, 0]})
@@ -77,7 +77,7 @@ def test_tensors_of_every_type_and_layout(store: Store, dtype: torch.dtype) -> N
             assert torch.equal(*plain)
 
 
-def test_what_is_kept_is_what_it_was_when_it_was_put(store: Store) -> None:
+def test_put_copies_the_tensors(store: Store) -> None:
     x = torch.ones(3, requires_grad=True)
     with torch.inference_mode():
         y = torch.ones(3)
@@ -96,7 +96,7 @@ def test_what_is_kept_is_what_it_was_when_it_was_put(store: Store) -> None:
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_what_is_put_again_adds_to_the_layer(store: Store, flush: bool) -> None:
+def test_a_second_put_adds_to_the_layer(store: Store, flush: bool) -> None:
     store.put("run", 0, "l", {"a": torch.zeros(1), "b": torch.zeros(1)})
     store.put("run", 0, "other", {"a": torch.zeros(1)})
     if flush:
@@ -112,7 +112,7 @@ def test_what_is_put_again_adds_to_the_layer(store: Store, flush: bool) -> None:
     assert (store.layers("run", 0), store.completed("run")) == (["l", "other", "late"], [0])
 
 
-def test_what_was_discarded_is_not_there(store: Store) -> None:
+def test_a_discarded_batch_is_gone(store: Store) -> None:
     fill(store, 0)
     store.put("run", 1, "layer", {"output": torch.ones(3)})
     store.discard("run", 1)
@@ -121,7 +121,7 @@ def test_what_was_discarded_is_not_there(store: Store) -> None:
     check(store, 0)
 
 
-def test_what_is_not_there_is_told(store: Store) -> None:
+def test_missing_runs_batches_and_layers_raise(store: Store) -> None:
     with pytest.raises(fh.SelectionError, match="no run 'run' there: it has none"):
         store.batches("run")
     assert store.completed("run") == []
@@ -159,7 +159,7 @@ def test_what_is_not_there_is_told(store: Store) -> None:
         ),
     ],
 )
-def test_what_cannot_be_kept_is_refused(
+def test_wrong_arguments_of_put_are_refused(
     store: Store, arguments: Any, error: type[Exception], told: str
 ) -> None:
     with pytest.raises(error, match=told):
@@ -167,7 +167,7 @@ def test_what_cannot_be_kept_is_refused(
     assert store.runs() == []
 
 
-def test_a_place_that_cannot_be_is_refused_when_it_is_completed(store: Store) -> None:
+def test_wrong_arguments_of_complete_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="run is a name"):
         store.complete("a/b", 0)
     with pytest.raises(fh.HookTypeError, match="batch is a number"):
@@ -175,7 +175,7 @@ def test_a_place_that_cannot_be_is_refused_when_it_is_completed(store: Store) ->
     assert store.runs() == []
 
 
-def test_a_closed_store_is_read_and_takes_no_more(store: Store) -> None:
+def test_a_closed_store_is_readable_and_refuses_put(store: Store) -> None:
     fill(store, 0)
     store.close()
     store.close()
@@ -188,7 +188,7 @@ def test_a_closed_store_is_read_and_takes_no_more(store: Store) -> None:
 
 
 @pytest.mark.usefixtures("switch_often")
-def test_threads_put_and_read_at_once(store: Store) -> None:
+def test_threads_put_and_read_concurrently(store: Store) -> None:
     threads, batches = 8, 12
 
     def work(number: int) -> None:
@@ -207,7 +207,7 @@ def test_threads_put_and_read_at_once(store: Store) -> None:
 # Folders
 
 
-def test_a_folder_is_read_by_others_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_folder_can_be_read_concurrently_and_continued(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0, 1)
         store.flush()
@@ -226,7 +226,7 @@ def test_a_folder_is_read_by_others_and_gone_on_with(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_batch_is_one_file_with_the_modes_of_others(tmp_path: Path) -> None:
+def test_a_complete_batch_is_one_file_with_default_permissions(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 3)
         store.put("run", 4, "a", {"x": torch.ones(1)})
@@ -268,14 +268,14 @@ def test_reading_is_lazy(tmp_path: Path) -> None:
         assert store.layers("run", 4) == ["layer"]
 
 
-def test_synced_writes_are_the_same(tmp_path: Path) -> None:
+def test_synced_writes_have_equal_contents(tmp_path: Path) -> None:
     with LocalStore(tmp_path, sync=True) as store:
         fill(store, 0, 1)
         check(store, 0, 1)
 
 
 class SlowDisk:
-    """Writing waits until it is let go."""
+    """A disk whose writes block until released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Semaphore(0)
@@ -289,7 +289,7 @@ class SlowDisk:
         monkeypatch.setattr(shards, "write", slow)
 
 
-def test_a_slow_disk_slows_and_loses_nothing(
+def test_a_slow_disk_blocks_put_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SlowDisk(monkeypatch)
@@ -308,7 +308,7 @@ def test_a_slow_disk_slows_and_loses_nothing(
         while len(put) < 3 + written and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)
-        # Three wait, the first of them for the disk; the fourth waits to be put.
+        # Three batches are pending, the first on the disk; the fourth `put` blocks.
         assert len(put) == min(8, 3 + written)
         disk.go.release()
     disk.go.release(2)
@@ -317,7 +317,7 @@ def test_a_slow_disk_slows_and_loses_nothing(
     check(store, *range(8))
 
 
-def test_open_batches_do_not_fill_the_memory(tmp_path: Path) -> None:
+def test_open_batches_respect_max_pending(tmp_path: Path) -> None:
     with LocalStore(tmp_path, max_pending=10_000) as store:
         for layer in range(40):
             store.put("run", 0, f"l{layer}", {"x": torch.full((500,), float(layer))})
@@ -331,13 +331,15 @@ def test_open_batches_do_not_fill_the_memory(tmp_path: Path) -> None:
         store.complete("run", 0)
         assert store.layers("run", 0) == [f"l{layer}" for layer in range(40)]
         assert all(store.get("run", 0, f"l{n}")["x"][0] == n for n in range(40))
-        # Larger than all that may wait: alone.
+        # A batch larger than `max_pending` is written alone.
         fill(store, 1, size=10_000)
         assert store.get("run", 1, "layer")["output"].shape == (10_000,)
 
 
 @pytest.mark.parametrize("at_exit", [False, True])
-def test_a_store_that_nobody_closed_is_closed(tmp_path: Path, at_exit: bool) -> None:
+def test_an_unclosed_store_is_closed_by_its_finaliser_and_at_exit(
+    tmp_path: Path, at_exit: bool
+) -> None:
     code = (
         "store = fh.LocalStore(folder)\n"
         "store.put('run', 0, 'layer', {'output': torch.zeros(4)})\n"
@@ -355,7 +357,7 @@ def test_a_store_that_nobody_closed_is_closed(tmp_path: Path, at_exit: bool) -> 
         assert (store.get("run", 1, "layer")["output"] == 1).all()
 
 
-def test_closing_loses_nothing_that_others_complete_meanwhile(
+def test_close_loses_no_batch_that_other_threads_complete_meanwhile(
     tmp_path: Path, switch_often: None
 ) -> None:
     threads = 4
@@ -378,7 +380,7 @@ def test_closing_loses_nothing_that_others_complete_meanwhile(
         assert len(found) < 10_000
 
 
-def test_a_forgotten_store_may_be_closed_by_its_writer(
+def test_a_dropped_store_may_be_closed_on_its_writer_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten = threading.Event()
@@ -392,8 +394,8 @@ def test_a_forgotten_store_may_be_closed_by_its_writer(
     monkeypatch.setattr(shards, "write", collecting)
     store = LocalStore(tmp_path, max_pending=16)
     fill(store, 0)
-    store.put("run", 1, "layer", {"output": torch.ones(1)})  # for which there is no room
-    store.self = store  # type: ignore[attr-defined]  # nobody but the collector frees it
+    store.put("run", 1, "layer", {"output": torch.ones(1)})  # exceeds `max_pending`
+    store.self = store  # type: ignore[attr-defined]  # a cycle: only the collector frees it
     assert store._writer is not None
     over = store._writer._over
     gc.disable()

@@ -41,7 +41,7 @@ def write_for_ever(folder: Path, acknowledge: int) -> None:
 
 
 def test_killing_the_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    chance = random.Random(3)  # noqa: S311 (moments to kill at)
+    chance = random.Random(3)  # noqa: S311 (not for cryptography)
     acknowledged = -1
     for _ in range(12):
         receive, send = os.pipe()
@@ -68,7 +68,7 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_line_that_was_not_ended_counts_for_nothing(tmp_path: Path, cut: int) -> None:
+def test_an_incomplete_last_line_of_the_index_is_ignored(tmp_path: Path, cut: int) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0, 1)
     index = tmp_path / "run" / "index.jsonl"
@@ -84,7 +84,7 @@ def test_a_line_that_was_not_ended_counts_for_nothing(tmp_path: Path, cut: int) 
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"batch": 1, "file": null}', "\x80"])
-def test_a_damaged_index_is_told(tmp_path: Path, line: str) -> None:
+def test_a_damaged_index_raises(tmp_path: Path, line: str) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0)
     index = tmp_path / "run" / "index.jsonl"
@@ -102,7 +102,7 @@ def scramble(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [truncate, scramble, os.unlink])
-def test_a_damaged_file_is_told_and_harms_no_other(
+def test_a_damaged_file_raises_and_leaves_other_batches_readable(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     with LocalStore(tmp_path) as store:
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_told_and_harms_no_other(
             assert (store.get("run", batch, "layer")["output"] == batch).all()
 
 
-def test_one_store_writes_a_folder(tmp_path: Path) -> None:
+def test_only_one_store_may_write_a_folder(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0)
         told = rf"{tmp_path} is being written by a store of process {os.getpid()}: close that"
@@ -137,7 +137,7 @@ def test_one_store_writes_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("started", [False, True])
-def test_opening_that_is_interrupted_leaves_the_folder_to_others(
+def test_an_interrupted_open_releases_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     start = stores.start_new_thread
@@ -162,7 +162,7 @@ def test_opening_that_is_interrupted_leaves_the_folder_to_others(
 
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
-    """Without the rights of root, who may write anywhere."""
+    """Drops root's rights, which bypass permissions."""
     if os.geteuid():
         yield
         return
@@ -173,11 +173,11 @@ def nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o055)  # so that nobody gets there
+        parent.chmod(parent.stat().st_mode | 0o055)  # lets the user nobody reach the folder
     (tmp_path / "file").touch()
     with nobody():
         for folder in (locked, locked / "below", tmp_path / "file", tmp_path / "file" / "below"):
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert not [*locked.iterdir()]
 
 
-def test_a_folder_that_becomes_unwritable_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_becomes_unwritable_raises(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     fill(store, 0)
     store.flush()
@@ -214,11 +214,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small tmpfs cannot be mounted here")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 (as mount was found)
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607 (on the path, like mount)
 
 
 @pytest.mark.parametrize("small", [5_000, 100_000])
-def test_a_full_disk_is_told_and_what_was_flushed_is_there(small_disk: Path, small: int) -> None:
+def test_a_full_disk_raises_and_flushed_batches_are_readable(small_disk: Path, small: int) -> None:
     store = LocalStore(small_disk / "store")
     acknowledged = -1
     with pytest.raises(fh.StoreError, match=r"(?is)writing batch \d+ of run 'run' .*no space|room"):  # noqa: PT012
@@ -232,14 +232,14 @@ def test_a_full_disk_is_told_and_what_was_flushed_is_there(small_disk: Path, sma
     done = store.completed("run")
     check(store, *range(len(done)))
     assert len(done) > acknowledged
-    # There is room again: it goes on behind what is there.
+    # With room again, writing continues after the last complete batch.
     (small_disk / "store" / "run" / "00000000.safetensors").unlink()
     with LocalStore(small_disk / "store") as again:
         fill(again, len(done), size=1)
         assert again.completed("run") == [*range(len(done) + 1)]
 
 
-def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
+def test_a_file_size_limit_raises(tmp_path: Path) -> None:
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         store = LocalStore(tmp_path)
@@ -254,14 +254,14 @@ def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.part")]
 
 
-def test_an_error_on_its_way_is_not_replaced_by_that_of_closing(tmp_path: Path) -> None:
+def test_an_error_while_closing_does_not_replace_the_error_of_the_block(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), LocalStore(tmp_path) as store:  # noqa: PT012
         (tmp_path / "run").touch()
         fill(store, 0)
         raise ZeroDivisionError
 
 
-def test_options_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
+def test_options_of_wrong_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fh.HookTypeError, match="max_pending is a number of bytes, got str"):
         LocalStore(tmp_path, max_pending="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1, got 0"):
@@ -271,7 +271,7 @@ def test_options_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_index_says_what_is_where(tmp_path: Path) -> None:
+def test_an_index_lists_file_layers_and_completeness(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0)
     (line,) = (tmp_path / "run" / "index.jsonl").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Simulates the BLAS of another machine, for `pytest --other-blas`.
 
-Matrix products round otherwise for each shape, as kernels that are chosen by shape do. Runs of the
-same shapes stay bit for bit the same; a test that expects more of a machine fails.
+Matrix products round differently for each shape, like kernels selected by shape. Runs of the same
+shapes stay bit-equal; a test that relies on more than that fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 _library = torch.library.Library("aten", "IMPL")
 _COARSE = 2.0**12
-"""Products that are multiples of 1 / _COARSE are taken to be exact in any order of summation."""
+"""Products that are multiples of 1 / _COARSE count as exact in any order of summation."""
 
 
 def _rounded(product: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         product = (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2, dtype=a.dtype)
     else:
         wide = torch.promote_types(a.dtype, torch.float32)
-        with np.errstate(all="ignore"):  # numpy warns of infinities
+        with np.errstate(all="ignore"):  # numpy warns about infinities
             found = a.detach().to(wide).numpy() @ b.detach().to(wide).numpy()
         product = torch.from_numpy(found).to(a.dtype)
     return _rounded(product, a, b)
@@ -46,12 +46,12 @@ def _addmm(
     return beta * bias + alpha * _product(a, b)
 
 
-with warnings.catch_warnings(action="ignore"):  # torch's, of replacing its kernels
+with warnings.catch_warnings(action="ignore"):  # torch warns about replaced kernels
     for _name, _kernel in {
         "mm": _product,
         "bmm": _product,
         "addmm": _addmm,
         "baddbmm": _addmm,
     }.items():
-        # Dynamo would put its own translation of numpy in their place.
+        # Dynamo would replace them by its translation of numpy.
         _library.impl(_name, torch.compiler.disable(_kernel), "CPU")

@@ -23,7 +23,7 @@ def captured(value: Any, **options: Any) -> Any:
 
 
 def assert_plain(model: nn.Module) -> None:
-    """Fails if something of ours is left in the model."""
+    """Asserts that ferrohook left nothing in the model."""
     for module in model.modules():
         assert type(module).__mro__[1].__module__.startswith("torch.nn")
         assert not [key for key in vars(module) if "ferrohook" in key]
@@ -46,7 +46,7 @@ class Frozen:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """An independent walk."""
+    """Tensors of a structure, by a traversal independent of ferrohook's."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

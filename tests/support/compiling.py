@@ -19,7 +19,7 @@ compiles = [
 
 
 def compiled(test: Any) -> Any:
-    """Marks one test that compiles."""
+    """Decorates a test that compiles."""
     for mark in compiles:
         test = mark(test)
     return test

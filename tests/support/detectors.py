@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ferrohook.detectors import NativeDetector
 
 
-def seen(detector: NativeDetector, *outputs: Any) -> dict[str, Any]:
+def snapshot_after(detector: NativeDetector, *outputs: Any) -> dict[str, Any]:
     """Snapshot of a detector after a module has returned `outputs`."""
     module = fh.HookedModule(Returning())
     with module.register_forward_hook(detector) as handle:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def call(module: nn.Module) -> Any:
-    """Runs all phases."""
+    """Calls a module and runs backward: all four phases."""
     out = module(torch.ones(2, requires_grad=True))
     out.sum().backward()
     return out

@@ -1,4 +1,4 @@
-"""Two processes that work together."""
+"""Two processes connected by gloo."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 RANKS = 2
 LIMIT = 250.0
-"""Seconds that a check takes at most, the start of the processes included."""
+"""Time limit of a check in seconds, start of the processes included."""
 
 
 class Pair:
-    """Two processes, connected by gloo, that run one check after the other.
+    """Two gloo processes that run checks one after another.
 
-    They start with the first, as importing torch takes seconds, and anew after one that failed:
-    nobody knows what the other rank waits for then.
+    They start with the first check, as importing torch takes seconds. They restart after a failed
+    check, which may leave the other rank waiting.
     """
 
     def __init__(self) -> None:
         self._ranks: list[tuple[SpawnProcess, connection.Connection]] = []
 
     def run(self, check: Callable[..., None], *args: Any) -> None:
-        """Runs `check(rank, *args)` in both; what fails in either fails here."""
+        """Runs `check(rank, *args)` in both processes; raises if either fails."""
         if not self._ranks:
             self._start()
         waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
@@ -64,7 +64,7 @@ class Pair:
             self._ranks.append((process, ours))
 
     def end(self) -> None:
-        """Ends them, in no orderly way: gloo's destructors abort a process now and then."""
+        """Kills both processes: an orderly exit aborts now and then in gloo's destructors."""
         for process, pipe in self._ranks:
             process.kill()
             process.join()
@@ -81,13 +81,13 @@ def _serve(rank: int, port: int, pipe: connection.Connection) -> None:
         timeout=timedelta(seconds=LIMIT),
     )
     torch.set_num_threads(1)
-    with suppress(EOFError):  # whoever tests is gone
+    with suppress(EOFError):  # the test process has exited
         while True:
             check, args = pipe.recv()
             error = ""
             try:
                 torch.manual_seed(0)
                 check(rank, *args)
-            except BaseException:  # noqa: BLE001 (told to the test)
+            except BaseException:  # noqa: BLE001 (sent to the test)
                 error = traceback.format_exc()
             pipe.send(error)

@@ -1,4 +1,4 @@
-"""Hooks that several tests register, and the phases they register for."""
+"""Hooks that several tests register, and their phases."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def logging(log: Log, name: str) -> Callable[..., None]:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """State that `restore` gives back: of each module its class, attributes in order and hooks."""
+    """State that `restore` restores: class, ordered attributes and hooks of each module."""
     return [
         (name, type(each), list(vars(each).items()), {k: list(v) for k, v in hook_dicts(each)})
         for name, each in module.named_modules(remove_duplicate=False)
@@ -65,5 +65,7 @@ class Slotted(nn.Linear):
 
 
 def torch_script(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings(action="ignore"):  # torch deprecates what it still ships
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # torch warns that these functions are deprecated
         return torch.jit.script(module)

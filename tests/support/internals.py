@@ -1,4 +1,4 @@
-"""Internals of ferrohook that tests look at."""
+"""Access to internals of ferrohook."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def is_instrumented(module: nn.Module) -> bool:
 
 
 def instrumented(model: nn.Module) -> list[str]:
-    """Names of the modules that are instrumented."""
+    """Names of the instrumented modules."""
     return [name for name, each in model.named_modules() if is_instrumented(each)]
 
 
 def in_no_scope() -> bool:
-    """Says that nothing is left on the context's stack of scopes."""
+    """True if the context's stack of scopes is empty."""
     return frames.get() == ()

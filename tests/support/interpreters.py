@@ -17,7 +17,7 @@ from support.limits import LIMIT
 IMPORTS = """
 import gc, os, sys, threading, time, warnings, weakref
 """
-# Importing torch takes seconds: one interpreter does it, and the others are forked from it.
+# Importing torch takes seconds: one template interpreter imports it, the others are forked from it.
 _TEMPLATE = f"""
 {IMPORTS}
 import json
@@ -55,7 +55,7 @@ def run_fresh(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_with_torch(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in an interpreter of its own that has imported torch, `nn` and `fh`."""
+    """Runs `code` in a forked interpreter that has imported torch, `nn` and `fh`."""
     template = _template()
     assert template.stdin
     assert template.stdout
@@ -91,7 +91,7 @@ def _template() -> subprocess.Popen[str]:
 
 
 def _end(template: subprocess.Popen[str]) -> None:
-    """Ends the template and whatever was forked from it."""
+    """Kills the template and its forks."""
     _template.cache_clear()
     if template.poll() is None:
         os.killpg(template.pid, 9)

@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 class Returns(nn.Module):
-    """Returns what it was told to."""
+    """Returns a fixed value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Returns(nn.Module):
 
 
 class Seen(fi.Detector):
-    """Keeps everything it sees in a list."""
+    """Detector that appends each input and output to a list."""
 
     def __init__(self, hook_type: fi.HookType | str = "forward", **options: Any) -> None:
         super().__init__(hook_type, **options)
@@ -56,7 +56,7 @@ class Seen(fi.Detector):
 
 
 class Shift(fi.Controller):
-    """Adds to what passes."""
+    """Controller that adds 1 to the output."""
 
     def modify_activations(
         self, module: nn.Module, inputs: Tensor | None, output: Tensor | None
@@ -76,7 +76,7 @@ def double(x: Tensor) -> Tensor:
 
 
 def on(module: nn.Module, *hooks: fi.Hook) -> fi.Layers:
-    """The module with the hooks registered on itself."""
+    """Registers the hooks on the module itself."""
     layers = fi.Layers(module)
     for hook in hooks:
         layers.register_hook("", hook)

@@ -1,4 +1,4 @@
 """Time limits of tests that wait."""
 
 LIMIT = 100.0
-"""Seconds that a test waits at most for another thread or process, on a busy machine too."""
+"""Longest wait of a test for another thread or process in seconds, for busy machines."""

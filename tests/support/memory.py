@@ -12,6 +12,6 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def resident() -> int:
-    """Bytes of memory that the process holds now, Rust's included."""
+    """Resident memory of the process in bytes, Rust's included."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Compares within 100 roundings of the largest value: sums of such values may cancel."""
+    """Compares with a tolerance of 100 roundings of the largest value, as sums may cancel."""
     roundings = 100 * torch.finfo(expected.dtype).eps
     largest = expected.detach().abs().max().item()
     return torch.allclose(found, expected, rtol=roundings, atol=roundings * largest)

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(HookedRootModule):
-    """A few layers, with hook points before, inside and after."""
+    """A few layers with hook points before, inside and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +86,6 @@ def compiled_for(model: Any, x: torch.Tensor) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(model, fullgraph=True, backend="eager")
     try:
         compiled(x)
-    except RuntimeError as error:  # no Dynamo on this Python
+    except RuntimeError as error:  # Dynamo does not support this Python
         pytest.skip(str(error))
     return compiled

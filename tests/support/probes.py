@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One call of the mix, as its only positional argument: what its hooks saw so far."""
+    """State of one call of the mix, passed as its only positional argument."""
 
     __slots__ = ("fired", "kwargs", "last", "thread")
 
@@ -27,8 +27,8 @@ class Call:
 class Probe:
     """A hook that checks each of its invocations and counts them by thread.
 
-    `call.last` is when the hook before this one ended, or the phase began: whoever had been
-    removed (or disabled) by then must not be invoked.
+    `call.last` is the time when the previous hook ended or the phase began: a hook removed or
+    disabled before it must not be invoked.
     """
 
     __slots__ = ("__weakref__", "calls", "gone")
@@ -85,7 +85,7 @@ class Probe:
     def scaling(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (call,) = args
         self.kwargs_pre(module, args, kwargs)
-        # Seen by the hooks behind this one.
+        # Later hooks get the new keyword.
         call.kwargs = {"scale": 2 * kwargs["scale"]}
         return args, call.kwargs
 

@@ -57,7 +57,7 @@ X = torch.linspace(-1, 1, 24).view(2, 3, 4)
 
 
 def expected(model: Any, x: torch.Tensor = X) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The states and the attentions, computed layer by layer."""
+    """Expected states and attentions, computed layer by layer."""
     states, attentions = [x], []
     for layer in model.layers:
         attentions.append(layer.attention(states[-1])[1])
@@ -139,7 +139,7 @@ def run_into(box: list[torch.Tensor], layer: nn.Module, x: torch.Tensor) -> None
 
 
 class Helped(Model):
-    """Runs its second layer, or all of them, on helper threads."""
+    """Runs its second layer, or all layers, on worker threads."""
 
     pool: ThreadPoolExecutor | None = None
     helped: tuple[int, ...] = (1,)

@@ -9,12 +9,12 @@ from torch import nn
 
 
 def call(module: nn.Module) -> None:
-    """Runs all phases."""
+    """Calls a module and runs backward: all four phases."""
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
 class Counting:
-    """A hook that counts its calls, and can be watched as it goes."""
+    """A hook that counts its calls and supports weak references."""
 
     def __init__(self) -> None:
         self.count = 0

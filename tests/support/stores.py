@@ -29,14 +29,14 @@ def check(store: Store, *batches: int, run: str = "run") -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Does something in a process of its own, without torch's second to import; its number."""
+    """Runs `work` in a forked process, which need not import torch; returns its pid."""
     with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):
-        child = os.fork()  # warns of threads; the child uses none of torch's
+        child = os.fork()  # warns about threads; the child uses none of torch's
     if not child:
         try:
-            torch.set_num_threads(1)  # those that the parent had are not here
+            torch.set_num_threads(1)  # the parent's threads do not exist here
             work()
-        except BaseException:  # noqa: BLE001 (shown, and told by the exit code)
+        except BaseException:  # noqa: BLE001 (printed, and reported by the exit code)
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

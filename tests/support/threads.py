@@ -19,7 +19,7 @@ THREADS = 8
 
 
 class Together(Generic[T]):
-    """Threads that start from one barrier, one for each target."""
+    """Threads that start at one barrier, one for each target."""
 
     def __init__(self, *targets: Callable[[], T]) -> None:
         self._barrier = threading.Barrier(len(targets))
@@ -40,7 +40,7 @@ class Together(Generic[T]):
             self._raised.append(error)
 
     def join(self) -> list[T]:
-        """Waits for the threads; raises the first exception, or returns what the targets did."""
+        """Waits for the threads; raises the first exception, or returns the targets' results."""
         deadline = time.monotonic() + LIMIT
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -52,12 +52,12 @@ class Together(Generic[T]):
 
 
 def run_together(*targets: Callable[[], T]) -> list[T]:
-    """Results of the targets, each run in a thread of its own."""
+    """Results of the targets, each run in its own thread."""
     return Together(*targets).join()
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Results of `work(number)` for each number below `count`, each in a thread of its own."""
+    """Results of `work(number)` for each number below `count`, each run in its own thread."""
     return run_together(*(functools.partial(work, number) for number in range(count)))
 
 
@@ -68,7 +68,7 @@ def in_thread(target: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def repeating(act: Callable[[], object], threads: int = 1) -> Iterator[None]:
-    """Threads that repeat `act` beside the block until it is left."""
+    """Threads that repeat `act` until the block ends."""
     left = threading.Event()
 
     def repeat() -> None:
@@ -88,7 +88,7 @@ def wait(event: threading.Event) -> None:
 
 
 class Blocking:
-    """A hook that stays inside from `entered` until `release`, and then says that it left."""
+    """A hook that blocks from `entered` until `release`, then appends to `left`."""
 
     def __init__(self, threads: int = 1) -> None:
         self.entered = threading.Barrier(threads + 1)

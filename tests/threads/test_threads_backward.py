@@ -67,14 +67,14 @@ def test_backward_hooks_fire_exactly_once_for_each_backward_of_each_thread() -> 
     assert len(hooked.hooks()) == 3
 
 
-def test_backward_on_other_threads_than_the_forward() -> None:
+def test_backward_hooks_fire_on_other_threads_than_the_forward() -> None:
     each = 25
     hooked = fh.HookedModule(nn.Linear(3, 2))
     threads: Counter[int] = Counter()
 
     def backward(module: Any, grad_input: Any, grad_output: Any) -> None:
         threads[threading.get_ident()] += 1
-        # A hook may call the module on autograd's thread too.
+        # A hook may also call the module on autograd's thread.
         with torch.no_grad():
             hooked(torch.ones(1, 3))
 

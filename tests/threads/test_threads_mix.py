@@ -37,20 +37,20 @@ KINDS = ("plain_pre", "kwargs_pre", "typed_pre", "plain", "kwargs", "typed")
 
 class Scaled(nn.Module):
     def forward(self, call: Call, *, scale: int) -> int:
-        # A new phase begins after this.
+        # The forward phase begins after this.
         call.last = time.perf_counter_ns()
         return scale
 
 
 class Mix:
-    """One module, what the threads do to it, and what they counted."""
+    """One module, the threads' operations on it and their counts."""
 
     CALLS, PAIRS, SWITCHES = 50_000, 125_000, 100_000
-    """What each calling, each registering and the one switching thread do."""
+    """Operations of each calling, each registering and the one switching thread."""
 
     def __init__(self) -> None:
         self.hooked: Module = fh.HookedModule(Scaled())
-        # Hooks that stay: some change what is passed on; first and last of both phases.
+        # Permanent hooks, first and last of both phases; some change the arguments or the output.
         self.stay = [Probe() for _ in range(4)]
         self.stay_handles = [
             self.stay[0].register(self.hooked, "scaling", priority=2),
@@ -150,7 +150,7 @@ def test_a_million_operations_of_all_kinds() -> None:
 
 @pytest.mark.skipif(not FREE_THREADED, reason="needs an interpreter built without the GIL")
 def test_importing_ferrohook_does_not_turn_the_gil_on() -> None:
-    # PYTHON_GIL decides whatever is imported: without it the import does.
+    # PYTHON_GIL overrides imports; without it, an import may turn the GIL on.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
     code = "import sys; import ferrohook._core; print(sys._is_gil_enabled())"
     done = subprocess.run(

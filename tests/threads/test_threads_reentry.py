@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("switch_often")
 
 
-def test_a_hook_is_entered_by_all_threads_at_once() -> None:
+def test_all_threads_may_be_inside_a_hook_at_once() -> None:
     hooked: Module = fh.HookedModule(Echo())
     inside = threading.Barrier(THREADS)
 
@@ -36,7 +36,7 @@ def test_a_hook_is_entered_by_all_threads_at_once() -> None:
     assert [handle.calls for handle in handles] == [THREADS, THREADS]
 
 
-def test_a_blocked_hook_holds_up_nobody_else() -> None:
+def test_a_blocked_hook_blocks_no_other_thread() -> None:
     hooked: Module = fh.HookedModule(Echo())
     blocking = Blocking()
     handle = hooked.register_forward_hook(blocking)
@@ -66,7 +66,7 @@ def test_a_blocked_hook_holds_up_nobody_else() -> None:
 
 
 def deeds(hooked: Module) -> dict[str, Callable[[], object]]:
-    """What hooks may do, each of which takes locks somewhere."""
+    """Operations allowed in hooks, each of which takes a lock somewhere."""
 
     def nothing(*_: Any) -> None: ...
 
@@ -94,7 +94,7 @@ def deeds(hooked: Module) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("phase", ["forward_pre", "forward"])
 @pytest.mark.parametrize("deed", list(deeds(fh.HookedModule(Echo()))))
 @pytest.mark.usefixtures("collect_cheaply")
-def test_hooks_may_do_anything(deed: str, phase: str) -> None:
+def test_hooks_may_call_register_remove_and_start_threads(deed: str, phase: str) -> None:
     hooked: Module = fh.HookedModule(Echo())
     each = 2 if deed == "start and join threads" else 10
     do = deeds(hooked)[deed]
@@ -124,7 +124,7 @@ def test_hooks_may_do_anything(deed: str, phase: str) -> None:
     assert len(hooked.hooks()) == 1 + registered
 
 
-def test_hooks_that_remove_each_other_do_so_once() -> None:
+def test_hooks_that_remove_each_other_fire_once() -> None:
     rounds = 500
     for _ in range(rounds // 10):
         hooked: Module = fh.HookedModule(Echo())
@@ -145,7 +145,7 @@ def test_hooks_that_remove_each_other_do_so_once() -> None:
         handles += [hooked.register_forward_hook(remove_all) for _ in range(10)]
         run_together(*(lambda thread=thread, h=hooked: h(thread) for thread in range(THREADS)))
 
-        # The first to run keeps everybody else out, its own successors in the same call included.
+        # The first to run removes all others, later ones of its own call included.
         assert len(set(bodies)) == len(bodies)
         assert sum(handle.calls for handle in handles) == len(bodies) >= 1
         assert hooked.hooks() == []

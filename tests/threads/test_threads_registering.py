@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("switch_often")
 # --- Registering and removing -------------------------------------------------------------------
 
 
-def test_hooks_of_all_threads_stand_in_one_total_order() -> None:
+def test_hooks_of_all_threads_have_one_total_order() -> None:
     hooked: Module = fh.HookedModule(Echo())
     each = 250
     registered: list[tuple[int, int, int]] = []
@@ -90,7 +90,7 @@ def test_a_handle_removed_by_all_threads_at_once_is_removed_once() -> None:
     assert [handle.calls for handle in handles] == [0, 1] * rounds
 
 
-def test_clearing_and_registering_at_once_lose_no_hook() -> None:
+def test_concurrent_clearing_and_registering_lose_no_hook() -> None:
     each = 5_000
     hooked: Module = fh.HookedModule(Echo())
     handles: list[fh.HookHandle] = []
@@ -117,7 +117,7 @@ def test_clearing_and_registering_at_once_lose_no_hook() -> None:
     assert [ref for ref in probes if ref() is not None] == []
 
 
-def test_changing_priorities_never_drops_or_doubles_a_hook_of_a_call() -> None:
+def test_changing_priorities_never_skips_or_repeats_a_hook_in_a_call() -> None:
     calls_each, hooks = 2_000, 6
     hooked: Module = fh.HookedModule(Echo())
 
@@ -174,7 +174,7 @@ def test_handles_as_context_managers_leave_nothing_behind_when_calls_raise() -> 
     assert hooked.hooks() == []
 
 
-def test_copies_made_while_others_register_are_whole() -> None:
+def test_copies_made_during_registering_are_consistent() -> None:
     hooked: Module = fh.HookedModule(Echo())
     kept = 5
     for _ in range(kept):
@@ -199,7 +199,7 @@ def test_copies_made_while_others_register_are_whole() -> None:
     assert len(hooked.hooks()) == kept
 
 
-def test_giving_the_module_back_during_calls_ends_them_cleanly() -> None:
+def test_into_inner_during_calls_ends_them_cleanly() -> None:
     for _ in range(50):
         inner = Echo()
         hooked: Module = fh.HookedModule(inner)
@@ -243,7 +243,7 @@ def test_a_hook_that_fails_in_all_threads_is_disabled_and_logged_once(
     assert not handle.enabled
 
 
-def test_always_call_hooks_see_every_failing_call_whoever_registers_meanwhile() -> None:
+def test_always_call_hooks_run_in_every_failing_call_during_registering() -> None:
     each = 1_000
     hooked: Module = fh.HookedModule(Echo())
     seen = [0] * THREADS

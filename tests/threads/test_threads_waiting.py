@@ -1,4 +1,4 @@
-"""Waiting until a hook is left."""
+"""Waiting until no thread is inside a hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 NOTHING_HAPPENS = 0.1
-"""Seconds after which something is taken to be waiting."""
+"""Seconds after which a blocked operation counts as waiting."""
 
 
 def test_removing_with_wait_returns_when_the_last_thread_has_left() -> None:
@@ -42,7 +42,7 @@ def test_removing_with_wait_returns_when_the_last_thread_has_left() -> None:
 
     removers = Together(remove, remove)
     assert not returned.wait(NOTHING_HAPPENS)
-    hooked(None)  # not invoked any more, and not held up
+    hooked(None)  # neither invokes the removed hook nor blocks
     blocking.release.set()
     removers.join()
     callers.join()
@@ -52,7 +52,7 @@ def test_removing_with_wait_returns_when_the_last_thread_has_left() -> None:
 
 
 @pytest.mark.parametrize("removed_before", [False, True])
-def test_quiesce_returns_when_nobody_is_inside_any_hook(*, removed_before: bool) -> None:
+def test_quiesce_returns_when_no_thread_is_inside_any_hook(*, removed_before: bool) -> None:
     hooked: Module = fh.HookedModule(Echo())
     blocking = [Blocking(), Blocking()]
 
@@ -97,7 +97,7 @@ def test_waiting_from_inside_the_hook_raises_and_leaves_it_registered() -> None:
     idle = hooked.register_forward_hook(lambda *_: None, priority=-1)
 
     def waiting(module: Any, args: Any, output: Any) -> None:
-        # Also when the hook is not the innermost that this thread is inside of.
+        # Raises even if the hook is not the innermost one of this thread.
         with hooked.register_forward_pre_hook(nested):
             hooked.inner_call = hooked(None)
         with pytest.raises(fh.HookError, match="from inside that hook"):
@@ -132,9 +132,7 @@ def test_waiting_from_inside_the_hook_raises_and_leaves_it_registered() -> None:
         ({"wait": True, "timeout": "soon"}, fh.HookTypeError),
     ],
 )
-def test_a_timeout_that_makes_no_sense_is_refused(
-    arguments: dict[str, Any], error: type[Exception]
-) -> None:
+def test_an_invalid_timeout_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
     handle = fh.HookedModule(Echo()).register_forward_hook(lambda *_: None)
     refused: list[None] = []
 
@@ -148,7 +146,7 @@ def test_a_timeout_that_makes_no_sense_is_refused(
     assert not handle.removed
 
 
-def test_what_a_hook_uses_can_be_freed_after_waiting() -> None:
+def test_resources_of_a_hook_can_be_freed_after_waiting() -> None:
     rounds, callers = 1_000, 4
     hooked: Module = fh.HookedModule(Echo())
     working = threading.Semaphore(callers)
@@ -196,7 +194,7 @@ def test_what_a_hook_uses_can_be_freed_after_waiting() -> None:
 
 @pytest.fixture
 def _ctrl_c() -> Iterator[None]:
-    """Has Ctrl-C raise, also where a shell started this in the background and has it ignored."""
+    """Enables KeyboardInterrupt, which background jobs of a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -204,7 +202,7 @@ def _ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("how", ["remove", "quiesce"])
-def test_ctrl_c_gets_through_a_wait(how: str) -> None:
+def test_ctrl_c_interrupts_a_wait(how: str) -> None:
     hooked: Module = fh.HookedModule(Echo())
     blocking = Blocking()
     handle = hooked.register_forward_hook(blocking)
@@ -214,7 +212,7 @@ def test_ctrl_c_gets_through_a_wait(how: str) -> None:
 
     def interrupt() -> None:
         starting.wait(LIMIT)
-        # Most likely the main thread waits by now; the test holds as well if it does not yet.
+        # The main thread most likely waits by now; the test is valid even if not.
         threading.Event().wait(NOTHING_HAPPENS)
         _thread.interrupt_main()
 

@@ -1,4 +1,4 @@
-"""What type checkers make of the public names; checked by mypy and pyright, never run."""
+"""Types of the public names; checked by mypy and pyright, never run."""
 
 from typing import assert_type
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def test_outputs_are_bit_for_bit_the_same(case: Case) -> None:
     module, arguments = case
-    module(*arguments)  # in its first call the lazy module draws its parameters
+    module(*arguments)  # the lazy module creates its parameters in the first call
     plain = copy.deepcopy(module)
     hooked = fh.HookedModule(module)
     hooked.register_forward_pre_hook(lambda _module, _args: None)
@@ -30,7 +30,7 @@ def test_outputs_are_bit_for_bit_the_same(case: Case) -> None:
     assert same(hooked.forward(*arguments), plain.forward(*arguments))
 
 
-def test_a_lazy_module_becomes_what_it_is_under_the_wrapper() -> None:
+def test_a_lazy_module_is_initialised_under_the_wrapper() -> None:
     hooked = fh.HookedModule(nn.LazyLinear(4))
     fired = hooked.register_forward_hook(lambda *_: None)
     first = hooked(x())
@@ -39,7 +39,7 @@ def test_a_lazy_module_becomes_what_it_is_under_the_wrapper() -> None:
     assert fired.calls == 2
 
 
-def test_names_and_state_are_those_of_the_module_inside(case: Case) -> None:
+def test_names_and_state_equal_those_of_the_module_inside(case: Case) -> None:
     module, arguments = case
     module(*arguments)
     hooked = fh.HookedModule(module)
@@ -69,7 +69,7 @@ def test_load_state_dict_goes_both_ways(case: Case) -> None:
     assert all(value.all() for value in module.state_dict().values())
 
 
-def test_conversions_modes_and_gradients_reach_the_module_and_return_the_wrapper(
+def test_conversions_modes_and_gradients_apply_to_the_module_and_return_the_wrapper(
     case: Case,
 ) -> None:
     module, arguments = case
@@ -132,7 +132,7 @@ def test_attributes_are_read_and_written_through_either() -> None:
     assert isinstance(hooked, fh.HookedModule)
 
 
-def test_properties_methods_and_overrides_are_those_of_the_module_s_class() -> None:
+def test_properties_methods_and_overrides_of_the_module_s_class_work() -> None:
     class Odd(nn.Linear):
         _gain = 1.0
 
@@ -166,7 +166,7 @@ def test_properties_methods_and_overrides_are_those_of_the_module_s_class() -> N
     assert torch.equal(hooked(x()), nn.functional.linear(x(), odd.weight, odd.bias) * 2)
 
 
-def test_methods_of_the_module_s_class_call_the_hooked_module() -> None:
+def test_methods_of_the_module_s_class_call_the_wrapper() -> None:
     class Generator(nn.Linear):
         def generate(self, x: Tensor, steps: int) -> Tensor:
             for _ in range(steps):
@@ -179,7 +179,7 @@ def test_methods_of_the_module_s_class_call_the_hooked_module() -> None:
     assert handle.calls == 3
 
 
-def test_a_class_that_cannot_be_derived_from_is_wrapped_all_the_same() -> None:
+def test_a_class_that_cannot_be_subclassed_can_be_wrapped() -> None:
     class Slotted(nn.Linear):
         __slots__ = ("gain",)
 
@@ -278,7 +278,7 @@ def test_a_replaced_forward_is_honoured_at_the_next_call() -> None:
 
 
 def plus_one(*given: Any) -> Any:
-    """A forward hook, a forward and a call of a module that is the identity, all in one."""
+    """Works as a forward hook, a forward and a call of an identity module."""
     return given[-1] + 1
 
 
@@ -300,9 +300,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("form", ["wrapped", "instrumented"])
-def test_a_change_of_a_module_s_variables_is_seen_however_it_is_made(
-    form: str, change: str
-) -> None:
+def test_any_change_of_a_module_s_attributes_takes_effect(form: str, change: str) -> None:
     module = nn.Identity()
     called = module
     if form == "wrapped":
@@ -310,7 +308,7 @@ def test_a_change_of_a_module_s_variables_is_seen_however_it_is_made(
     else:
         fh.instrument(module)
     before = dict(vars(module))
-    for _ in range(3):  # what was seen is remembered
+    for _ in range(3):  # later calls hit the cache
         assert torch.equal(called(x()), x())
         CHANGES[change](module)
         assert torch.equal(called(x()), x() + 1)
@@ -356,7 +354,7 @@ def test_a_module_with_its_own_call_keeps_it() -> None:
     assert hooked(1) == 20
 
 
-def test_what_stands_in_for_forward_is_called_as_the_class_says() -> None:
+def test_forward_is_bound_by_the_descriptor_of_the_class() -> None:
     class Static(nn.Module):
         @staticmethod
         def forward(value: Tensor) -> Tensor:
@@ -415,7 +413,7 @@ def test_a_module_with_the_wrapper_s_names_keeps_its_methods() -> None:
     assert hooked.into_inner() is model
 
 
-def test_a_registry_of_subclasses_hears_nothing_of_wrappers() -> None:
+def test_wrapping_does_not_run_init_subclass() -> None:
     known: list[str] = []
 
     class Registered(nn.Module):
@@ -437,7 +435,7 @@ def test_a_registry_of_subclasses_hears_nothing_of_wrappers() -> None:
 
 
 def test_a_generic_module_is_wrapped_as_an_instance_of_its_class() -> None:
-    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (the order that some have)
+    class Typed(Generic[T], nn.Module):  # noqa: PYI059 (an order in use)
         def forward(self, value: Tensor) -> Tensor:
             return value
 

@@ -32,7 +32,7 @@ def test_nested_wrappers_fire_from_the_outside_in(case: Case) -> None:
     assert "HookedModule" in repr(outside)
 
 
-def test_into_inner_gives_the_very_module_back(case: Case) -> None:
+def test_into_inner_returns_the_original_module(case: Case) -> None:
     module, arguments = case
     hooked = fh.HookedModule(module)
     handle = hooked.register_forward_hook(lambda *_: pytest.fail("fired"))
@@ -95,7 +95,7 @@ def test_deepcopy_rebinds_hooks_that_are_methods_of_the_module() -> None:
     assert (counting.count, duplicate.count) == (0, 1)
 
 
-def test_a_subclass_of_the_wrapper_stays_itself() -> None:
+def test_a_copy_preserves_a_subclass_of_the_wrapper() -> None:
     class Named(fh.HookedModule[nn.Linear]):
         pass
 
@@ -112,7 +112,7 @@ def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
     module, arguments = case
     module(*arguments)
     hooked = fh.HookedModule(module)
-    # Neither pickles: a hook is run-time state.
+    # Neither hook can be pickled: hooks are run-time state.
     hooked.register_forward_hook(lambda *_: None)
     module.handle = hooked.register_full_backward_hook(fh.BackwardHook(lambda *_: None))
     if through == "pickle":
@@ -128,7 +128,7 @@ def test_saving_never_fails_because_of_a_hook(case: Case, through: str) -> None:
     assert same(restored(*arguments), hooked(*arguments))
 
 
-def test_a_shallow_copy_is_one_of_the_module_too() -> None:
+def test_a_shallow_copy_copies_the_module_shallowly() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     handle = hooked.register_forward_hook(lambda *_: None)
     duplicate = copy.copy(hooked)

@@ -1,4 +1,4 @@
-"""torch's own machinery on wrappers."""
+"""torch's utilities on wrappers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_parametrize(on: str) -> None:
     hooked(x()).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch deprecates what it still ships
-def test_jit_trace_records_the_hooks_and_script_says_why_it_cannot() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns that these functions are deprecated
+def test_jit_trace_records_the_hooks_and_script_is_refused_with_the_reason() -> None:
     hooked = fh.HookedModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     hooked.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
@@ -73,7 +73,7 @@ def test_export_has_the_hooks_in_the_graph(strict: bool) -> None:
 def test_data_parallel_replicas_share_the_hooks() -> None:
     hooked = fh.HookedModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     handle = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
-    # What torch.nn.parallel.replicate does, which itself needs a GPU.
+    # The steps of torch.nn.parallel.replicate, which itself needs a GPU.
     replica = hooked._replicate_for_data_parallel()
     child = hooked[0]._replicate_for_data_parallel()
     for name, parameter in hooked[0].named_parameters():
@@ -104,7 +104,7 @@ def test_prune_and_the_old_norms_work_on_a_wrapper() -> None:
     assert (hooked.weight == 0).sum() == 4
     prune.remove(hooked, "weight")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what it still ships
+        warnings.simplefilter("ignore")  # torch warns that these functions are deprecated
         nn.utils.spectral_norm(hooked)
         hooked(x())
         nn.utils.remove_spectral_norm(hooked)
