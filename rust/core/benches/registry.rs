@@ -1,9 +1,9 @@
-//! What one call and one change of a registry cost.
+//! Time of one call and of one change of a registry.
 //!
 //! `cargo bench -p ferrohook-core`
 #![allow(
     missing_docs,
-    reason = "criterion's macro makes a public function without"
+    reason = "criterion's macro makes an undocumented public function"
 )]
 
 #[cfg(not(loom))]

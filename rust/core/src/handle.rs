@@ -7,7 +7,7 @@ use crate::phase::Phase;
 use crate::registry::Shared;
 use crate::state::{HookId, HookState};
 
-/// What registering returns: removes, disables and describes one hook.
+/// Handle of one registered hook: removes, disables and describes it.
 ///
 /// Keeps neither the callback nor the registry alive. Dropping it leaves the hook registered.
 pub struct Handle<H> {
@@ -16,47 +16,47 @@ pub struct Handle<H> {
 }
 
 impl<H> Handle<H> {
-    /// The hook's number.
+    /// Id of the hook.
     #[must_use]
     pub fn id(&self) -> HookId {
         self.state.id
     }
 
-    /// The phase that the hook is registered for.
+    /// Phase that the hook is registered for.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.state.phase
     }
 
-    /// Whether the hook was removed.
+    /// True if the hook was removed.
     #[must_use]
     pub fn removed(&self) -> bool {
         self.state.removed()
     }
 
-    /// Whether the hook fires when its turn comes.
+    /// True if the hook fires when its turn comes.
     #[must_use]
     pub fn enabled(&self) -> bool {
         self.state.enabled()
     }
 
-    /// How many invocations have ended so far.
+    /// Number of invocations that have ended.
     #[must_use]
     pub fn calls(&self) -> u64 {
         self.state.calls()
     }
 
-    /// The priority that the hook has now; higher fires first.
+    /// Current priority of the hook; higher fires first.
     #[must_use]
     pub fn priority(&self) -> i64 {
         self.state.priority()
     }
 
-    /// Removes the hook: no phase that has not reached it yet will invoke it. Returns whether it
-    /// was this call that did so. Takes amortised constant time.
+    /// Removes the hook: a phase that has not reached it yet will not invoke it. Returns true for
+    /// the call that removed it. Takes amortised constant time.
     #[allow(
         clippy::must_use_candidate,
-        reason = "called for its effect; who was first rarely matters"
+        reason = "called for its effect; callers rarely need to know who was first"
     )]
     pub fn remove(&self) -> bool {
         if !self.state.mark_removed() {
@@ -68,7 +68,7 @@ impl<H> Handle<H> {
         true
     }
 
-    /// Whether the calling thread is inside the hook, where it cannot wait for it.
+    /// True if the calling thread is inside the hook and so must not wait for it.
     #[must_use]
     pub fn inside(&self) -> bool {
         self.state.inside()
@@ -85,7 +85,7 @@ impl<H> Handle<H> {
         self.state.wait_idle(deadline(timeout))
     }
 
-    /// Lets the hook fire again, or keeps it from firing; its place in the order stays.
+    /// Enables or disables the hook; its place in the order stays.
     pub fn set_enabled(&self, enabled: bool) {
         self.state.set_enabled(enabled);
     }
@@ -110,7 +110,7 @@ impl<H> fmt::Debug for Handle<H> {
     }
 }
 
-/// When `timeout` is up; `None` for one so long that it never is.
+/// Instant at which `timeout` passes; `None` where a clock cannot hold it.
 pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }

@@ -33,7 +33,7 @@ impl Phase {
         }
     }
 
-    /// The phase called `name`, if there is one.
+    /// Looks a phase up by its name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|phase| phase.name() == name)

@@ -10,11 +10,11 @@ use crate::state::HookState;
 use crate::sync::{AtomicU64, Lease, Mutex, Ordering, Slot, lease};
 use crate::work::{self, Watch, Work};
 
-/// Up to this many hooks a list is purged at every removal, so that the callback is freed at once;
-/// above it when half of it is removed, so that removal stays amortised constant-time.
+/// Up to this length a list is purged at every removal, which frees the callback at once. A longer
+/// list is purged when half of it is removed, so removal stays amortised constant-time.
 const ALWAYS_PURGED: usize = 64;
 
-/// Where a hook goes among those of its phase.
+/// Position of a hook among those of its phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// Higher fires first.
@@ -25,8 +25,8 @@ pub struct Placement {
 
 /// The ordered hooks of one module, all phases.
 ///
-/// `H` is the callback, of which the registry only knows that it can be dropped. No lock is held
-/// while a snapshot is walked or a callback dropped, so callbacks may call anything here.
+/// `H` is the callback; the registry only ever drops it. No lock is held while a snapshot is walked
+/// or a callback dropped, so callbacks may call anything here.
 pub struct Registry<H> {
     shared: Arc<Shared<H>>,
 }
@@ -52,13 +52,13 @@ impl<H> Registry<H> {
         }
     }
 
-    /// Adds `hook` to `phase`. Phases that have begun do not see it.
+    /// Adds `hook` to `phase`. Phases that have begun do not fire it.
     pub fn register(&self, phase: Phase, hook: H, placement: Placement) -> Handle<H> {
         self.push(HookState::new(phase, placement, false), hook)
     }
 
-    /// Adds a hook that stays behind all others, whatever their priorities, until its handle removes
-    /// it: `clear` leaves it and `fork` does not copy it.
+    /// Adds a hook that stays behind all others, whatever their priorities, until its handle
+    /// removes it: `clear` leaves it and `fork` does not copy it.
     pub fn register_last(&self, phase: Phase, hook: H) -> Handle<H> {
         self.push(HookState::new(phase, Placement::default(), true), hook)
     }
@@ -75,27 +75,27 @@ impl<H> Registry<H> {
         }
     }
 
-    /// The work of a call: one atomic read.
+    /// Reads the work of a call: one atomic load.
     #[must_use]
     #[inline]
     pub fn work(&self) -> Work {
         self.shared.work()
     }
 
-    /// Whether `phase` may have hooks. False means that it has none.
+    /// True if `phase` may have hooks; false if it has none.
     #[must_use]
     pub fn occupied(&self, phase: Phase) -> bool {
         self.work().occupied(phase)
     }
 
-    /// Whether a call has nothing to do: no hooks and no [`Watch`].
+    /// True if a call has nothing to do: no hooks and no [`Watch`].
     #[must_use]
     #[inline]
     pub fn idle(&self) -> bool {
         self.work().is_none()
     }
 
-    /// Keeps the registry from being idle: for hooks that other registries have for this one's
+    /// Keeps the registry from being idle, for hooks of other registries that fire on the same
     /// module.
     #[must_use]
     pub fn watch(&self) -> Watch<H> {
@@ -110,7 +110,7 @@ impl<H> Registry<H> {
 
     /// The hooks of `phase` as they are now, in firing order.
     ///
-    /// The first two calls after a change make the list, the others share it.
+    /// The first two calls after a change build the list; later ones share it.
     #[must_use]
     #[inline]
     pub fn snapshot(&self, phase: Phase) -> Snapshot<H> {
@@ -118,7 +118,7 @@ impl<H> Registry<H> {
         Snapshot(hooks.published.load().unwrap_or_else(|| hooks.publish()))
     }
 
-    /// A handle for one of the hooks, as registering it returned.
+    /// Makes a handle for one of the hooks, like the one that registering returned.
     #[must_use]
     pub fn handle(&self, entry: &Entry<H>) -> Handle<H> {
         Handle {
@@ -131,7 +131,7 @@ impl<H> Registry<H> {
     pub fn clear(&self, phase: Option<Phase>) {
         for each in Phase::ALL {
             if phase.is_none_or(|wanted| wanted == each) && self.occupied(each) {
-                // The callbacks are dropped here, after the lock was released.
+                // Drops callbacks with the lock released.
                 drop(self.shared.clear(each, |state| !state.last()));
             }
         }
@@ -144,12 +144,12 @@ impl<H> Registry<H> {
         }
     }
 
-    /// Copies the hooks, but for those registered last, into a registry of their own, in the same
-    /// order and with new ids; `copy` makes the callbacks for it and may call anything.
+    /// Copies the hooks, but for those registered last, into a new registry, in the same order and
+    /// with new ids. `copy` makes the new callbacks and may call anything.
     ///
     /// # Errors
     ///
-    /// The first that `copy` returns; nothing was copied then.
+    /// The first error of `copy`; no registry is made then.
     pub fn fork<E>(
         &self,
         mut copy: impl FnMut(&Self, Phase, &H) -> Result<H, E>,
@@ -159,8 +159,8 @@ impl<H> Registry<H> {
             let snapshot = self.snapshot(phase);
             let entries = snapshot.entries().iter();
             let live = entries.filter(|entry| !entry.removed() && !entry.last());
-            // A prepended hook stands ahead of those that were there before it: copied last to
-            // first, prepended ones keep their order among themselves.
+            // Each prepended hook goes ahead of the others: registered last to first, they keep
+            // their order.
             let (prepended, appended): (Vec<_>, Vec<_>) =
                 live.partition(|entry| entry.state.prepended());
             for entry in appended.into_iter().chain(prepended.into_iter().rev()) {
@@ -175,8 +175,8 @@ impl<H> Registry<H> {
         Ok(fork)
     }
 
-    /// Waits until, for every hook of the registry and those removed from it, there was a moment
-    /// without a thread inside.
+    /// Waits until each hook of the registry, removed ones included, was idle (without a thread
+    /// inside) for an instant.
     ///
     /// # Errors
     ///
@@ -186,8 +186,8 @@ impl<H> Registry<H> {
         self.active().wait_idle(timeout)
     }
 
-    /// The hooks, those removed included, that a thread is inside of now: what [`Registry::quiesce`]
-    /// waits for, without the registry and its locks.
+    /// Collects the hooks, removed ones included, that a thread is inside of now.
+    /// [`Registry::quiesce`] waits for these; they need neither the registry nor its locks.
     #[must_use]
     pub fn active(&self) -> Active {
         Active(
@@ -198,12 +198,12 @@ impl<H> Registry<H> {
         )
     }
 
-    /// Visits each callback that the registry owns, once: for a garbage collector's traversal. The
-    /// only walk that holds a lock, so `visit` must not call back into the registry.
+    /// Visits each callback that the registry owns, once, for a garbage collector. `visit` runs
+    /// under a lock and must not call back into the registry.
     ///
     /// # Errors
     ///
-    /// The first that `visit` returns.
+    /// The first error of `visit`.
     pub fn visit<E>(&self, mut visit: impl FnMut(&H) -> Result<(), E>) -> Result<(), E> {
         for phase in Phase::ALL {
             for entry in &self.shared.hooks(phase).list.lock().entries {
@@ -219,27 +219,27 @@ impl<H> Registry<H> {
 pub struct Active(Vec<Arc<HookState>>);
 
 impl Active {
-    /// Whether there were none.
+    /// True if no thread was inside any hook.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Both.
+    /// Adds the hooks of `others`.
     #[must_use]
     pub fn and(mut self, others: Self) -> Self {
         self.0.extend(others.0);
         self
     }
 
-    /// Waits until, for each of the hooks, there was a moment without a thread inside.
+    /// Waits until each of the hooks was idle for an instant.
     ///
     /// # Errors
     ///
     /// Those of [`Registry::quiesce`].
     pub fn wait_idle(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
         let deadline = deadline(timeout);
-        // Before waiting for any: what this thread is inside of may be what the others wait for.
+        // Checked before the first wait: other waiters may depend on a hook that this thread is in.
         if self.0.iter().any(|state| state.inside()) {
             return Err(WaitError::Inside);
         }
@@ -263,33 +263,33 @@ impl<H> fmt::Debug for Registry<H> {
     }
 }
 
-/// What a registry is made of; handles know it weakly.
+/// State of a registry; handles hold a weak reference to it.
 pub(crate) struct Shared<H> {
     phases: [PhaseHooks<H>; Phase::ALL.len()],
-    /// See [`work`]. The bit of a phase is changed only under that phase's lock.
+    /// See [`work`]. The bit of a phase changes only under that phase's lock.
     pub(crate) work: AtomicU64,
 }
 
 struct PhaseHooks<H> {
     list: Mutex<List<H>>,
-    /// Emptied by every change and filled by the second call after it, both under the lock: hooks
-    /// for one call alone are not worth what filling and emptying costs.
+    /// Emptied by every change and filled by the second call after it, both under the lock. A hook
+    /// that lives for one call is not worth filling it.
     published: Slot<Entries<H>>,
 }
 
 struct List<H> {
     entries: Vec<Arc<Entry<H>>>,
-    /// How many of the entries are known to be removed.
+    /// Number of removed entries, for deciding when to purge.
     removed: usize,
     sorted: bool,
-    /// Whether a snapshot was made since the last change.
+    /// True if a snapshot was taken since the last change.
     asked: bool,
-    /// Purged while a thread was inside: `quiesce` still has to wait for them.
+    /// Hooks purged while a thread was inside: `quiesce` still waits for them.
     departing: Vec<Arc<HookState>>,
 }
 
-/// What a change took out, to be dropped only after the lock was released: a callback's destructor
-/// may call back into the registry.
+/// Entries and snapshot that a change took out. Drop it after the lock is released: a callback's
+/// destructor may call back into the registry.
 #[must_use]
 struct Garbage<H> {
     _entries: Vec<Arc<Entry<H>>>,
@@ -302,11 +302,11 @@ impl<H> Shared<H> {
     }
 
     fn work(&self) -> Work {
-        // Acquire pairs with the releases of those who change it.
+        // Acquire pairs with the releases that change it.
         Work(self.work.load(Ordering::Acquire))
     }
 
-    /// To be called under the phase's lock.
+    /// Call under the phase's lock.
     fn set_occupied(&self, phase: Phase, occupied: bool) {
         if occupied {
             self.work.fetch_or(phase.bit(), Ordering::Release);
@@ -379,7 +379,7 @@ impl<H> Shared<H> {
 }
 
 impl<H> PhaseHooks<H> {
-    /// To be called under the list's lock, when it has changed; what it returns is dropped after.
+    /// Call under the list's lock, after a change; drop the result once the lock is released.
     #[must_use]
     fn outdate(&self, list: &mut List<H>) -> Option<Arc<Entries<H>>> {
         list.asked = false;
@@ -389,12 +389,12 @@ impl<H> PhaseHooks<H> {
     #[cold]
     fn publish(&self) -> Lease<Entries<H>> {
         let mut list = self.list.lock();
-        // Another thread may have been first.
+        // Another thread may have published meanwhile.
         if let Some(snapshot) = self.published.load() {
             return snapshot;
         }
         if !list.sorted {
-            // Almost sorted already, which a merge sort of runs does in linear time.
+            // Nearly sorted: linear time for a merge sort of runs.
             list.entries.sort_by_key(|entry| entry.state.order_key());
             list.sorted = true;
         }
@@ -424,7 +424,7 @@ impl<H> List<H> {
                 .filter(|state| state.active())
                 .cloned(),
         );
-        // A burst of a million hooks is not to hold its memory for ever.
+        // A burst of a million hooks must not pin its memory.
         if self.entries.capacity() > 4 * self.entries.len() {
             self.entries.shrink_to(2 * self.entries.len());
         }

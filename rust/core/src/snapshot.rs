@@ -5,7 +5,7 @@ use crate::phase::Phase;
 use crate::state::{HookId, HookState, Inside, Invocation};
 use crate::sync::{Lease, lease};
 
-/// One registered hook: its callback and where it stands.
+/// One registered hook: its callback and its state.
 #[derive(Debug)]
 pub struct Entry<H> {
     pub(crate) state: Arc<HookState>,
@@ -18,59 +18,58 @@ impl<H> Entry<H> {
         &self.hook
     }
 
-    /// The hook's number.
+    /// Id of the hook.
     #[must_use]
     pub fn id(&self) -> HookId {
         self.state.id
     }
 
-    /// The phase that the hook is registered for.
+    /// Phase that the hook is registered for.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.state.phase
     }
 
-    /// The priority that the hook has now; higher fires first.
+    /// Current priority of the hook; higher fires first.
     #[must_use]
     pub fn priority(&self) -> i64 {
         self.state.priority()
     }
 
-    /// Whether it was registered by [`Registry::register_last`](crate::Registry::register_last).
+    /// True if it was registered by [`Registry::register_last`](crate::Registry::register_last).
     #[must_use]
     pub fn last(&self) -> bool {
         self.state.last()
     }
 
-    /// Whether the hook was removed.
+    /// True if the hook was removed.
     #[must_use]
     pub fn removed(&self) -> bool {
         self.state.removed()
     }
 
-    /// Whether the hook fires when its turn comes.
+    /// True if the hook fires when its turn comes.
     #[must_use]
     pub fn enabled(&self) -> bool {
         self.state.enabled()
     }
 
-    /// How many invocations have ended so far.
+    /// Number of invocations that have ended.
     #[must_use]
     pub fn calls(&self) -> u64 {
         self.state.calls()
     }
 
-    /// Enters the hook, unless it was removed or disabled: to be asked right before each
-    /// invocation, with the answer kept until the callback has returned. `inside` is the calling
-    /// thread's.
+    /// Enters the hook, unless it is removed or disabled. Call it right before each invocation and
+    /// hold the result until the callback has returned. `inside` belongs to the calling thread.
     #[must_use]
     #[inline]
     pub fn enter<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
         self.state.enter(inside)
     }
 
-    /// Keeps the hook and its place, and skips it from now on. Returns whether it was this call
-    /// that disabled it.
+    /// Skips the hook from now on; its place in the order stays. Returns true for the call that
+    /// disabled it.
     pub fn disable(&self) -> bool {
         self.state.set_enabled(false)
     }
@@ -78,18 +77,17 @@ impl<H> Entry<H> {
 
 /// The immutable list of hooks that one call walks for one phase, in firing order.
 ///
-/// May hold hooks that were removed after it was taken: [`Entry::enter`] tells.
+/// Hooks removed after it was taken are still in it: [`Entry::enter`] refuses those.
 pub struct Snapshot<H>(pub(crate) Lease<Entries<H>>);
 
 pub(crate) type Entries<H> = Box<[Arc<Entry<H>>]>;
 
 impl<H> Snapshot<H> {
-    /// The hooks of several snapshots of one phase in the order that they would have in a single
-    /// registry.
+    /// Merges snapshots of one phase into the order that a single registry would have.
     #[must_use]
     pub fn merged(snapshots: &[Self]) -> Self {
         let mut entries: Vec<_> = snapshots.iter().flat_map(Self::entries).cloned().collect();
-        // Cached: a priority may change while this sorts.
+        // Cached keys: a priority may change during the sort.
         entries.sort_by_cached_key(|entry| entry.state.order_key());
         Self(lease(Arc::new(entries.into())))
     }
@@ -104,13 +102,13 @@ impl<H> Snapshot<H> {
         self.entries().iter().map(|entry| &**entry)
     }
 
-    /// How many hooks the snapshot holds, removed ones included.
+    /// Number of hooks, removed ones included.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries().len()
     }
 
-    /// Whether it holds none.
+    /// True if it has no hooks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries().is_empty()

@@ -8,20 +8,20 @@ use crate::phase::Phase;
 use crate::registry::Placement;
 use crate::sync::{AtomicI64, AtomicU64, Ordering, parker, thread_local};
 
-/// A hook's number: unique in the process, increasing, never reused.
+/// Id of a hook: unique in the process, increasing, never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HookId(u64);
 
 impl HookId {
     pub(crate) fn next() -> Self {
-        // Not loom's atomic: a counter that is only ever added to needs no model, and loom would
-        // need a fresh one for each execution.
+        // Not loom's atomic: a counter that only grows needs no model, and loom would want a fresh
+        // one for each execution.
         static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
         // Relaxed: uniqueness needs atomicity alone, nothing is published through the counter.
         Self(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
     }
 
-    /// The number itself.
+    /// The id as an integer.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
@@ -34,35 +34,35 @@ impl fmt::Display for HookId {
     }
 }
 
-// The life of a hook in one word: all transitions are read-modify-writes of a single location and
-// so have one total order. That order is the whole proof that a hook is not entered after it was
-// removed: either the entering `fetch_add` comes first, and the remover sees the thread inside, or
-// the removing `fetch_or` does, and the entering thread sees the flag.
+// Life of a hook in one word. All transitions are read-modify-writes of a single location and so
+// have one total order. That order proves that a removed hook is never entered: either the entering
+// `fetch_add` comes first and the remover finds the thread inside, or the removing `fetch_or` does
+// and the entering thread finds the flag.
 const REMOVED: u64 = 1;
 const DISABLED: u64 = 1 << 1;
-/// Somebody sleeps until the hook is idle: the last thread out has to wake them.
+/// A thread sleeps until the hook is idle: the last thread out wakes it.
 const AWAITED: u64 = 1 << 2;
 /// Threads (and recursions) inside the hook: 18 bits.
 const ACTIVE: u64 = 1 << 3;
 const ACTIVE_MASK: u64 = ((1 << 18) - 1) * ACTIVE;
-/// Finished invocations: the upper 43 bits. They wrap (at ten million calls a second after ten
-/// days) without touching the rest of the word.
+/// Finished invocations: the upper 43 bits. They wrap (after ten days at ten million calls a
+/// second) without touching the rest of the word.
 const CALL: u64 = 1 << 21;
 
 thread_local! {
     static INSIDE: Inside = Inside::default();
 }
 
-/// The hooks that a thread is inside of, mostly outermost first: it must not wait for those.
+/// Hooks that a thread is inside of, mostly outermost first: waiting for one would deadlock.
 #[derive(Clone, Debug, Default)]
 pub struct Inside(Rc<RefCell<Vec<HookId>>>);
 
 impl Inside {
-    /// Those of the calling thread. To be asked for once in a walk: finding what belongs to a
-    /// thread takes longer than entering a hook.
+    /// Returns the calling thread's. Call it once per walk: a thread-local look-up takes longer
+    /// than entering a hook.
     #[must_use]
     pub fn here() -> Self {
-        // A thread that ends has none any more, and goes on without.
+        // Thread-locals are gone while a thread ends: it goes on with an empty list.
         INSIDE.try_with(Self::clone).unwrap_or_default()
     }
 
@@ -82,7 +82,7 @@ impl Inside {
     }
 }
 
-/// Coroutines that switch stacks between two hooks leave what they did not enter last.
+/// Slow path for coroutines that switch stacks between two hooks: these leave out of order.
 #[cold]
 fn remove_last(ids: &mut Vec<HookId>, id: HookId) {
     if let Some(at) = ids.iter().rposition(|each| *each == id) {
@@ -90,15 +90,15 @@ fn remove_last(ids: &mut Vec<HookId>, id: HookId) {
     }
 }
 
-/// What a registry and a handle share about one hook; the callback is not part of it, so that a
-/// handle keeps nothing alive.
+/// State of one hook, shared by registry and handle. The callback is not in it, so a handle keeps
+/// nothing alive.
 #[derive(Debug)]
 pub(crate) struct HookState {
     pub(crate) id: HookId,
     pub(crate) phase: Phase,
     /// Position among hooks of one priority: `id`, or `-id` for a prepended hook.
     rank: i64,
-    /// Behind every hook that is not, whatever the priorities.
+    /// Behind all other hooks, whatever the priorities.
     last: bool,
     priority: AtomicI64,
     word: AtomicU64,
@@ -120,7 +120,7 @@ impl HookState {
         }
     }
 
-    /// Smaller keys fire first; no two hooks have the same.
+    /// Sort key: unique, smaller fires first.
     pub(crate) fn order_key(&self) -> (bool, std::cmp::Reverse<i64>, i64) {
         (self.last, std::cmp::Reverse(self.priority()), self.rank)
     }
@@ -134,7 +134,7 @@ impl HookState {
     }
 
     pub(crate) fn priority(&self) -> i64 {
-        // Relaxed: written and sorted by under the registry's lock; elsewhere for information.
+        // Relaxed: writes and sorts are under the registry's lock; other reads are informational.
         self.priority.load(Ordering::Relaxed)
     }
 
@@ -142,7 +142,7 @@ impl HookState {
         self.priority.store(priority, Ordering::Relaxed);
     }
 
-    /// Acquire: whoever sees the flag also sees what the remover did before.
+    /// Acquire: a thread that reads the flag also reads all that the remover did before.
     fn word(&self) -> u64 {
         self.word.load(Ordering::Acquire)
     }
@@ -163,14 +163,14 @@ impl HookState {
         self.word() / CALL
     }
 
-    /// Returns whether it was this call that removed the hook.
+    /// Returns true for the call that removed the hook.
     pub(crate) fn mark_removed(&self) -> bool {
-        // AcqRel: orders the removal after all that the remover did, and the remover after those
-        // threads that left the hook before.
+        // AcqRel: release orders what the remover did before the removal; acquire orders the
+        // remover after threads that left the hook earlier.
         self.word.fetch_or(REMOVED, Ordering::AcqRel) & REMOVED == 0
     }
 
-    /// Returns whether that changed anything.
+    /// Returns true if the flag changed.
     pub(crate) fn set_enabled(&self, enabled: bool) -> bool {
         let before = if enabled {
             self.word.fetch_and(!DISABLED, Ordering::AcqRel)
@@ -185,7 +185,7 @@ impl HookState {
         if self.word() & (REMOVED | DISABLED) != 0 {
             return None;
         }
-        // Acquire pairs with the release of whoever enabled the hook last.
+        // Acquire pairs with the release that last enabled the hook.
         if self.word.fetch_add(ACTIVE, Ordering::Acquire) & (REMOVED | DISABLED) != 0 {
             self.leave(0);
             return None;
@@ -199,7 +199,7 @@ impl HookState {
 
     #[inline]
     fn leave(&self, counted: u64) {
-        // Release pairs with the acquire in `wait_idle`: what the hook did happens before the
+        // Release pairs with the acquire in `wait_idle`: the hook's effects happen before the
         // waiter frees its resources.
         let before = self
             .word
@@ -211,20 +211,20 @@ impl HookState {
 
     #[cold]
     fn wake_waiters(&self, idle: u64) {
-        // Says that there was a moment without a thread inside. If somebody entered since,
-        // they will say it when they leave.
+        // Clears the flag, which tells waiters that the hook was idle. If a thread has entered
+        // since, that one clears it when it leaves.
         let _ =
             self.word
                 .compare_exchange(idle, idle & !AWAITED, Ordering::AcqRel, Ordering::Relaxed);
         parker().wake();
     }
 
-    /// Whether the calling thread is inside the hook.
+    /// True if the calling thread is inside the hook.
     pub(crate) fn inside(&self) -> bool {
         Inside::here().0.borrow().contains(&self.id)
     }
 
-    /// Returns when there was a moment, after this was called, without a thread inside the hook.
+    /// Waits until the hook was idle for an instant after this call began.
     pub(crate) fn wait_idle(&self, deadline: Option<Instant>) -> Result<(), WaitError> {
         if self.inside() {
             return Err(WaitError::Inside);
@@ -248,9 +248,9 @@ impl HookState {
     }
 }
 
-/// Being inside a hook: ends, and counts as one of the hook's calls, when dropped.
+/// Guard of one invocation: dropping it leaves the hook and counts one call.
 ///
-/// Bound to the thread that entered, as [`Inside`] is: a hook is left where it was entered.
+/// Bound to the thread that entered, as [`Inside`] is.
 #[derive(Debug)]
 pub struct Invocation<'a> {
     state: &'a HookState,

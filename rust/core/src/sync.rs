@@ -13,10 +13,10 @@ mod imp {
     use std::sync::{Arc, OnceLock};
     use std::time::Instant;
 
-    /// A place for an `Arc` that is read without a lock.
+    /// Slot for an `Arc`, read without a lock.
     ///
-    /// Made when it is first filled: most are never, and emptying or dropping one settles what
-    /// every thread has borrowed, which takes longer than the rest of registering.
+    /// Allocated when first filled: most never are, and emptying or dropping an `ArcSwap` pays off
+    /// the borrows of every thread, which takes longer than the rest of registering.
     pub(crate) struct Slot<T>(OnceLock<arc_swap::ArcSwapOption<T>>);
 
     impl<T> Slot<T> {
@@ -24,14 +24,14 @@ mod imp {
             Self(OnceLock::new())
         }
 
-        /// None where it is empty.
+        /// None if it is empty.
         #[inline]
         pub(crate) fn load(&self) -> Option<Lease<T>> {
             let lease = self.0.get()?.load();
             lease.is_some().then_some(lease)
         }
 
-        /// To be called by one thread at a time.
+        /// Call from one thread at a time.
         pub(crate) fn swap(&self, value: Option<Arc<T>>) -> Option<Arc<T>> {
             if value.is_some() {
                 return self
@@ -44,15 +44,15 @@ mod imp {
         }
     }
 
-    /// What a [`Slot`] held. Counted in the `Arc` only where its thread has about eight already, or
-    /// when the slot is filled anew.
+    /// Borrow of a [`Slot`]'s value. It touches the `Arc`'s count only if its thread has about
+    /// eight already, or when the slot is filled anew.
     pub(crate) type Lease<T> = arc_swap::Guard<Option<Arc<T>>>;
 
     pub(crate) fn lease<T>(value: Arc<T>) -> Lease<T> {
         arc_swap::Guard::from_inner(Some(value))
     }
 
-    /// Where threads sleep until a hook is idle.
+    /// Parker of threads that wait for a hook to become idle.
     pub(crate) struct Parker {
         mutex: Mutex<()>,
         condvar: parking_lot::Condvar,
@@ -132,7 +132,7 @@ mod imp {
 
     pub(crate) type Lease<T> = Option<Arc<T>>;
 
-    #[expect(clippy::unnecessary_wraps, reason = "as arc-swap's guard has it")]
+    #[expect(clippy::unnecessary_wraps, reason = "same type as arc-swap's guard")]
     pub(crate) fn lease<T>(value: Arc<T>) -> Lease<T> {
         Some(value)
     }

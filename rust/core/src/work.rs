@@ -4,11 +4,11 @@ use crate::phase::Phase;
 use crate::registry::Shared;
 use crate::sync::Ordering;
 
-// One word tells a call all that it has to look for.
+// All that a call has to look for, in one word.
 const PHASES: usize = Phase::ALL.len();
-/// A bit for each phase that has hooks in the registry.
+/// One bit for each phase that has hooks in the registry.
 const HOOKS: u64 = (1 << PHASES) - 1;
-/// A bit for each phase that a watch was told of, until the last one is gone.
+/// One bit for each phase added to a watch, set until the last watch is gone.
 const WATCHED: u64 = HOOKS << PHASES;
 /// One watch: 28 bits.
 pub(crate) const WATCH: u64 = 1 << (2 * PHASES);
@@ -16,33 +16,33 @@ const WATCHES: u64 = ((1 << 28) - 1) * WATCH;
 /// One request to time the module: 28 bits.
 pub(crate) const TIME: u64 = WATCH << 28;
 
-/// The work of a call as a registry's word had it: which phases may have hooks.
+/// Work of a call, read from a registry's word: the phases that may have hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work(pub(crate) u64);
 
 impl Work {
-    /// Whether there is nothing to do.
+    /// True if there is nothing to do.
     #[must_use]
     #[inline]
     pub const fn is_none(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether the registry may have hooks for `phase`. False means that it has none.
+    /// True if the registry may have hooks for `phase`; false if it has none.
     #[must_use]
     #[inline]
     pub const fn occupied(self, phase: Phase) -> bool {
         self.0 & phase.bit() != 0
     }
 
-    /// Whether a [`Watch`] was told of `phase`: other registries may have hooks for it.
+    /// True if a [`Watch`] covers `phase`: other registries may have hooks for it.
     #[must_use]
     #[inline]
     pub const fn watched(self, phase: Phase) -> bool {
         self.0 & (phase.bit() << PHASES) != 0
     }
 
-    /// Whether the time that the module takes is to be measured.
+    /// True if the run time of the module is to be measured.
     #[must_use]
     #[inline]
     pub const fn timed(self) -> bool {
@@ -50,7 +50,7 @@ impl Work {
     }
 }
 
-/// Keeps a registry from being idle, and not alive, until it is dropped.
+/// Guard that keeps a registry from being idle. It does not keep the registry alive.
 pub struct Watch<H> {
     registry: Weak<Shared<H>>,
     unit: u64,
@@ -65,7 +65,7 @@ impl<H> Watch<H> {
         }
     }
 
-    /// Tells calls of `phase`, for as long as there is any watch.
+    /// Marks `phase` as watched, for as long as any watch exists.
     pub fn add(&self, phase: Phase) {
         if let Some(registry) = self.registry.upgrade() {
             let bit = phase.bit() << PHASES;
@@ -73,7 +73,7 @@ impl<H> Watch<H> {
         }
     }
 
-    /// Whether the registry is gone.
+    /// True if the registry was dropped.
     #[must_use]
     pub fn gone(&self) -> bool {
         self.registry.strong_count() == 0
@@ -90,7 +90,7 @@ impl<H> Drop for Watch<H> {
             let watched = left & WATCHES != 0;
             Some(if watched { left } else { left & !WATCHED })
         };
-        // Relaxed where it fails: it is tried again with what was there.
+        // Relaxed on failure: the update is retried with the current word.
         let _ = registry
             .work
             .fetch_update(Ordering::Release, Ordering::Relaxed, leave);

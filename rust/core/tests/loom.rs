@@ -11,7 +11,7 @@ use loom::thread::{self, JoinHandle};
 
 const PHASE: Phase = Phase::Forward;
 
-/// The callback is a token whose owners can be counted.
+/// Callback: a token whose owners can be counted.
 type Token = Arc<()>;
 
 /// Three preemptions find the known bugs of such protocols; without a bound a model takes hours.
@@ -52,8 +52,8 @@ fn ids(registry: &Registry<Token>) -> Vec<u64> {
     snapshot.iter().map(|entry| entry.id().get()).collect()
 }
 
-/// What a hook uses and its owner frees. Relaxed throughout, so that the registry alone can make
-/// the accesses happen one before the other.
+/// Resource that a hook uses and its owner frees. Relaxed throughout, so only the registry can
+/// order the accesses.
 #[derive(Default)]
 struct Resource {
     freed: AtomicBool,
@@ -74,7 +74,7 @@ impl Resource {
         assert!(!self.freed.load(Ordering::Relaxed), "freed while in use");
     }
 
-    /// `calls` is what the hook's counter says.
+    /// `calls`: the hook's counter.
     fn free(&self, calls: u64) {
         let uses = self.uses.load(Ordering::Relaxed);
         assert_eq!(uses as u64, calls, "freed before a use of it was seen");
@@ -142,7 +142,7 @@ fn who_left_does_not_speak_for_who_entered_since() {
                 });
             })
         });
-        // Its being awaited is what the first to leave reports, to a later waiter as well.
+        // The first to leave wakes later waiters too.
         let other = spawn({
             let handle = handle.clone();
             move || handle.wait_idle(None).unwrap()
@@ -210,7 +210,7 @@ fn a_hook_that_stays_does_not_keep_a_waiter() {
             let registry = registry.clone();
             spawn(move || call(&registry, |_| ()))
         });
-        // loom reports a deadlock if the moment without a thread inside is missed.
+        // loom reports a deadlock if a waiter misses the idle instant.
         handle.wait_idle(None).unwrap();
         for caller in callers {
             caller.join().unwrap();
@@ -278,7 +278,7 @@ fn quiesce_waits_for_what_was_purged() {
             move || call(&registry, |_| resource.use_it())
         });
         handle.remove();
-        // Another purge, which must not forget what the first one saw.
+        // A second purge must not forget hooks that the first one found busy.
         let other = register(&registry);
         other.remove();
         registry.quiesce(None).unwrap();
@@ -353,11 +353,11 @@ fn no_registration_is_lost() {
                 id
             })
         });
-        let seen = ids(&registry);
+        let found = ids(&registry);
         let mut expected = registrars.map(|registrar| registrar.join().unwrap());
         expected.sort_unstable();
         assert_eq!(ids(&registry), expected);
-        assert!(seen.is_sorted() && seen.iter().all(|id| expected.contains(id)));
+        assert!(found.is_sorted() && found.iter().all(|id| expected.contains(id)));
     });
 }
 
@@ -379,8 +379,8 @@ fn publishing_does_not_resurrect() {
         doomed.remove();
         assert!(!ids(&registry).contains(&doomed.id().get()));
         publisher.join().unwrap();
-        let kept = registrar.join().unwrap();
-        assert_eq!(ids(&registry), [kept]);
+        let added = registrar.join().unwrap();
+        assert_eq!(ids(&registry), [added]);
         assert!(registry.occupied(PHASE));
         assert_eq!(Arc::strong_count(&token), 1, "nothing holds the callback");
     });
@@ -417,7 +417,7 @@ fn occupied_is_right_in_the_end() {
                 assert!(registry.occupied(PHASE));
             }
         });
-        // Two phases share the word, and the list they change is another for each.
+        // Two phases share the word; each changes a list of its own.
         let remover = spawn(move || last.remove());
         doomed.remove();
         registrar.join().unwrap();

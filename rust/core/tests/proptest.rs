@@ -1,4 +1,4 @@
-//! Random histories of a registry against a list that is kept in firing order by hand.
+//! Random histories of a registry against an oracle: a list in firing order.
 #![cfg(not(loom))]
 
 use std::convert::Infallible;
@@ -8,10 +8,10 @@ use ferrohook_core::{Handle, HookId, Inside, Phase, Placement, Registry, Snapsho
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-/// Deep enough to find recursion at fault, shallow enough to end.
+/// Depth that finds faults of recursion and still ends.
 const MAX_DEPTH: usize = 3;
 const MAX_SITES: usize = 3;
-/// Hooks that call and register multiply: a history ends though.
+/// Bound of a history: hooks that call and register multiply.
 const MAX_REACTIONS: usize = 200;
 
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ enum Op {
     RegisterLast(Phase),
     RegisterMany(Phase, usize),
     RemoveMany(Index, usize),
-    /// Of one hook; without an index, of the one that is firing, else of the newest.
+    /// Acts on one hook; without an index, on the one that is firing, else on the newest.
     Remove(Option<Index>),
     SetEnabled(Option<Index>, bool),
     SetPriority(Option<Index>, i64),
@@ -43,9 +43,9 @@ struct Hook {
     reaction: Option<Box<Op>>,
 }
 
-/// What the oracle knows of one hook.
-struct Known {
-    /// When it was registered, among all hooks of the history.
+/// Expected state of one hook.
+struct Expected {
+    /// Ordinal of its registration in the history.
     nth: usize,
     id: HookId,
     phase: Phase,
@@ -55,14 +55,14 @@ struct Known {
     enabled: bool,
     calls: u64,
     token: Weak<()>,
-    /// Hooks of a fork have none.
+    /// None for hooks of a fork.
     handle: Option<Handle<Hook>>,
 }
 
 /// A registry and the oracle beside it.
 struct Site {
     registry: Registry<Hook>,
-    hooks: Vec<Known>,
+    hooks: Vec<Expected>,
     /// Tags of the hooks that are left, in firing order, by phase.
     order: [Vec<usize>; 4],
 }
@@ -102,16 +102,16 @@ impl Site {
     }
 
     fn forget(&mut self, tag: usize) {
-        let known = &mut self.hooks[tag];
-        known.removed = true;
-        self.order[known.phase as usize].retain(|&other| other != tag);
+        let expected = &mut self.hooks[tag];
+        expected.removed = true;
+        self.order[expected.phase as usize].retain(|&other| other != tag);
     }
 }
 
 #[derive(Default)]
 struct World {
     sites: Vec<Site>,
-    kept: Vec<(usize, Rc<Snapshot<Hook>>)>,
+    held: Vec<(usize, Rc<Snapshot<Hook>>)>,
     registered: usize,
     reactions: usize,
     last_id: Option<HookId>,
@@ -151,20 +151,22 @@ impl World {
             }
             Op::SetEnabled(index, enabled) => {
                 if let Some(tag) = self.tag(at, firing, *index) {
-                    let known = &mut self.sites[at].hooks[tag];
-                    if let Some(handle) = &known.handle {
+                    let expected = &mut self.sites[at].hooks[tag];
+                    if let Some(handle) = &expected.handle {
                         handle.set_enabled(*enabled);
-                        known.enabled = *enabled;
+                        expected.enabled = *enabled;
                     }
                 }
             }
             Op::SetPriority(index, priority) => {
                 if let Some(tag) = self.tag(at, firing, *index) {
-                    let known = &mut self.sites[at].hooks[tag];
-                    let Some(handle) = &known.handle else { return };
+                    let expected = &mut self.sites[at].hooks[tag];
+                    let Some(handle) = &expected.handle else {
+                        return;
+                    };
                     handle.set_priority(*priority);
-                    known.placement.priority = *priority;
-                    if !known.removed {
+                    expected.placement.priority = *priority;
+                    if !expected.removed {
                         self.sites[at].place(tag);
                     }
                 }
@@ -173,8 +175,8 @@ impl World {
                 let site = &mut self.sites[at];
                 site.registry.clear(*phase);
                 for tag in 0..site.hooks.len() {
-                    let known = &site.hooks[tag];
-                    if !known.last && phase.is_none_or(|phase| phase == known.phase) {
+                    let expected = &site.hooks[tag];
+                    if !expected.last && phase.is_none_or(|phase| phase == expected.phase) {
                         site.forget(tag);
                     }
                 }
@@ -187,11 +189,11 @@ impl World {
             }
             Op::Keep(phase) => {
                 let snapshot = self.snapshot(at, *phase);
-                self.kept.push((at, Rc::new(snapshot)));
+                self.held.push((at, Rc::new(snapshot)));
             }
             Op::CallKept(index) => {
-                if depth < MAX_DEPTH && !self.kept.is_empty() {
-                    let (at, snapshot) = self.kept[index.index(self.kept.len())].clone();
+                if depth < MAX_DEPTH && !self.held.is_empty() {
+                    let (at, snapshot) = self.held[index.index(self.held.len())].clone();
                     self.walk(at, depth, &snapshot);
                 }
             }
@@ -244,7 +246,7 @@ impl World {
         };
         assert!(site.registry.occupied(phase));
         let id = handle.id();
-        site.hooks.push(Known {
+        site.hooks.push(Expected {
             nth: self.registered,
             id,
             phase,
@@ -269,19 +271,19 @@ impl World {
         }
     }
 
-    /// A snapshot that was compared with the oracle's list.
+    /// Snapshot, compared with the oracle's list.
     fn snapshot(&self, at: usize, phase: Phase) -> Snapshot<Hook> {
         let site = &self.sites[at];
         let snapshot = site.registry.snapshot(phase);
         let mut tags = Vec::new();
         for entry in snapshot.iter() {
-            let known = &site.hooks[entry.hook().tag];
-            assert_eq!(entry.removed(), known.removed);
-            assert_eq!(entry.id(), known.id);
-            assert_eq!(entry.phase(), known.phase);
-            assert_eq!(entry.enabled(), known.enabled);
-            assert_eq!(entry.calls(), known.calls);
-            assert_eq!(entry.priority(), known.placement.priority);
+            let expected = &site.hooks[entry.hook().tag];
+            assert_eq!(entry.removed(), expected.removed);
+            assert_eq!(entry.id(), expected.id);
+            assert_eq!(entry.phase(), expected.phase);
+            assert_eq!(entry.enabled(), expected.enabled);
+            assert_eq!(entry.calls(), expected.calls);
+            assert_eq!(entry.priority(), expected.placement.priority);
             if !entry.removed() {
                 tags.push(entry.hook().tag);
             }
@@ -294,8 +296,8 @@ impl World {
         let inside = Inside::here();
         for entry in snapshot.iter() {
             let hook = entry.hook();
-            let known = &self.sites[at].hooks[hook.tag];
-            let fires = known.enabled && !known.removed;
+            let expected = &self.sites[at].hooks[hook.tag];
+            let fires = expected.enabled && !expected.removed;
             let invocation = entry.enter(&inside);
             assert_eq!(invocation.is_some(), fires);
             if invocation.is_some() {
@@ -330,17 +332,17 @@ impl World {
         let mut site = Site::new(registry);
         let snapshots = Phase::ALL.map(|phase| site.registry.snapshot(phase));
         for (tag, origin_tag) in origins.into_iter().enumerate() {
-            let known = &origin.hooks[origin_tag];
-            let entry = snapshots[known.phase as usize]
+            let expected = &origin.hooks[origin_tag];
+            let entry = snapshots[expected.phase as usize]
                 .iter()
                 .find(|entry| entry.hook().tag == tag)
                 .expect("every copy is registered for the phase of its original");
-            site.hooks.push(Known {
+            site.hooks.push(Expected {
                 id: entry.id(),
                 calls: 0,
                 token: Rc::downgrade(&entry.hook().token),
                 handle: None,
-                ..*known
+                ..*expected
             });
             site.place(tag);
         }
@@ -350,8 +352,8 @@ impl World {
             site.order.each_ref().map(copied)
         };
         assert_eq!(copied(&site), copied(origin));
-        assert!(site.hooks.iter().all(|known| !known.last));
-        let ids: Vec<_> = site.hooks.iter().map(|known| known.id).collect();
+        assert!(site.hooks.iter().all(|expected| !expected.last));
+        let ids: Vec<_> = site.hooks.iter().map(|expected| expected.id).collect();
         self.sites.push(site);
         for id in ids {
             self.new_id(id);
@@ -360,16 +362,16 @@ impl World {
 
     fn check_handles(&self) {
         for site in &self.sites {
-            for known in &site.hooks {
-                if let Some(handle) = &known.handle {
-                    assert_eq!(handle.id(), known.id);
-                    assert_eq!(handle.phase(), known.phase);
-                    assert_eq!(handle.removed(), known.removed);
-                    assert_eq!(handle.enabled(), known.enabled);
-                    assert_eq!(handle.calls(), known.calls);
-                    assert_eq!(handle.priority(), known.placement.priority);
+            for expected in &site.hooks {
+                if let Some(handle) = &expected.handle {
+                    assert_eq!(handle.id(), expected.id);
+                    assert_eq!(handle.phase(), expected.phase);
+                    assert_eq!(handle.removed(), expected.removed);
+                    assert_eq!(handle.enabled(), expected.enabled);
+                    assert_eq!(handle.calls(), expected.calls);
+                    assert_eq!(handle.priority(), expected.placement.priority);
                 }
-                assert!(known.removed || known.token.strong_count() == 1);
+                assert!(expected.removed || expected.token.strong_count() == 1);
             }
             let occupied = Phase::ALL.map(|phase| site.registry.occupied(phase));
             assert_eq!(
@@ -380,14 +382,14 @@ impl World {
         }
     }
 
-    /// How much of what was removed may wait for the next purge, if no call or snapshot holds it.
+    /// Bounds the removed hooks that wait for the next purge while no call or snapshot holds them.
     fn check_garbage(&self) {
-        for site in self.sites.iter().filter(|_| self.kept.is_empty()) {
+        for site in self.sites.iter().filter(|_| self.held.is_empty()) {
             for phase in Phase::ALL {
                 let left = site.order[phase as usize].len();
                 let garbage = (site.hooks.iter())
-                    .filter(|known| known.phase == phase && known.removed)
-                    .filter(|known| known.token.strong_count() > 0)
+                    .filter(|expected| expected.phase == phase && expected.removed)
+                    .filter(|expected| expected.token.strong_count() > 0)
                     .count();
                 assert!(garbage == 0 || (garbage < left && garbage + left > 64));
             }
@@ -411,15 +413,15 @@ impl World {
             .sum();
         assert!(visited >= left);
         // Handles outlive the registries and keep no callback.
-        self.kept.clear();
+        self.held.clear();
         for site in self.sites {
             drop(site.registry);
-            for known in &site.hooks {
-                assert_eq!(known.token.strong_count(), 0);
+            for expected in &site.hooks {
+                assert_eq!(expected.token.strong_count(), 0);
             }
-            for known in &site.hooks {
-                if let Some(handle) = &known.handle {
-                    assert_eq!(handle.remove(), !known.removed);
+            for expected in &site.hooks {
+                if let Some(handle) = &expected.handle {
+                    assert_eq!(handle.remove(), !expected.removed);
                     assert!(handle.removed());
                 }
             }
@@ -439,7 +441,7 @@ fn index() -> impl Strategy<Value = Option<Index>> {
     prop::option::weighted(0.8, any::<Index>())
 }
 
-/// An op whose hooks, if it registers one, react with what `reaction` makes.
+/// Op whose hooks, if it registers one, react with an op of `reaction`.
 fn op_with(
     reaction: impl Strategy<Value = Option<Box<Op>>> + 'static,
 ) -> impl Strategy<Value = Op> {

@@ -1,4 +1,4 @@
-//! Real threads against one registry, every callback counted; and what a single thread may rely on.
+//! Real threads against one registry, every callback counted; guarantees for a single thread.
 #![cfg(not(loom))]
 
 use std::cell::RefCell;
@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use ferrohook_core::{Entry, Handle, HookId, Inside, Phase, Placement, Registry, WaitError};
 
 const PHASE: Phase = Phase::Forward;
-/// For how long the threads of one test hammer.
+/// Run time of one test's threads.
 const HAMMERING: Duration = Duration::from_millis(700);
-/// What does not end in this time is taken for a deadlock.
+/// Time limit of a test: running longer counts as a deadlock.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn within_limit(test: impl FnOnce() + Send + 'static) {
@@ -31,7 +31,7 @@ fn within_limit(test: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// How many callbacks were made and how many dropped.
+/// Counts of callbacks made and dropped.
 #[derive(Default)]
 struct Census {
     made: AtomicUsize,
@@ -87,7 +87,7 @@ fn call<H>(registry: &Registry<H>, mut body: impl FnMut(&Entry<H>)) {
     }
 }
 
-/// Numbers that need not be good, from a generator that needs no dependency.
+/// Pseudo-random numbers without a dependency.
 fn random(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -95,7 +95,7 @@ fn random(state: &mut u64) -> u64 {
     *state
 }
 
-/// One call, with what must hold for each.
+/// One call and its assertions.
 fn checked_call(registry: &Registry<Hook>, calls: &AtomicUsize) {
     let mut fired = HashSet::new();
     let mut last: Option<(i64, HookId)> = None;
@@ -110,13 +110,14 @@ fn checked_call(registry: &Registry<Hook>, calls: &AtomicUsize) {
     });
 }
 
-/// Registers hooks and ends each in one of the ways there are; returns how often its hooks fired.
+/// Registers hooks and ends each in one of the possible ways. Returns the number of times they
+/// fired.
 fn churn(registry: &Registry<Hook>, census: &Arc<Census>, until: Instant, seed: u64) -> u64 {
     let mut state = seed;
     let mut calls = 0;
     let mut own = Vec::new();
     while Instant::now() < until {
-        // At times more than a list that is purged at every removal.
+        // Sometimes a list too long to be purged at every removal.
         for _ in 0..random(&mut state) % 100 {
             let hook = Hook::new(census);
             let freed = Arc::clone(&hook.freed);
@@ -187,7 +188,7 @@ fn hammered_by_callers_and_churners() {
         });
         barrier.wait();
         while Instant::now() < until {
-            // A snapshot kept across changes stays what it was.
+            // A snapshot does not change, whatever the registry does.
             let snapshot = registry.snapshot(PHASE);
             let ids: Vec<_> = snapshot.iter().map(Entry::id).collect();
             thread::sleep(Duration::from_millis(1));
@@ -203,7 +204,7 @@ fn hammered_by_callers_and_churners() {
             counted + stays.calls(),
             calls.load(Ordering::Relaxed) as u64
         );
-        // The one that stayed was neither lost nor freed, all others were.
+        // Only the hook that stayed is left.
         assert_eq!(census.left(), 1);
         assert_eq!(registry.snapshot(PHASE).len(), 1);
         stays.remove();
@@ -257,7 +258,7 @@ fn removed_by_many_from_inside_and_outside() {
         for round in 0..500 {
             let registry = Arc::new(Registry::<Hook>::new());
             let handle = Arc::new(register(&registry, Hook::new(&census)));
-            let kept = register(&registry, Hook::new(&census));
+            let survivor = register(&registry, Hook::new(&census));
             let barrier = Arc::new(Barrier::new(4));
             let removers = [true, true, false, false].map(|inside| {
                 let (registry, handle) = (registry.clone(), handle.clone());
@@ -282,7 +283,7 @@ fn removed_by_many_from_inside_and_outside() {
             let removals: usize = removers.map(|remover| remover.join().unwrap()).iter().sum();
             assert_eq!(removals, 1);
             assert_eq!(registry.snapshot(PHASE).len(), 1);
-            assert_eq!(kept.calls(), 2);
+            assert_eq!(survivor.calls(), 2);
             assert_eq!(census.left(), 1);
             if round % 2 == 0 {
                 registry.clear(None);
@@ -312,12 +313,12 @@ fn registered_by_many_none_is_lost() {
             })
         });
         barrier.wait();
-        let mut seen = 0;
-        while seen < 3 * EACH {
+        let mut longest = 0;
+        while longest < 3 * EACH {
             let snapshot = registry.snapshot(PHASE);
-            assert!(snapshot.len() >= seen, "a hook that was there is gone");
+            assert!(snapshot.len() >= longest, "a hook that was there is gone");
             assert!(snapshot.iter().map(Entry::id).is_sorted());
-            seen = snapshot.len();
+            longest = snapshot.len();
         }
         let mut ids = HashSet::new();
         for registrar in registrars {
@@ -430,7 +431,7 @@ fn waiting_from_inside_is_refused() {
             assert_eq!(others.wait_idle(None), Ok(()));
             assert_eq!(registry.quiesce(None), Err(WaitError::Inside));
             own.remove();
-            // Purged, and still known to be running.
+            // Purged, and still counted as running.
             assert_eq!(registry.quiesce(None), Err(WaitError::Inside));
             // Below another call it is still inside.
             call(&registry, |_| {
@@ -476,7 +477,7 @@ fn a_timeout_ends_waiting() {
         let still = registry.quiesce(Some(Duration::ZERO));
         assert_eq!(still, Err(WaitError::TimedOut));
         drop(leave);
-        // Too long a time to be added to a clock is no time limit.
+        // A timeout too long for a clock is no limit.
         assert_eq!(handle.wait_idle(Some(Duration::MAX)), Ok(()));
         assert_eq!(registry.quiesce(Some(Duration::ZERO)), Ok(()));
         thread.join().unwrap();
@@ -486,9 +487,9 @@ fn a_timeout_ends_waiting() {
 #[test]
 fn one_moment_without_a_thread_is_enough() {
     within_limit(|| {
-        // Waiters that are asleep by then, which nothing but time tells, must not miss the moment
-        // between the two stays; so many that not all of them can wake up in it.
-        let seen = (1..=3).any(|attempt| {
+        // Waiters that are asleep by then (only time makes that likely) must not miss the idle
+        // instant between the two stays. There are more of them than can wake up in it.
+        let woken = (1..=3).any(|attempt| {
             let registry = Arc::new(Registry::new());
             let handle = Arc::new(register(&registry, ()));
             let (entered, inside) = mpsc::channel();
@@ -514,7 +515,7 @@ fn one_moment_without_a_thread_is_enough() {
             thread.join().unwrap();
             waited.iter().all(Result::is_ok)
         });
-        assert!(seen);
+        assert!(woken);
     });
 }
 
@@ -590,7 +591,7 @@ fn hooks_fire_while_a_thread_ends() {
     });
 }
 
-/// A callback whose end uses the registry that it was in.
+/// Callback whose destructor uses its registry.
 struct Meddler {
     registry: Weak<Registry<Meddler>>,
     handles: Arc<Mutex<Vec<Handle<Meddler>>>>,
@@ -624,7 +625,7 @@ impl Drop for Meddler {
 
 #[test]
 fn a_callback_that_ends_may_use_the_registry() {
-    // What frees the callback: each has its own way through the locks.
+    // Ways to free the callback: each takes the locks in another way.
     type Freeing = fn(&Registry<Meddler>, &Handle<Meddler>);
     let freeings: [Freeing; 4] = [
         |_, handle| assert!(handle.remove()),
@@ -657,7 +658,7 @@ fn a_callback_that_ends_may_use_the_registry() {
             free(&registry, &handle);
             assert_eq!(ends.load(Ordering::SeqCst), 3);
             assert!(registry.idle());
-            // The registry itself may be what frees it.
+            // Dropping the registry may free it.
             let last = register(&registry, meddler(true));
             handles.lock().unwrap().push(last);
             drop(registry);

@@ -1,18 +1,18 @@
 //! Floating-point numbers as tensors hold them.
 
-/// A number of one of the formats that are read in place.
+/// Number of a format that is read in place.
 pub trait Float: Copy + Send + Sync + 'static {
-    /// Whether it is an infinity or no number: 1 or 0, as wide as the number itself so that a loop
-    /// over many becomes vector instructions.
+    /// Flag of a non-finite number, 1 or 0. As wide as the number, so that a loop over many becomes
+    /// vector instructions.
     type Flag: Copy + Default + PartialEq + std::ops::BitOr<Output = Self::Flag>;
 
-    /// Whether it is an infinity or no number.
+    /// Returns 1 for NaN and infinities, else 0.
     fn not_finite(self) -> Self::Flag;
 
-    /// Whether it is no number.
+    /// True for NaN.
     fn is_nan(self) -> bool;
 
-    /// The same number.
+    /// Converts to `f64`, without loss.
     fn widen(self) -> f64;
 }
 
@@ -76,7 +76,7 @@ impl Float for F16 {
 
     #[inline(always)]
     fn widen(self) -> f64 {
-        // The bits in an f32's places, where only the exponent's bias differs: 127 for 15.
+        // The bits shifted into an f32's places; only the exponent's bias differs: 127 for 15.
         let magnitude = f32::from_bits(u32::from(self.0 & 0x7fff) << 13);
         let sign = u32::from(self.0 & 0x8000) << 16;
         let rebias = f32::from_bits((127 + 127 - 15) << 23);
@@ -113,7 +113,7 @@ impl Float for Bf16 {
 mod tests {
     use super::*;
 
-    /// By the definition of the format.
+    /// Decodes by the definition of the format.
     fn half(bits: u16) -> f64 {
         let sign = if bits & 0x8000 == 0 { 1.0 } else { -1.0 };
         let (exponent, fraction) = (i32::from(bits >> 10 & 0x1f), f64::from(bits & 0x3ff));

@@ -1,11 +1,11 @@
 //! Durations and their quantiles.
 
-/// How many bits of a number tell its bucket apart from others of the same magnitude.
+/// Number of bits below the leading one that select the bucket within an octave.
 const BITS: u32 = 5;
 const PER_OCTAVE: usize = 1 << BITS;
 const BUCKETS: usize = (u64::BITS - BITS + 1) as usize * PER_OCTAVE;
 
-/// How often which number was seen, to within 1 part in 64: each octave has 32 buckets.
+/// Histogram of integers to within 1 part in 64: each octave has 32 buckets.
 #[derive(Clone, Debug)]
 pub struct Histogram {
     buckets: Box<[u64]>,
@@ -37,7 +37,7 @@ impl Histogram {
         self.max = self.max.max(value);
     }
 
-    /// Adds what was counted elsewhere.
+    /// Adds the counts of another histogram.
     pub fn merge(&mut self, other: &Self) {
         for (own, other) in self.buckets.iter_mut().zip(&other.buckets) {
             *own += other;
@@ -48,25 +48,26 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
-    /// How many numbers were counted.
+    /// Number of recorded numbers.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The sum of all.
+    /// Sum of the recorded numbers.
     #[must_use]
     pub fn sum(&self) -> u128 {
         self.sum
     }
 
-    /// The smallest and the largest.
+    /// Smallest and largest recorded number.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
         (self.count > 0).then_some((self.min, self.max))
     }
 
-    /// The number that a share of all (0.99 for p99) do not exceed, to within 1 part in 64.
+    /// Quantile: the number that a share of all (0.99 for p99) do not exceed, to within 1 part in
+    /// 64.
     #[must_use]
     pub fn quantile(&self, share: f64) -> Option<u64> {
         let (min, max) = self.range()?;
@@ -80,8 +81,7 @@ impl Histogram {
         Some((low + width / 2).clamp(min, max))
     }
 
-    /// The buckets that have counted something: the least and the largest number of each, and how
-    /// many there were.
+    /// Non-empty buckets: the least number, the largest number and the count of each.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64, u64)> {
         let buckets = self.buckets.iter().enumerate();
         buckets
@@ -92,9 +92,10 @@ impl Histogram {
             })
     }
 
-    /// One with these buckets; those of `Self::buckets` give the same again.
+    /// Restores a histogram from the items of `Self::buckets`.
     ///
-    /// None where they do not fit together: a bucket that there is not, another count in all.
+    /// None if they do not fit together: an unknown bucket, or a range that disagrees with the
+    /// counts.
     #[must_use]
     pub fn restored(
         buckets: impl IntoIterator<Item = (u64, u64, u64)>,
@@ -120,14 +121,14 @@ impl Histogram {
 }
 
 fn bucket(value: u64) -> usize {
-    // Small numbers have a bucket each, as those of the first octave.
+    // Small numbers have a bucket each, like those of the first octave.
     let octave = (value | 1).ilog2().saturating_sub(BITS);
     // Less than two octaves' buckets.
     let leading = usize::try_from(value >> octave).unwrap_or_default();
     octave as usize * PER_OCTAVE + leading
 }
 
-/// The least number of a bucket, and how many numbers it is for.
+/// Least number of a bucket, and the count of integers that fall into it.
 fn bounds(index: usize) -> (u64, u64) {
     let within = (index % PER_OCTAVE) as u64;
     match index / PER_OCTAVE {

@@ -1,5 +1,5 @@
-//! Streaming statistics of floats and integers, kept by detectors. They merge, so that each thread and
-//! each process counts its own.
+//! Streaming statistics of floats and integers, for detectors. They merge: each thread and each
+//! process counts its own.
 
 #![expect(
     clippy::cast_precision_loss,
@@ -7,7 +7,7 @@
 )]
 #![expect(
     clippy::inline_always,
-    reason = "what calls it decides for which processors the loop is compiled"
+    reason = "the caller's target features decide how the loop is compiled"
 )]
 
 mod float;
@@ -20,5 +20,5 @@ pub use histogram::Histogram;
 pub use moments::Moments;
 pub use non_finite::NonFinite;
 
-/// How many numbers are looked at in one go: they stay in the fastest cache between the looks.
+/// Numbers per block: a block stays in the L1 cache between passes.
 const BLOCK: usize = 1024;

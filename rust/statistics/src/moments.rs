@@ -3,27 +3,27 @@
 use super::BLOCK;
 use super::float::Float;
 
-/// How many sums run beside each other: no addition waits for the one before it.
+/// Number of independent sums: no addition waits for the one before it.
 const LANES: usize = 8;
 
-/// The moments and the extremes of the finite among some numbers.
+/// Moments and extremes of the finite ones among some numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Moments {
-    /// How many there are.
+    /// Number of finite numbers.
     pub count: u64,
-    /// 0 where there are none.
+    /// 0 if there are none.
     pub mean: f64,
     /// The sum of the squared distances from the mean.
     pub squares: f64,
-    /// Infinity where there are none.
+    /// Infinity if there are none.
     pub min: f64,
-    /// Negative infinity where there are none.
+    /// Negative infinity if there are none.
     pub max: f64,
-    /// How many were left out as they are no finite numbers.
+    /// Number of NaN and infinities, which are left out.
     pub not_finite: u64,
 }
 
-/// Sums of some numbers' distances from a center, and the extremes of the numbers.
+/// Sums of distances from a center, and the extremes.
 struct Lanes {
     sum: [f64; LANES],
     squares: [f64; LANES],
@@ -44,7 +44,7 @@ impl Lanes {
         let distance = value - center;
         self.sum[lane] += distance;
         self.squares[lane] += distance * distance;
-        // Not `f64::min`, which takes care of what is no number and is no single instruction.
+        // Not `f64::min`: it handles NaN and is no single instruction.
         let (min, max) = (&mut self.min[lane], &mut self.max[lane]);
         *min = if value < *min { value } else { *min };
         *max = if value > *max { value } else { *max };
@@ -81,7 +81,7 @@ impl Moments {
         moments
     }
 
-    /// Of a block with numbers that are not finite (or so large that their squares are not).
+    /// Moments of a block with non-finite numbers (or with non-finite squares).
     #[cold]
     fn of_finite<T: Float>(center: f64, block: &[T]) -> Self {
         let numbers = block.iter().map(|value| value.widen());
@@ -92,16 +92,16 @@ impl Moments {
         }
     }
 
-    /// Of a block, by the distances from `center`, the mean of all before it.
+    /// Moments of a block, by the distances from `center`, the mean of all blocks before it.
     ///
-    /// The difference of squares below loses what is small beside the squared distance of the
-    /// block's mean from there; but that distance is itself a part of the variance of all.
+    /// The difference of squares below loses what is small beside the squared distance between the
+    /// block's mean and `center`; but that distance is itself part of the overall variance.
     #[inline(always)]
     fn around<T: Float>(center: f64, values: &[T]) -> Self {
         let Some(first) = values.first() else {
             return Self::default();
         };
-        // Before the first block any of its numbers will do.
+        // No mean before the first block: any of its numbers will do.
         let center = if center == 0.0 { first.widen() } else { center };
         let mut lanes = Lanes::NONE;
         let (chunks, rest) = values.as_chunks::<LANES>();
@@ -119,7 +119,7 @@ impl Moments {
         Self {
             count: values.len() as u64,
             mean: center + distance,
-            // Not `max`, which hides what is no number.
+            // Not `max`, which hides NaN.
             squares: if squares < 0.0 { 0.0 } else { squares },
             min: lanes.min.into_iter().fold(f64::INFINITY, f64::min),
             max: lanes.max.into_iter().fold(f64::NEG_INFINITY, f64::max),
@@ -127,7 +127,7 @@ impl Moments {
         }
     }
 
-    /// Adds those of other numbers (Chan, Golub and `LeVeque`'s formula).
+    /// Adds the moments of other numbers (Chan, Golub and `LeVeque`'s formula).
     pub fn merge(&mut self, other: &Self) {
         self.not_finite += other.not_finite;
         if other.count == 0 {

@@ -1,9 +1,9 @@
-//! Infinities and what is no number.
+//! Infinities and NaN.
 
 use super::BLOCK;
 use super::float::Float;
 
-/// How many of some numbers are infinite, and how many are none.
+/// Counts of NaN and of infinities.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NonFinite {
     /// Not a number.
@@ -13,14 +13,14 @@ pub struct NonFinite {
 }
 
 impl NonFinite {
-    /// Looks at each number once.
+    /// Reads each number once.
     #[must_use]
     #[inline(always)]
     pub fn of<T: Float>(values: &[T]) -> Self {
         let mut found = Self::default();
         for block in values.chunks(BLOCK) {
-            // As good as always there is none; and looking at all, without a way out, is what becomes
-            // vector instructions.
+            // Nearly always there is none. A loop without an early exit becomes vector
+            // instructions.
             let any = block
                 .iter()
                 .fold(T::Flag::default(), |any, value| any | value.not_finite());
@@ -36,7 +36,7 @@ impl NonFinite {
         found
     }
 
-    /// Adds what was found elsewhere.
+    /// Adds the counts of other numbers.
     pub fn merge(&mut self, other: &Self) {
         self.nan += other.nan;
         self.infinite += other.infinite;
