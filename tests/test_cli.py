@@ -96,7 +96,7 @@ def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str
     return ["capture", model, "--select", select, "--input", read, *out]
 
 
-# mistakes
+# user errors
 
 
 MISTAKES = {
@@ -111,17 +111,19 @@ MISTAKES = {
     "tree cli_failing:model": "importing 'cli_failing' failed: ZeroDivisionError",
     "tree cli_models:hoked": "'cli_models' has no 'hoked'; it has hooked",
     "tree cli_models:": "'cli_models' has no ''; it has",
-    "tree cli_models:number": "cli_models:number is a int: name an nn.Module, or what returns one",
+    "tree cli_models:number": (
+        "cli_models:number is a int: name an nn.Module, or a callable returning one"
+    ),
     "tree cli_models:broken": r"cli_models:broken\(\) failed: KeyError: .*without arguments",
     "tree cli_models:leaving": r"cli_models:leaving\(\) failed: SystemExit: 3",
     "tree cli_models:needy": "failed: TypeError: .*'size'.*called without arguments",
     "tree cli_models:list_of_layers": "returned a list: an nn.Module was expected",
     "tree cli_models:ready --select nowhere": "nothing in Identity matches 'nowhere'",
-    "tree model.pt": "loading model.pt runs whatever code its maker put in it.*--trust",
-    "tree weights.pt --trust": r"weights.pt holds a OrderedDict, no nn.Module: .*save\(model",
+    "tree model.pt": "loading model.pt may run any code of its author: pass --trust",
+    "tree weights.pt --trust": r"weights.pt contains a OrderedDict, no nn.Module: .*save\(model",
     "tree junk.pt --trust": "junk.pt is no model",
     "tree x.safetensors": "x.safetensors is no model",
-    "tree empty": "empty has no config.json: give a folder that save_pretrained wrote",
+    "tree empty": "empty has no config.json: pass a folder that save_pretrained wrote",
     "doctor now": "now",
     "capture cli_models:hooked": "--select, --input, --out",
     f"tree {'long' * 99}": "OSError: .*File name too long",
@@ -130,16 +132,16 @@ MISTAKES_OF_CAPTURE = {
     "cli_models:hooked there.safetensors": "there is no file there.safetensors",
     "cli_models:hooked there.pt": "there is no file there.pt",
     "cli_models:hooked junk.safetensors": "cannot read junk.safetensors: SafetensorError",
-    "cli_models:hooked junk.pt": "cannot read junk.pt: it is to hold tensors alone",
-    "cli_models:hooked model.pt": "cannot read model.pt: it is to hold tensors alone",
-    "cli_models:hooked text.pt": "text.pt holds a str: save a tensor, a tuple or a dict",
+    "cli_models:hooked junk.pt": "cannot read junk.pt: save tensors alone",
+    "cli_models:hooked model.pt": "cannot read model.pt: save tensors alone",
+    "cli_models:hooked text.pt": "text.pt contains a str: save a tensor, a tuple or a dict",
     "cli_models:Pair ac.safetensors": "has c: name the tensors as the forward does: a, b",
-    "cli_models:hooked text": "'text' is no .* for a text the model has to be a folder",
+    "cli_models:hooked text": "'text' is no .*; a text needs a model folder with a tokenizer",
     "cli_models:Pair x.pt": "the model failed on this input: TypeError: .*'b'.*--traceback",
     "cli_models:ready x.pt --device moon": "cannot run the model on 'moon': RuntimeError",
     "cli_models:ready x.pt --device meta": "failed on this input: NotImplementedError: Cannot",
     "cli_models:ready x.pt --dtype int3": "int3",
-    "cli_models:ready x.pt --out out.pt": "out.pt is to be written in the format .safetensors",
+    "cli_models:ready x.pt --out out.pt": "out.pt is written in the format .safetensors",
     "cli_models:ready x.pt --out no/out.safetensors": "no folder no",
 }
 

@@ -40,7 +40,7 @@ def replacing(package: Any) -> Any:
 
 
 def against_mi_crow() -> dict[str, Sampler]:
-    """The same hooks of both packages."""
+    """Equal hooks of both packages."""
     import mi_crow.hooks  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     makes: dict[str, Callable[[Any], Any]] = {

@@ -127,7 +127,7 @@ def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
 
 
 def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
-    """The same by nnsight's tracing."""
+    """Captures by nnsight's tracing."""
     from nnsight import NNsight  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     traced = NNsight(model)
@@ -143,7 +143,7 @@ def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
 
 def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
-    """The same by TransformerLens' `run_with_cache`."""
+    """Captures by TransformerLens' `run_with_cache`."""
     from transformer_lens import HookedRootModule  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from transformer_lens.hook_points import HookPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
@@ -169,7 +169,7 @@ def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
 
 RIVALS = {"nnsight": nnsight, "TransformerLens": transformer_lens}
-"""By the names that the tables have."""
+"""Rivals by their names in the tables."""
 
 
 def beside(rival: str) -> Callable[[], dict[str, Sampler]]:

@@ -32,7 +32,7 @@ def rooted(root: Any, layers: list[nn.Module]) -> Any:
 
 
 def both(*, layers: bool) -> tuple[Any, Any]:
-    """The same model on our classes and on those of TransformerLens."""
+    """One model on our classes and on those of TransformerLens."""
     from transformer_lens import HookedRootModule as LensRoot  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from transformer_lens.hook_points import HookPoint as LensPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
