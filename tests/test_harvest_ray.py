@@ -142,7 +142,7 @@ def test_what_never_ran_is_told_once(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "told"),
     [
         (["--input", "nowhere.txt"], "cannot read nowhere.txt: FileNotFoundError"),
-        (["--input", "bytes.txt"], "; give a file in UTF-8 with a text a line"),
+        (["--input", "bytes.txt"], "; pass a UTF-8 file with one text per line"),
         (["--input", "words.txt"], "out/000000: ValueError: could not convert"),
         (["--model", "nowhere:gated"], "No module named 'nowhere'; pass module:factory"),
         (["--model", "harvest_nets:gate"], "has no attribute 'gate'"),
@@ -154,10 +154,10 @@ def test_what_never_ran_is_told_once(capsys: pytest.CaptureFixture[str]) -> None
         (["--part", "many"], "argument --part: "),
         (["--actors", "-1"], "argument --actors: is at least 0, got -1"),
         (["--out", "lines.txt"], "--out lines.txt cannot be created: "),
-        (["--out", "begun", "--batch", "3"], "begun was begun with another --batch: give that"),
+        (["--out", "begun", "--batch", "3"], "begun was begun with another --batch: pass that"),
         (["--out", "begun", "--input", "words.txt"], "begun was begun with another --input"),
         (["--out", "held"], "is being written by a store of process"),
-        (["--actors", "2"], "needs Ray: pip install 'ray[data]', or give --actors 0"),
+        (["--actors", "2"], "needs Ray: pip install 'ray[data]', or pass --actors 0"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

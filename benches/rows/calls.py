@@ -183,11 +183,11 @@ def instrumented_modules() -> dict[str, Sampler]:
 
 def typed() -> nn.Module:
     """A module with a typed hook that observes."""
-    seen: list[torch.Tensor] = []
+    pair: list[torch.Tensor] = []
     checked = fh.HookedModule(Trivial())
-    checked.register_forward_hook(fh.ForwardHook(lambda x, y: seen.extend((x, y))))
+    checked.register_forward_hook(fh.ForwardHook(lambda x, y: pair.extend((x, y))))
     output = checked(X)
-    expect(len(seen) == 2 and seen[0] is X and seen[1] is output, "input and output, once")  # noqa: PLR2004
+    expect(len(pair) == 2 and pair[0] is X and pair[1] is output, "input and output, once")  # noqa: PLR2004
     module = fh.HookedModule(Trivial())
     module.register_forward_hook(fh.ForwardHook(lambda x, y: None))  # noqa: ARG005
     return module

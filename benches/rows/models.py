@@ -72,14 +72,14 @@ def stack() -> nn.Sequential:
 
 def collected(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
     """Calls a model whose layers append their outputs to a list by PyTorch's hooks."""
-    kept: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     for layer in model.children():
-        layer.register_forward_hook(lambda module, args, output: kept.append(output.detach()))  # noqa: ARG005
+        layer.register_forward_hook(lambda module, args, output: captured.append(output.detach()))  # noqa: ARG005
 
     def call(x: torch.Tensor) -> list[torch.Tensor]:
-        kept.clear()
+        captured.clear()
         model(x)
-        return kept
+        return captured
 
     return call
 
@@ -110,9 +110,9 @@ def expect_captured(
     with torch.no_grad(), fh.capture(model, "*") as acts:
         model(x)
         expect_activations(dict(acts), x)
-        kept = other(x)
-        expect(len(kept) == LAYERS, "as many activations of the other side")
-        expect(all(map(torch.equal, kept, acts.values())), "the other side's activations")
+        captured = other(x)
+        expect(len(captured) == LAYERS, "as many activations of the other side")
+        expect(all(map(torch.equal, captured, acts.values())), "the other side's activations")
 
 
 def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
@@ -134,10 +134,10 @@ def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
     def call(x: torch.Tensor) -> list[torch.Tensor]:
         with traced.trace(x):
-            kept: list[torch.Tensor] = list().save()  # type: ignore[attr-defined]  # noqa: C408 (nnsight's own)
+            captured: list[torch.Tensor] = list().save()  # type: ignore[attr-defined]  # noqa: C408 (nnsight's own)
             for layer in traced:
-                kept.append(layer.output)  # noqa: PERF401 (nnsight reads the source)
-        return kept  # pyright: ignore[reportPossiblyUnboundVariable]
+                captured.append(layer.output)  # noqa: PERF401 (nnsight reads the source)
+        return captured  # pyright: ignore[reportPossiblyUnboundVariable]
 
     return call
 

@@ -144,7 +144,7 @@ def test_deadlines_end_calls_and_the_earliest_counts() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_a_deadline_is_not_in_the_past(seconds: float) -> None:
-    with pytest.raises(ValueError, match="at least 0, got"), deadline(seconds):
+    with pytest.raises(ValueError, match="at least 0 seconds from now, got"), deadline(seconds):
         pass
 
 

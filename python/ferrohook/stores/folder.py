@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.stores.writer import Shard
+    from ferrohook.stores.shard import Shard
 
 
 class FolderLock:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ferrohook.arguments import at_least_one
 from ferrohook.errors import StoreError
 from ferrohook.stores.folder import Folder
+from ferrohook.stores.shard import Shard
 from ferrohook.stores.store import Batch, Store, check_batch, find, own_tensors
-from ferrohook.stores.writer import Shard, Writer, closed_message
+from ferrohook.stores.writer import Writer, closed_message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,6 @@ import os
 import threading
 from _thread import start_new_thread
 from collections import deque
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ferrohook.stores.folder import FolderLock
-    from ferrohook.stores.store import Batch
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Part of a batch that is written to one file."""
-
-    run: str
-    batch: int
-    content: Batch
-
-    def __str__(self) -> str:
-        return f"batch {self.batch} of run {self.run!r}"
+    from ferrohook.stores.shard import Shard
 
 
 class Writer:
