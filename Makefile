@@ -1,5 +1,5 @@
 # One list of commands for the laptop, the commit hook and CI.
-# Needs Python 3.11 or later and cargo; everything else goes into .venv.
+# Needs Python 3.11 or later and cargo; installs everything else into .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,19 +7,19 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 STAMP := $(shell date -u +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
-# Tests side by side, each on one core: their models are too small to be worth more.
+# One core per test process: the models are too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo service test lint bench figures load loom free-threaded wheels docs build format clean
 
-help: ## What there is
+help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, watch all, restore it bit for bit
+demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, observe all, restore it bit for bit
 	$(BIN)/python examples/quickstart.py
 
-service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that look into it and steer it
+service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
 	$(BIN)/python -m examples.service
 
 test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
@@ -47,13 +47,13 @@ figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the c
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
 	$(BIN)/python -m benches.load
 
-loom: ## Every interleaving of the core's threads, as far as loom's model goes
+loom: ## Every interleaving of the core's threads, within loom's model
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
 
 free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 	script/free-threaded
 
-wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and called
+wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and imported
 	script/wheels
 
 docs: build $(VENV)/docs $(VENV)/service ## The documentation, without warnings, into site/
@@ -79,7 +79,7 @@ $(BIN)/uv:
 $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
-# A file for each group of dependencies that was installed.
+# Stamp file of an installed dependency group.
 $(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

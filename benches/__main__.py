@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benches import report, running
 from benches.harness import FULL, QUICK
 from ferrohook.cli import Parser
-from ferrohook.cli.mistakes import Mistake, check_writable
+from ferrohook.cli.errors import UserError, check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ WIDE = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the groups asked for.
+    """Measures the selected groups.
 
     Returns:
         1 if a group failed. A missed bar is marked in the table and nothing more: a slow machine
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path, suffix in ((options.json, ".json"), (options.plot, ".svg")):
             if path is not None:
                 check_writable(path, suffix)
-    except Mistake as mistake:
+    except UserError as mistake:
         parser.error(str(mistake))
     groups = running.find_groups(options.only)
     if not groups:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("--against prints a table, and writes no --json and no --plot")
         if not options.against.is_file():
             parser.error(f"there is no interpreter {options.against}")
-        # Not resolved: the link in a virtual environment is what finds its packages.
+        # Not resolved: a virtual environment finds its packages by the link.
         python = str(options.against.absolute())
         builds = _with_progress(groups, partial(running.side_by_side, effort=effort, python=python))
         return _show(report.of_builds(builds), builds, machine, markdown=options.markdown)

@@ -82,7 +82,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """Number of samples and seconds per sample."""
 
     repeats: int
     seconds: float

@@ -1,8 +1,8 @@
 """Concurrent clients of the example's service: `python -m benches.load --help`.
 
-Each request steers, captures and counts in its own way, and its answer is known before: from the
-same model, alone, with PyTorch's hooks. What is compared is measured by turns, so that whatever
-else the machine does meets both sides. All traffic stays on the loopback interface.
+Each request steers, captures and counts in its own way; its expected answer is computed before by
+the same model, alone, with PyTorch's hooks. Sides alternate, so that other load on the machine
+affects all. All traffic stays on the loopback interface.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LAYERS = 6
 HIDDEN = 384
 VARIANTS = 36
 CLOSE = 1e-5
-"""How far a number may be from the expected one; what the variants do is far more."""
+"""Absolute tolerance of a number; the variants differ by far more."""
 START_SECONDS = 300.0
 ANSWER_SECONDS = 60.0
 GROWTH = 8.0
-"""The most MiB that memory may grow: pools of threads and allocators settle late."""
+"""Limit of the growth of memory, in MiB: thread pools and allocators stabilize late."""
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Variant:
 
     body: bytes
     expected: dict[str, Any]
-    # What was compared with it once need not be parsed again.
+    # Answers found correct, so that an equal one is not parsed again.
     right: set[bytes] = field(default_factory=set)
 
     def is_right(self, answer: bytes) -> bool:
-        """Whether it is the answer."""
+        """Returns True if the answer is the expected one."""
         if answer not in self.right:
             if not alike(json.loads(answer), self.expected):
                 return False
@@ -69,7 +69,7 @@ class Variant:
 
 
 def alike(answer: Any, expected: Any) -> bool:
-    """Whether two answers have the same keys and nearly the same numbers."""
+    """Returns True if two answers have the same keys and close numbers."""
     if isinstance(expected, dict):
         return (
             isinstance(answer, dict)
@@ -150,28 +150,28 @@ class Service:
         return self
 
     def ready(self) -> int:
-        """Waits until it serves; its port."""
+        """Waits until it serves; returns its port."""
         if not self._started.wait(START_SECONDS):
             msg = f"the service did not start: {''.join(self._log)}"
             raise TimeoutError(msg)
         return self.port
 
     def memory(self) -> float:
-        """What it holds, in MiB."""
+        """Private memory in MiB."""
         rollup = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_")) / 1024
 
     def cpu(self) -> float:
-        """The seconds of CPU time that it has used."""
+        """CPU time so far, in seconds."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
-        """Tells it to, as a supervisor would."""
+        """Sends SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Until it has ended; its exit status."""
+        """Waits for its end; returns the exit status."""
         return self._process.wait(ANSWER_SECONDS)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -186,7 +186,7 @@ class Service:
 
 @dataclass
 class Outcome:
-    """What clients met."""
+    """Outcome of the clients' requests."""
 
     seconds: float = 0.0
     cpu: float = 0.0
@@ -200,7 +200,7 @@ class Outcome:
         return len(self.latencies) / self.seconds
 
     def quantile(self, percent: int) -> float:
-        """Of the latencies, in milliseconds."""
+        """Percentile of the latencies, in milliseconds."""
         return statistics.quantiles(self.latencies, n=100)[percent - 1] * 1e3
 
 
@@ -212,7 +212,7 @@ def drive(
     requests: int | None = None,
     seconds: float = float("inf"),
 ) -> Outcome:
-    """Sends requests from so many clients at once, until so many or for so long.
+    """Sends requests from concurrent clients, up to a number or a time.
 
     A client ends too where the server says goodbye or takes no new connection: what it sent before
     is dropped if it was not answered.
@@ -259,7 +259,7 @@ def drive(
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured by turns with others."""
+    """A service with requests, measured alternately with others."""
 
     name: str
     service: Service
@@ -267,7 +267,7 @@ class Side:
 
 
 def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
-    """Measures all sides; what is over its bar, and how many answers were wrong."""
+    """Measures all sides; returns the bars exceeded and the number of wrong answers."""
     encoder = LockedEncoder()
     kinds = {kind: make_variants(kind, options.texts, options.words, encoder) for kind in KINDS}
     ours = ["examples.service"]
@@ -287,14 +287,14 @@ def speeds(options: argparse.Namespace, console: Console) -> tuple[list[str], in
         ]
         outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
         for turn in range(options.rounds + 1):
-            # Backwards every other time: what comes first is not to have an advantage.
+            # Alternate order: no side always comes first.
             for side in sides if turn % 2 else reversed(sides):
                 cpu = side.service.cpu()
                 outcome = drive(
                     side.service.ready(), side.variants, options.clients, seconds=options.seconds
                 )
                 outcome.cpu = side.service.cpu() - cpu
-                if turn:  # the first ones warm up
+                if turn:  # the first turn warms up
                     outcomes[side.name].append(outcome)
     table = Table(
         title=f"{options.clients} clients, {options.texts} texts of {options.words} words"
@@ -342,7 +342,7 @@ BARS = (
 
 
 def endurance(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
-    """Many short requests that steer, capture and count: wrong answers, and memory."""
+    """Sends many short requests that steer, capture and count; checks answers and memory."""
     variants = make_variants("all", 1, 6, LockedEncoder())
     step = options.requests // STEPS
     memory, wrong, seconds = [], 0, 0.0
@@ -370,7 +370,7 @@ STEPS = 20
 
 
 def shutdowns(options: argparse.Namespace, console: Console) -> tuple[list[str], int]:
-    """Ends the service while all clients ask: everything that was sent is answered."""
+    """Ends the service under load; checks that every request sent is answered."""
     variants = make_variants("all", 1, 6, LockedEncoder())
     answered, lost = 0, 0
     for _ in range(options.shutdowns):
@@ -390,7 +390,7 @@ def shutdowns(options: argparse.Namespace, console: Console) -> tuple[list[str],
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts asked for.
+    """Runs the selected parts.
 
     Returns:
         1 if an answer was wrong or missing. A bar that was missed is printed and nothing more.

@@ -118,7 +118,7 @@ def ratios(ratio: Ratio) -> list[str]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table as text; the first of its columns holds words, the others figures."""
+    """A table as text; left-aligned words in its first column, figures in the others."""
 
     headings: Sequence[str]
     cells: list[list[str]]

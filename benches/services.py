@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class PlainEncoder(Encoder):
-    """Without any hooks, neither of requests nor for their time limit."""
+    """An encoder without hooks, those for the time limit included."""
 
     def instrument(self) -> None:
         """Leaves the model as it is."""
 
 
 class LockedEncoder(PlainEncoder):
-    """With PyTorch's hooks: they are the model's and so everybody's, hence one request at a time.
+    """An encoder with PyTorch's hooks, one request at a time: the hooks fire for all requests.
 
-    What needs no hooks, the tokens and the answer, is made outside the lock.
+    Tokens and answer are computed outside the lock.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -94,7 +94,7 @@ def counting(counts: dict[str, int], name: str) -> Callable[..., None]:
 
 
 def keeping(acts: dict[str, Any], name: str) -> Callable[..., None]:
-    """A hook that keeps what is returned."""
+    """A hook that stores the output."""
 
     def hook(_module: object, _args: object, output: Any) -> None:
         acts[name] = output

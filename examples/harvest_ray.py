@@ -2,10 +2,10 @@
 
     python examples/harvest_ray.py --select 'encoder.layer.*' --input texts.txt --out activations
 
-The input, a text a line, is cut into parts, always in the same way. A part is a `LocalStore` of its
-own below `--out`, written by one of Ray Data's actors. So the files have the same bytes whichever
-actor wrote them, and with `--actors 0`, which is this process alone without Ray. Whatever stopped
-it, the same command goes on: behind the last complete batch of each part that is not complete.
+The input, one text per line, is cut into parts, always in the same way. Each part is a `LocalStore`
+below `--out`, written by one of Ray Data's actors. So the files have the same bytes whichever actor
+wrote them, also with `--actors 0`: this process alone, without Ray. After any interruption the same
+command resumes behind the last complete batch of each incomplete part.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Prepare: TypeAlias = "Callable[[list[str]], Any]"
-"""Makes of lines what the model is called with."""
+"""Maps lines to a batch for the model."""
 
-MISTAKE = 2
+USER_ERROR = 2
 INTERRUPTED = 130
 OBJECT_STORE = 2**27
-"""Bytes that a Ray of our own keeps in memory: nothing but lines of text goes through it."""
+"""Bytes of Ray's object store, through which only lines of text pass."""
 
 
-class Mistake(Exception):  # noqa: N818 (it is the user's)
-    """Says in one line what is wrong and what to do."""
+class UserError(Exception):
+    """A mistake of the user; its message states the fault and the remedy in one line."""
 
 
 class Part(NamedTuple):
-    """What one store holds."""
+    """The lines of one store."""
 
     folder: str
     lines: list[str]
 
 
-class Told(NamedTuple):
-    """What there is to say of a part."""
+class Outcome(NamedTuple):
+    """Outcome of one part."""
 
     error: str
     warning: str = ""
 
 
 class Harvester:
-    """A copy of the model, which collects one part after the other: what an actor is."""
+    """An actor: a copy of the model that collects one part after the other."""
 
     def __init__(self, model: str, select: list[str], batch: int) -> None:
-        # More of them would add up numbers in another order: the last bits would be others.
+        # More threads would change the order of additions, and so the last bits.
         torch.set_num_threads(1)
         self.model, self.prepare = load(model)
         self.select = select
         self.batch = batch
-        fh.select(self.model, select)  # raises at once what could not be collected
+        fh.select(self.model, select)  # raises at once if a pattern matches nothing
 
-    def harvest(self, part: Part) -> Told:
-        """Writes what is not there yet of a part."""
+    def harvest(self, part: Part) -> Outcome:
+        """Writes the missing batches of a part."""
         starts = range(0, len(part.lines), self.batch)
         batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
         with warnings.catch_warnings(record=True) as caught:
@@ -80,14 +80,14 @@ class Harvester:
                 with fh.LocalStore(part.folder) as store:
                     fh.collect(self.model, batches, self.select, store, progress=False)
             except Exception as error:  # noqa: BLE001 (whatever the model raises)
-                return Told(f"{part.folder}: {one_line(error)}")
-        return Told("", "; ".join(str(each.message) for each in caught))
+                return Outcome(f"{part.folder}: {one_line(error)}")
+        return Outcome("", "; ".join(str(each.message) for each in caught))
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """The same for Ray Data, whose rows are parts."""
+        """Harvests a part that is a row of Ray Data."""
         (folder,), (text,) = rows["folder"], rows["text"]
-        told = self.harvest(Part(folder, text.split("\n")))
-        return {"error": [told.error], "warning": [told.warning]}
+        outcome = self.harvest(Part(folder, text.split("\n")))
+        return {"error": [outcome.error], "warning": [outcome.warning]}
 
 
 def minilm() -> tuple[nn.Module, Prepare]:
@@ -107,11 +107,11 @@ def minilm() -> tuple[nn.Module, Prepare]:
 
 
 def load(name: str) -> tuple[nn.Module, Prepare]:
-    """What `module:factory` returns."""
+    """Calls `module:factory`; returns its model and `prepare`."""
     if not name:
         return minilm()
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python` would: what is here can be imported
+        sys.path.insert(0, "")  # like `python`, imports from the current folder
     module, _, attributes = name.partition(":")
     try:
         factory: Any = reduce(getattr, attributes.split("."), importlib.import_module(module))
@@ -120,12 +120,12 @@ def load(name: str) -> tuple[nn.Module, Prepare]:
                 return model, prepare
             case other:
                 msg = f"it returned a {type(other).__name__}"
-                raise TypeError(msg)  # noqa: TRY301 (told as what the factory itself raises)
+                raise TypeError(msg)  # noqa: TRY301 (reported like an exception of the factory)
     except Exception as error:
         msg = (
-            f"--model {name}: {one_line(error)}; give module:factory that returns (model, prepare)"
+            f"--model {name}: {one_line(error)}; pass module:factory that returns (model, prepare)"
         )
-        raise Mistake(msg) from error
+        raise UserError(msg) from error
 
 
 def harvest(options: argparse.Namespace) -> str:
@@ -137,31 +137,31 @@ def harvest(options: argparse.Namespace) -> str:
         for start in range(0, len(lines), size)
     ]
     job = (options.model, options.select, options.batch)
-    harvester = Harvester(*job)  # here too: a mistake is told before there is any actor
+    harvester = Harvester(*job)  # here too: raises a mistake before any actor starts
     check_same(options, lines)
     todo = [part for part in parts if not is_complete(part, options.batch)]
     here = not (options.actors and todo)
-    tellings = map(harvester.harvest, todo) if here else over_ray(job, todo, options.actors)
+    outcomes = map(harvester.harvest, todo) if here else over_ray(job, todo, options.actors)
     stderr = Console(stderr=True)
     warned = {""}
-    for told in track(
-        tellings,
+    for outcome in track(
+        outcomes,
         "parts",
         total=len(parts),
         completed=len(parts) - len(todo),
         console=stderr,
         disable=not stderr.is_terminal,
     ):
-        if told.error:
-            raise Mistake(told.error)
-        if told.warning not in warned:
-            stderr.print(told.warning, markup=False, soft_wrap=True)
-            warned.add(told.warning)
+        if outcome.error:
+            raise UserError(outcome.error)
+        if outcome.warning not in warned:
+            stderr.print(outcome.warning, markup=False, soft_wrap=True)
+            warned.add(outcome.warning)
     return f"{options.out}: {len(parts)} parts, {len(todo)} of them in this run"
 
 
 def is_complete(part: Part, batch: int) -> bool:
-    """Whether all its batches are stored."""
+    """Returns True if all batches of a part are stored."""
     if not Path(part.folder).is_dir():
         return False
     done = fh.LocalStore(part.folder, read_only=True).completed("run")
@@ -169,7 +169,7 @@ def is_complete(part: Part, batch: int) -> bool:
 
 
 def check_same(options: argparse.Namespace, lines: list[str]) -> None:
-    """Refuses to go on with what was begun in another way."""
+    """Validates that the folder was begun with the same options and input."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     names = ("model", "select", "batch", "part")
     job = {name: getattr(options, name) for name in names} | {"input": digest}
@@ -178,29 +178,29 @@ def check_same(options: argparse.Namespace, lines: list[str]) -> None:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            msg = f"--out {options.out} cannot be made: {one_line(error)}; give another folder"
-            raise Mistake(msg) from error
+            msg = f"--out {options.out} cannot be created: {one_line(error)}; pass another folder"
+            raise UserError(msg) from error
         part = noted.with_suffix(".part")
         part.write_text(json.dumps(job))
         part.replace(noted)  # whole or not at all
     before = json.loads(noted.read_text())
     if other := [name for name in job if before.get(name) != job[name]]:
-        msg = f"{options.out} was begun with another --{other[0]}: give that, or another --out"
-        raise Mistake(msg)
+        msg = f"{options.out} was begun with another --{other[0]}: pass that, or another --out"
+        raise UserError(msg)
 
 
-def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[Told]:
-    """Has actors harvest the parts, and tells of each when it is done."""
+def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[Outcome]:
+    """Harvests the parts by actors; yields each outcome when it is there."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_BACKEND_LOG_LEVEL": "fatal",
-        "RAY_ENABLE_AUTO_CONNECT": "0",  # Ray Data's threads start another one after Ctrl-C
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # after Ctrl-C, Ray Data's threads start another Ray
     }
     try:
         import ray.data  # noqa: PLC0415 (takes seconds, and --actors 0 is without)
     except ModuleNotFoundError as error:
-        msg = "this needs Ray: pip install 'ray[data]', or give --actors 0"
-        raise Mistake(msg) from error
+        msg = "this needs Ray: pip install 'ray[data]', or pass --actors 0"
+        raise UserError(msg) from error
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     ray.init(
         "local",
@@ -218,40 +218,40 @@ def over_ray(job: tuple[Any, ...], parts: list[Part], actors: int) -> Iterator[T
             fn_constructor_args=job,
             batch_size=1,
             num_cpus=1,
-            # No part waits for one actor while another has nothing to do.
+            # No part waits for a busy actor while another is idle.
             compute=ray.data.ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=1),
         )
         for row in done.iter_rows():
-            yield Told(**row)
+            yield Outcome(**row)
     finally:
         ray.shutdown()
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    own = isinstance(error, Mistake | fh.HookError)
-    said = [str(error) if own else f"{type(error).__name__}: {error}"]
-    return " ".join("; ".join([*said, *getattr(error, "__notes__", [])]).split())
+    """Formats an exception and its notes in one line."""
+    own = isinstance(error, UserError | fh.HookError)
+    message = str(error) if own else f"{type(error).__name__}: {error}"
+    return " ".join("; ".join([message, *getattr(error, "__notes__", [])]).split())
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser that prints errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(MISTAKE, f"{self.prog}: {message}; see --help\n")
+        self.exit(USER_ERROR, f"{self.prog}: {message}; see --help\n")
 
 
 def lines_of(path: str) -> list[str]:
-    """The type of an option that names a file of texts."""
+    """Type of an option: a file of texts."""
     try:
         return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeError) as error:
-        msg = f"cannot read {path}: {one_line(error)}; give a file in UTF-8 with a text a line"
+        msg = f"cannot read {path}: {one_line(error)}; pass a UTF-8 file with one text per line"
         raise argparse.ArgumentTypeError(msg) from error
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that counts something."""
+    """Type of an option: an int of at least `least`."""
 
     def whole_number(text: str) -> int:
         if (value := int(text)) < least:
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="",
         metavar="MODULE:FACTORY",
         help="returns a model, and a function from a list of lines to a batch of "
-        "ferrohook.collect; MiniLM and its tokenizer if left out",
+        "ferrohook.collect; MiniLM and its tokenizer by default",
     )
     parser.add_argument("--select", nargs="+", required=True, help="names or globs of modules")
     parser.add_argument("--input", type=lines_of, required=True, help="a text a line, in UTF-8")
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 (whatever the model or Ray raises)
         print(f"harvest_ray: {one_line(error)}", file=sys.stderr)
-        return MISTAKE
+        return USER_ERROR
     return 0
 
 

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 import ferrohook as fh
 
-# transformers reads it when it is imported. The package carries the weights: nothing is fetched.
+# Read when transformers is imported. Offline: the package has the weights.
 os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -49,7 +49,7 @@ Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
 
 @dataclass
 class Observed:
-    """What the hooks of one layer saw, the latest last."""
+    """Observations of one layer's hooks, the latest last."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -141,7 +141,7 @@ def embed(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def observe(layer: fh.HookedModule[Any], real: torch.Tensor) -> Observed:
-    """Registers the hooks that watch one layer, and returns what they fill in."""
+    """Registers hooks that observe one layer; returns their observations."""
     seen = Observed()
     started = 0.0
 
@@ -153,7 +153,7 @@ def observe(layer: fh.HookedModule[Any], real: torch.Tensor) -> Observed:
     def stop_clock(_module: object, _args: object, _output: object) -> None:
         seen.seconds.append(perf_counter() - started)
 
-    # A typed hook says what it may do and is held to it: these two only look.
+    # A typed hook is validated: these two may only observe.
     def look(_args: object, output: torch.Tensor) -> None:
         seen.shapes.append(tuple(output.shape))
         seen.norms.append(output[real].norm(dim=-1).mean().item())

@@ -1,6 +1,6 @@
-"""A hook of mkdocs: the repository's own pages are pages of the site too.
+"""mkdocs hook: adds the repository's own pages to the site.
 
-They are written once, where people and cargo look for them, with links that hold there.
+Their links are written for the repository.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Adds them, with their links turned to where things are on the site."""
+    """Adds the pages, with links rewritten for the site."""
     for source, page in PAGES.items():
         text = (Path(config.config_file_path).parent / source).read_text(encoding="utf-8")
         for linked, there in PAGES.items():

@@ -1,4 +1,4 @@
-"""Calls of a module that does nothing: the overhead is all there is."""
+"""Calls of a module that does nothing: pure overhead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trivial(nn.Module):
 
 
 class TrivialWithKeyword(nn.Module):
-    """As `Trivial`, with a keyword."""
+    """A `Trivial` with a keyword argument."""
 
     def forward(self, x: torch.Tensor, *, flag: bool) -> torch.Tensor:  # noqa: ARG002
         """Returns the input."""
@@ -72,7 +72,7 @@ def keyword_hook(module: nn.Module, wrap: Wrap) -> None:
     module.register_forward_hook(hook, with_kwargs=True)
 
 
-def as_it_is(hook: Hook) -> Hook:
+def unwrapped(hook: Hook) -> Hook:
     """Wraps a hook in nothing."""
     return hook
 
@@ -93,9 +93,9 @@ class Recorder:
         index = self._hooks
         self._hooks += 1
 
-        def recorded(module: object, *seen: object) -> object:
-            self.log.append(f"{index}: {seen}")
-            result = hook(module, *seen)
+        def recorded(module: object, *arguments: object) -> object:
+            self.log.append(f"{index}: {arguments}")
+            result = hook(module, *arguments)
             if isinstance(result, torch.Tensor):
                 return result * 2 + index
             if isinstance(result, tuple):
@@ -137,7 +137,7 @@ def calls(module: nn.Module, *, keyword: bool = False, per: int = 1) -> Sampler:
 
 def with_hooks(module: nn.Module, attach: Attach) -> nn.Module:
     """The module, with hooks."""
-    attach(module, as_it_is)
+    attach(module, unwrapped)
     return module
 
 
@@ -148,7 +148,7 @@ def instrumented(module: nn.Module) -> nn.Module:
 
 
 def wrapped() -> dict[str, Sampler]:
-    """The same hooks on plain and on wrapped modules, in a process that instruments nothing."""
+    """Hooks on plain and on wrapped modules, in a process that instruments nothing."""
     attached = {
         "": no_hooks,
         ", one hook": forward_hooks(1),
@@ -167,7 +167,7 @@ BESIDE = "nn.Module beside instrumented ones"
 
 
 def instrumented_modules() -> dict[str, Sampler]:
-    """The same hooks on plain and on instrumented modules."""
+    """Hooks on plain and on instrumented modules."""
     sides = {
         BESIDE: Trivial(),
         f"{BESIDE}, one hook": with_hooks(Trivial(), forward_hooks(1)),
@@ -183,11 +183,11 @@ def instrumented_modules() -> dict[str, Sampler]:
 
 def typed() -> nn.Module:
     """A module with a typed hook that observes."""
-    seen: list[torch.Tensor] = []
+    pair: list[torch.Tensor] = []
     checked = fh.HookedModule(Trivial())
-    checked.register_forward_hook(fh.ForwardHook(lambda x, y: seen.extend((x, y))))
+    checked.register_forward_hook(fh.ForwardHook(lambda x, y: pair.extend((x, y))))
     output = checked(X)
-    expect(len(seen) == 2 and seen[0] is X and seen[1] is output, "input and output, once")  # noqa: PLR2004
+    expect(len(pair) == 2 and pair[0] is X and pair[1] is output, "input and output, once")  # noqa: PLR2004
     module = fh.HookedModule(Trivial())
     module.register_forward_hook(fh.ForwardHook(lambda x, y: None))  # noqa: ARG005
     return module
@@ -250,7 +250,8 @@ def after_many() -> dict[str, Sampler]:
     fired: list[object] = []
     for _ in range(1_000_000 // BURST):
         handles = [
-            used.register_forward_hook(lambda *seen: fired.append(seen)) for _ in range(BURST)
+            used.register_forward_hook(lambda *arguments: fired.append(arguments))
+            for _ in range(BURST)
         ]
         for handle in handles:
             handle.remove()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NUMBERS = 1_000_000
 BATCHES, LAYERS = 8, 4
-"""Of 16 MB each, in 4 tensors: what some layers of an encoder return."""
+"""Number of batches of 16 MB, 4 tensors each: outputs of some layers of an encoder."""
 
 
 def on_one_thread(call: Callable[[], object]) -> Callable[[int], None]:
@@ -38,7 +38,7 @@ def on_one_thread(call: Callable[[], object]) -> Callable[[int], None]:
 
 
 def watched(detector: NativeDetector) -> fh.HookedModule[Trivial]:
-    """A module that does nothing, with a detector on what it returns."""
+    """A module that does nothing, with a detector on its output."""
     module = fh.HookedModule(Trivial())
     module.register_forward_hook(detector)
     return module
@@ -63,7 +63,7 @@ def non_finite() -> dict[str, Sampler]:
 
 
 def norms() -> dict[str, Sampler]:
-    """The same for mean, variance, minimum and maximum."""
+    """Mean, variance, minimum and maximum by a detector, against torch's reductions."""
     torch.manual_seed(0)
     x = torch.randn(NUMBERS)
     detector = fh.detectors.NormDetector()

@@ -36,7 +36,10 @@ def register_and_remove() -> dict[str, Sampler]:
 
     def loops(module: nn.Module) -> Callable[[int], None]:
         def loop(count: int) -> None:
-            register, hook = module.register_forward_hook, lambda *seen: fired.append(seen)
+            register, hook = (
+                module.register_forward_hook,
+                lambda *arguments: fired.append(arguments),
+            )
             for _ in repeat(None, count):
                 register(hook).remove()
 
@@ -44,7 +47,7 @@ def register_and_remove() -> dict[str, Sampler]:
 
     ours, theirs = fh.HookedModule(Trivial()), Trivial()
     for module in (ours, theirs):
-        handle = module.register_forward_hook(lambda *seen: fired.append(seen))
+        handle = module.register_forward_hook(lambda *arguments: fired.append(arguments))
         module(X)
         handle.remove()
         loops(module)(10)

@@ -40,7 +40,7 @@ def replacing(package: Any) -> Any:
 
 
 def against_mi_crow() -> dict[str, Sampler]:
-    """The same hooks of both packages."""
+    """Equal hooks of both packages."""
     import mi_crow.hooks  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     makes: dict[str, Callable[[Any], Any]] = {
@@ -57,8 +57,8 @@ def against_mi_crow() -> dict[str, Sampler]:
         # A clone: the other side writes to its input.
         expect(torch.equal(ours(X), theirs(X.clone())), "mi-crow's output")
         if isinstance(our, interventions.LayerActivationDetector):
-            kept = our.get_captured()
-            expect(kept is not None and torch.equal(kept, X), "mi-crow's activations")
+            captured = our.get_captured()
+            expect(captured is not None and torch.equal(captured, X), "mi-crow's activations")
         else:
             expect(getattr(our, "count", 1) == 1, "the detector to be called")
         samplers[name] = calls(ours)

@@ -72,14 +72,14 @@ def stack() -> nn.Sequential:
 
 def collected(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
     """Calls a model whose layers append their outputs to a list by PyTorch's hooks."""
-    kept: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     for layer in model.children():
-        layer.register_forward_hook(lambda module, args, output: kept.append(output.detach()))  # noqa: ARG005
+        layer.register_forward_hook(lambda module, args, output: captured.append(output.detach()))  # noqa: ARG005
 
     def call(x: torch.Tensor) -> list[torch.Tensor]:
-        kept.clear()
+        captured.clear()
         model(x)
-        return kept
+        return captured
 
     return call
 
@@ -110,9 +110,9 @@ def expect_captured(
     with torch.no_grad(), fh.capture(model, "*") as acts:
         model(x)
         expect_activations(dict(acts), x)
-        kept = other(x)
-        expect(len(kept) == LAYERS, "as many activations of the other side")
-        expect(all(map(torch.equal, kept, acts.values())), "the other side's activations")
+        captured = other(x)
+        expect(len(captured) == LAYERS, "as many activations of the other side")
+        expect(all(map(torch.equal, captured, acts.values())), "the other side's activations")
 
 
 def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
@@ -127,23 +127,23 @@ def captured_calls(model: nn.Module, x: torch.Tensor) -> Sampler:
 
 
 def nnsight(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
-    """The same by nnsight's tracing."""
+    """Captures by nnsight's tracing."""
     from nnsight import NNsight  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     traced = NNsight(model)
 
     def call(x: torch.Tensor) -> list[torch.Tensor]:
         with traced.trace(x):
-            kept: list[torch.Tensor] = list().save()  # type: ignore[attr-defined]  # noqa: C408 (nnsight's own)
+            captured: list[torch.Tensor] = list().save()  # type: ignore[attr-defined]  # noqa: C408 (nnsight's own)
             for layer in traced:
-                kept.append(layer.output)  # noqa: PERF401 (nnsight reads the source)
-        return kept  # pyright: ignore[reportPossiblyUnboundVariable]
+                captured.append(layer.output)  # noqa: PERF401 (nnsight reads the source)
+        return captured  # pyright: ignore[reportPossiblyUnboundVariable]
 
     return call
 
 
 def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
-    """The same by TransformerLens' `run_with_cache`."""
+    """Captures by TransformerLens' `run_with_cache`."""
     from transformer_lens import HookedRootModule  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from transformer_lens.hook_points import HookPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
@@ -169,7 +169,7 @@ def transformer_lens(model: nn.Module) -> Callable[[Any], list[torch.Tensor]]:
 
 
 RIVALS = {"nnsight": nnsight, "TransformerLens": transformer_lens}
-"""By the names that the tables have."""
+"""Rivals by their names in the tables."""
 
 
 def beside(rival: str) -> Callable[[], dict[str, Sampler]]:

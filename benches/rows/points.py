@@ -32,7 +32,7 @@ def rooted(root: Any, layers: list[nn.Module]) -> Any:
 
 
 def both(*, layers: bool) -> tuple[Any, Any]:
-    """The same model on our classes and on those of TransformerLens."""
+    """One model on our classes and on those of TransformerLens."""
     from transformer_lens import HookedRootModule as LensRoot  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from transformer_lens.hook_points import HookPoint as LensPoint  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
@@ -76,10 +76,10 @@ def hooked() -> dict[str, Sampler]:
     """One call with a hook on each hook point."""
     ours, other = both(layers=True)
     x = torch.randn(1, 64)
-    seen: list[str] = []
+    fired: list[str] = []
 
     def note(tensor: torch.Tensor, hook: Any) -> None:  # noqa: ARG001
-        seen.append(hook.name)
+        fired.append(hook.name)
 
     def halve(tensor: torch.Tensor, hook: Any) -> torch.Tensor:  # noqa: ARG001
         return tensor / 2
@@ -94,7 +94,7 @@ def hooked() -> dict[str, Sampler]:
     with torch.no_grad():
         calls(ours, note)(x)
         calls(other, note)(x)
-        expect(seen[:LAYERS] == seen[LAYERS:], "the calls of TransformerLens")
+        expect(fired[:LAYERS] == fired[LAYERS:], "the calls of TransformerLens")
         expect(torch.equal(calls(ours, halve)(x), calls(other, halve)(x)), "its output")
         expect(torch.equal(ours(x), other(x)), "no hook left")
     return {

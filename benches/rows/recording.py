@@ -127,7 +127,7 @@ def without_asking(model: Any, ids: torch.Tensor, *, recorded: bool) -> Sampler:
 
 
 def not_asked_for() -> dict[str, Sampler]:
-    """A model with recording installed that a call does not ask for, and the same without."""
+    """A call that records nothing, on a model with recording installed and one without."""
     model, ids = eager_llama()
     with torch.no_grad():
         with theirs(model):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser that prints errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -29,31 +29,31 @@ class _Parser(argparse.ArgumentParser):
 def main(
     arguments: Sequence[str] | None = None, make_encoder: Callable[..., Encoder] = Encoder
 ) -> None:
-    """Serves until SIGINT or SIGTERM, and then answers what it was sent."""
+    """Serves until SIGINT or SIGTERM, then answers open requests."""
     parser = _Parser(prog="service", description="A sentence encoder to look into and to steer.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument("--port", type=int, default=8000, help="0 for any free one")
     parser.add_argument(
         "--threads",
         type=positive(int),
         default=os.cpu_count(),
-        help="how many requests are computed at once (default: as many as there are cores)",
+        help="requests computed at once (default: the number of cores)",
     )
     parser.add_argument(
         "--torch-threads",
         type=positive(int),
         default=1,
-        help="how many threads compute one of them (default: 1)",
+        help="threads per request (default: 1)",
     )
     parser.add_argument(
-        "--seconds", type=positive(float), default=10.0, help="the limit for one request"
+        "--seconds", type=positive(float), default=10.0, help="time limit of one request"
     )
     parser.add_argument("--max-body", type=positive(int), default=2**20, help="bytes of a request")
     parser.add_argument(
         "--max-capture", type=positive(int), default=2**23, help="bytes that a request captures"
     )
     parser.add_argument(
-        "--grace", type=float, default=1.0, help="seconds to take requests once told to end"
+        "--grace", type=float, default=1.0, help="seconds to accept requests after a signal to end"
     )
     parser.add_argument(
         "--no-observe", dest="observe", action="store_false", help="leave out the modules' metrics"
@@ -61,7 +61,7 @@ def main(
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(options.torch_threads)
-    # The answer says it too, to whom it concerns.
+    # The client gets the reason in its answer.
     warnings.simplefilter("ignore", fh.NeverFiredWarning)
     encoder = make_encoder(max_capture_bytes=options.max_capture)
     encoder.instrument()
@@ -82,7 +82,7 @@ def main(
 
 
 def positive(number: Callable[[str], float]) -> Callable[[str], float]:
-    """The type of an option that is above 0."""
+    """Type of an option: a positive number."""
 
     def parsed(text: str) -> float:
         value = number(text)

@@ -35,12 +35,12 @@ PAGE = Path(__file__).with_name("page.html")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the service is run.
+    """Options of the service.
 
     Attributes:
-        threads: how many requests are computed at once.
-        seconds: how long the body of one may take to come, and then its answer.
-        max_body: the most bytes of a body.
+        threads: number of requests computed at once.
+        seconds: time limit for receiving a body, and again for its answer.
+        max_body: limit of a body in bytes.
         observe: count and time the calls of every module.
     """
 
@@ -51,7 +51,7 @@ class Settings:
 
 
 def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
-    """The service, around a model that all requests share."""
+    """Creates the service around a model that all requests share."""
     metrics = ModelMetrics(encoder.model) if settings.observe else None
 
     @asynccontextmanager
@@ -71,7 +71,7 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
 
 
 def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None) -> APIRouter:
-    """What the service is for."""
+    """Creates the endpoint for embeddings."""
     router = APIRouter()
     limiter = anyio.CapacityLimiter(settings.threads)
     captured = metrics.add_captured if metrics else ignore
@@ -84,7 +84,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
     async def embed(request: EmbedRequest, scope: RequestScope) -> Response:
         """Embeddings of texts; captures, steering and counts are this request's alone."""
         try:
-            # Waiting for a thread ends by the one, what a thread computes by the other.
+            # `fail_after` ends waiting for a thread, `deadline` the computation in it.
             with anyio.fail_after(settings.seconds), deadline(settings.seconds):
                 answer = await anyio.to_thread.run_sync(
                     lambda: to_json(encoder.embed(request, scope, captured)), limiter=limiter
@@ -95,7 +95,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
         except (fh.SelectionError, RefusedError) as error:
             raise HTTPException(422, str(error)) from error
         except Exception as error:
-            # Left to Starlette, uvicorn would cut the connection, which others may share.
+            # An exception that reaches uvicorn closes the connection, which a proxy may share.
             LOG.exception("a request failed")
             raise HTTPException(500, "the request failed: the service's log says why") from error
         return Response(answer, media_type="application/json")
@@ -104,7 +104,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
 
 
 def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
-    """How the service and its model do."""
+    """Creates the endpoints for metrics, hooks, health and the page."""
     router = APIRouter()
     registry = CollectorRegistry()
     if metrics is not None:
@@ -117,8 +117,8 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
 
     @router.get("/hooks")
     def hooks() -> Hooks:
-        """What is registered for all requests, and how each module does."""
-        seen = metrics.snapshot() if metrics else {}
+        """Hooks registered for all requests, and statistics of each module."""
+        statistics = metrics.snapshot() if metrics else {}
         types = {name: type(module).__name__ for name, module in encoder.model.named_modules()}
         return Hooks(
             modules=[
@@ -126,8 +126,10 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
                     name=name,
                     type=types[name],
                     hooks=[described(info) for info in infos],
-                    errors=seen[name]["errors"] if name in seen else None,
-                    latency=Latency.model_validate(seen[name]) if name in seen else None,
+                    errors=statistics[name]["errors"] if name in statistics else None,
+                    latency=(
+                        Latency.model_validate(statistics[name]) if name in statistics else None
+                    ),
                 )
                 for name, infos in list_hooks(encoder.model).items()
             ]
@@ -135,7 +137,7 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
 
     @router.get("/healthz", responses={503: {"model": Health}})
     async def healthz(request: Request, response: Response) -> Health:
-        """Whether to send requests here."""
+        """Readiness: 503 while the service shuts down."""
         if getattr(request.state, "draining", False):
             response.status_code = 503
             return Health(status="draining")
@@ -149,7 +151,7 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
 
 
 def described(info: HookInfo) -> Hook:
-    """A hook, for JSON."""
+    """Converts a hook for JSON."""
     hook = getattr(info.hook, "__qualname__", None) or type(info.hook).__name__
     return Hook(
         id=info.id,
@@ -162,10 +164,10 @@ def described(info: HookInfo) -> Hook:
 
 
 def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Tells the client what is wrong with the request."""
+    """Answers an invalid request with the reason."""
     reason = str(error)
     if isinstance(error, RequestValidationError):
-        # Without what was sent, which may be long, and may be what JSON cannot say.
+        # Without the input, which may be long, or not representable in JSON.
         reason = "; ".join(
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
         )

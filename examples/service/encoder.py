@@ -1,4 +1,4 @@
-"""MiniLM, and what one request does with it."""
+"""`Encoder`: MiniLM, steered and captured for one request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ferrohook.service import check_deadline
 
 from .schema import Add, EmbedAnswer, EmbedRequest, Nested, Reduction, Scale, Steer
 
-# Both read when transformers is imported. The package carries the weights: nothing is fetched, and
-# the threads of the pool are enough for two cores.
+# Both are read when transformers is imported. Offline: the package has the weights. No parallel
+# tokenizer: the pool's threads use the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from transformers import BertModel
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MAX_TOKENS = 256
-"""What the model was trained on; the rest of a text is not read."""
+"""The model's training length; longer texts are truncated."""
 
 
 class RefusedError(Exception):
-    """The request asks for what cannot be done; the message says why."""
+    """An impossible request; the message states the reason."""
 
 
 def ignore(_acts: fh.ActivationCache) -> None:
-    """For those who need not be told what was captured."""
+    """Ignores captures."""
 
 
 class Encoder:
     """A sentence encoder that any number of threads may call.
 
     Args:
-        max_capture_bytes: of the activations that one request captures.
+        max_capture_bytes: limit of the activations that one request captures.
     """
 
     def __init__(self, *, max_capture_bytes: int = 2**23) -> None:
@@ -51,18 +51,18 @@ class Encoder:
         transformers_logging.disable_progress_bar()
         self.model = BertModel.from_pretrained(path).eval()
         self.max_capture_bytes = max_capture_bytes
-        # Not transformers' wrapper, which sets padding anew in each call, for all threads.
+        # Not transformers' wrapper, whose calls set the shared padding anew: not thread-safe.
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         self._tokenizer.enable_truncation(MAX_TOKENS)
         self._tokenizer.enable_padding()
 
     def instrument(self) -> None:
-        """Readies the modules for hooks, once and for all, and has the layers keep time."""
+        """Instruments the model for good, and registers the deadline on its layers."""
         fh.instrument(self.model)
         fh.register(self.model, "encoder.layer.*", check_deadline, phase="forward_pre")
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        """The model's input."""
+        """Tokenizes texts into the model's input."""
         encodings = self._tokenizer.encode_batch(texts)
         return {
             "input_ids": torch.tensor([each.ids for each in encodings]),
@@ -78,15 +78,15 @@ class Encoder:
         """Answers one request.
 
         Args:
-            request: what was asked.
-            scope: entered for this request; what steers and counts is registered with it.
-            captured: is told of what was captured.
+            request: the request.
+            scope: the request's scope; hooks that steer and count are registered with it.
+            captured: called with the capture.
 
         Raises:
             SelectionError: a pattern matches no module; the message has the closest names.
             RefusedError: a module cannot be steered like that, the captures are too large, or the
                 answer is not finite.
-            TimeoutError: the time is over.
+            TimeoutError: the deadline has passed.
         """
         for steer in request.steer:
             fh.register(self.model, steer.modules, steering(steer), scope=scope)
@@ -125,7 +125,7 @@ class Encoder:
                 return self._forward(batch, mask), acts
         except fh.CaptureBudgetError as error:
             msg = (
-                f"the captures hold more than {self.max_capture_bytes:,} bytes: "
+                f"the captures exceed {self.max_capture_bytes:,} bytes: "
                 "select fewer modules or send fewer texts"
             )
             raise RefusedError(msg) from error
@@ -136,7 +136,7 @@ class Encoder:
 
 
 def steering(steer: Steer) -> Callable[..., Any]:
-    """The forward hook that does as the request says."""
+    """Creates the forward hook of a steering request."""
     change: Callable[[Tensor], Tensor]
     if isinstance(steer, Add):
         vector = torch.tensor(steer.vector)
@@ -145,7 +145,7 @@ def steering(steer: Steer) -> Callable[..., Any]:
             if output.shape[-1] != len(vector):
                 msg = (
                     f"the vector for {steer.modules!r} has {len(vector)} numbers: "
-                    f"what is returned there takes {output.shape[-1]}"
+                    f"the output there takes {output.shape[-1]}"
                 )
                 raise RefusedError(msg)
             return output + vector
@@ -172,7 +172,7 @@ def steering(steer: Steer) -> Callable[..., Any]:
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
-    """The first tensor of what a module returned."""
+    """Returns the first tensor of a module's output."""
     first = value
     while not isinstance(first, Tensor):
         items: Iterable[Any] = first.values() if isinstance(first, dict) else first or ()
@@ -184,18 +184,18 @@ def tensor_of(name: str, value: Any) -> Tensor:
 
 
 def reduced(output: Tensor, mask: Tensor, kinds: set[Reduction]) -> dict[Reduction, Nested]:
-    """Each of the reductions, for JSON."""
+    """Computes the reductions, as lists for JSON."""
     return {kind: as_lists(reduce(output, mask, kind)) for kind in kinds}
 
 
 def reduce(output: Tensor, mask: Tensor, kind: Reduction) -> Tensor:
-    """One value or vector for each text, over its own tokens and not those it was padded with."""
+    """Reduces to one value or vector per text, over its tokens without padding."""
     if kind == "none":
         return output
     if kind == "norm":
         return reduce(output.norm(dim=-1, keepdim=True), mask, "mean").squeeze(-1)
     if output.dim() != mask.dim() or output.shape[1] != mask.shape[1]:
-        return output  # of no tokens
+        return output  # has no dimension of tokens
     if kind == "first":
         return output[:, 0]
     if kind == "max":
@@ -204,12 +204,12 @@ def reduce(output: Tensor, mask: Tensor, kind: Reduction) -> Tensor:
 
 
 def as_lists(tensor: Tensor) -> Any:
-    """For JSON, which knows no other numbers than finite ones.
+    """Converts to lists for JSON, whose numbers are finite.
 
     Raises:
-        RefusedError: some are not.
+        RefusedError: a number is not finite.
     """
     if not tensor.isfinite().all():
-        msg = "steered like this the model overflows: the answer has numbers that are not finite"
+        msg = "the steered model overflows, its answer is not finite: use a smaller change"
         raise RefusedError(msg)
     return tensor.tolist()

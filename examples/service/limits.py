@@ -1,4 +1,4 @@
-"""Bodies that are too long or come too slowly."""
+"""`LimitBody`: refuses bodies that are too long or too slow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LimitBody:
 
         async def limited() -> Message:
             nonlocal length, complete
-            if complete:  # what comes now is that the client is gone, whenever that is
+            if complete:  # the next message is the disconnect
                 return await receive()
             try:
                 async with asyncio.timeout_at(until):

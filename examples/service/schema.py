@@ -1,4 +1,4 @@
-"""What a request may say, and what is answered."""
+"""Schema of requests and answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 MAX_TEXTS = 64
 MAX_ENTRIES = 16
-"""Of each list that selects modules."""
+"""Maximum length of each list of selectors."""
 MAX_VECTOR = 4096
 
 Modules: TypeAlias = Annotated[
@@ -23,14 +23,14 @@ class _Strict(BaseModel):
 
 
 class Capture(_Strict):
-    """Keep what modules return, and answer with a reduction of it over each text's tokens."""
+    """Capture outputs of modules, and answer with a reduction of each over each text's tokens."""
 
     modules: Modules
     reduce: Reduction = "mean"
 
 
 class Add(_Strict):
-    """Add a vector to what modules return."""
+    """Add a vector to outputs of modules."""
 
     op: Literal["add"]
     modules: Modules
@@ -38,7 +38,7 @@ class Add(_Strict):
 
 
 class Scale(_Strict):
-    """Multiply what modules return."""
+    """Multiply outputs of modules by a factor."""
 
     op: Literal["scale"]
     modules: Modules
@@ -46,7 +46,7 @@ class Scale(_Strict):
 
 
 class Zero(_Strict):
-    """Replace what modules return by zeros."""
+    """Replace outputs of modules by zeros."""
 
     op: Literal["zero"]
     modules: Modules
@@ -57,7 +57,7 @@ Text: TypeAlias = Annotated[str, StringConstraints(max_length=20_000)]
 
 
 class EmbedRequest(_Strict):
-    """Texts to embed, and what to do meanwhile, for this request alone."""
+    """Texts to embed, with captures, steering and counts for this request alone."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     capture: Annotated[list[Capture], Field(max_length=MAX_ENTRIES)] = []
@@ -68,16 +68,16 @@ class EmbedRequest(_Strict):
 Nested: TypeAlias = "list[float] | list[list[float]] | list[list[list[float]]]"
 
 
-# A dict, which pydantic puts into JSON as it is: these are many numbers.
+# A dict: pydantic serializes it without validating its many numbers.
 class EmbedAnswer(TypedDict):
-    """What became of the texts, and of this request's captures and counts."""
+    """Embeddings of the texts, and this request's captures and counts."""
 
     embeddings: list[list[float]]
     captures: dict[str, dict[Reduction, Nested] | None]
     """By module, then by reduction: a number, a vector or a vector per token for each text; null
-    where the module never ran."""
+    if the module never ran."""
     counts: dict[str, int]
-    """By module, the calls that this request made."""
+    """Calls that this request made, by module."""
 
 
 class Hook(BaseModel):
@@ -92,7 +92,7 @@ class Hook(BaseModel):
 
 
 class Latency(BaseModel):
-    """How long a module's calls took, in seconds; None before the first."""
+    """Durations of a module's calls in seconds; None before the first."""
 
     calls: int
     total: float
@@ -108,7 +108,7 @@ class Module(BaseModel):
     type: str
     hooks: list[Hook]
     errors: int | None
-    """How often hooks raised; None where the module is not observed."""
+    """Number of exceptions in hooks; None if the module is not observed."""
     latency: Latency | None
 
 
@@ -119,12 +119,12 @@ class Hooks(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether to send requests here."""
+    """Readiness of the service."""
 
     status: Literal["ok", "draining"]
 
 
 class Refusal(BaseModel):
-    """Why there is no answer."""
+    """Reason for an error status."""
 
     detail: str

@@ -1,4 +1,4 @@
-"""A server that answers what it was sent before it goes."""
+"""`Server`: uvicorn with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ TICK = 0.05
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which waits for open requests, after a time in which it says goodbye.
+    """Uvicorn with a grace period, in which it drains, before it waits for open requests.
 
-    From when it is told to end, the header `Connection: close` of each answer has clients send
-    their next request elsewhere, and `request.state.draining` is true. Without that time a server
-    cuts connections that seem idle, on which a request may be under way.
+    After a signal to end, each answer has the header `Connection: close`, so that clients send
+    their next request elsewhere, and `request.state.draining` is true. Without a grace period,
+    uvicorn closes idle connections on which a request may be in flight.
 
     Args:
-        app: what it serves.
-        grace: how many seconds it goes on taking requests, for clients and load balancers to
-            notice.
-        **options: of `uvicorn.Config`.
+        app: the application.
+        grace: seconds in which it still accepts requests, for clients and load balancers to notice.
+        **options: options of `uvicorn.Config`.
     """
 
     def __init__(self, app: ASGIApp, *, grace: float, **options: Any) -> None:
         self._app = app
         self._grace = grace
-        super().__init__(uvicorn.Config(self._saying_goodbye, interface="asgi3", **options))
+        super().__init__(uvicorn.Config(self._draining_app, interface="asgi3", **options))
 
-    async def _saying_goodbye(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sending(message: Message) -> None:
+    async def _draining_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_closing(message: Message) -> None:
             if self.should_exit and message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         if scope["type"] == "http":
             scope.setdefault("state", {})["draining"] = self.should_exit
-        await self._app(scope, receive, sending)
+        await self._app(scope, receive, send_closing)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes leave, then ends."""
+        """Drains, then shuts down."""
         for _ in range(round(self._grace / TICK)):
             if not self.force_exit:
                 await asyncio.sleep(TICK)

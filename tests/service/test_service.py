@@ -252,7 +252,7 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ),
         (
             {"steer": [{**ADD, "vector": [1.0, 2.0]}]},
-            "the vector for 'encoder.layer.2' has 2 numbers: what is returned there takes 384",
+            "the vector for 'encoder.layer.2' has 2 numbers: the output there takes 384",
         ),
         (
             {"steer": [{"op": "zero", "modules": "encoder"}]},
@@ -260,11 +260,11 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ),
         (
             {"steer": [{"op": "scale", "modules": "encoder.layer.5.output", "factor": 1e39}]},
-            "numbers that are not finite",
+            "its answer is not finite: use a smaller change",
         ),
         (
             {"texts": ["many words " * 200] * 8, "capture": [{"modules": "**"}]},
-            "the captures hold more than 1,048,576 bytes: select fewer modules",
+            "the captures exceed 1,048,576 bytes: select fewer modules",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else None,

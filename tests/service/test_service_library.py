@@ -144,7 +144,7 @@ def test_the_earliest_deadline_ends_a_call() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_a_deadline_in_the_past_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="at least 0, got"), deadline(seconds):
+    with pytest.raises(ValueError, match="at least 0 seconds from now, got"), deadline(seconds):
         pass
 
 

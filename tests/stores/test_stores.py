@@ -142,8 +142,8 @@ def test_missing_runs_batches_and_layers_raise(store: Store) -> None:
         (("../up", 0, "l", {}), ValueError, "got '../up'"),
         ((".hidden", 0, "l", {}), ValueError, "got '.hidden'"),
         (("a\n", 0, "l", {}), ValueError, "run is a name"),
-        (("r", "0", "l", {}), fh.HookTypeError, "batch is a number, got str"),
-        (("r", True, "l", {}), fh.HookTypeError, "batch is a number, got bool"),
+        (("r", "0", "l", {}), fh.HookTypeError, "batch is an int, got str"),
+        (("r", True, "l", {}), fh.HookTypeError, "batch is an int, got bool"),
         (("r", -1, "l", {}), ValueError, "at least 0, got -1"),
         (("r", 0, None, {}), fh.HookTypeError, "layer is a str, got NoneType"),
         (("r", 0, "l", torch.ones(1)), fh.HookTypeError, "mapping from their names, got Tensor"),
@@ -170,7 +170,7 @@ def test_wrong_arguments_of_put_are_refused(
 def test_wrong_arguments_of_complete_are_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="run is a name"):
         store.complete("a/b", 0)
-    with pytest.raises(fh.HookTypeError, match="batch is a number"):
+    with pytest.raises(fh.HookTypeError, match="batch is an int"):
         store.complete("run", 1.0)  # type: ignore[arg-type]
     assert store.runs() == []
 
@@ -181,7 +181,7 @@ def test_a_closed_store_is_readable_and_refuses_put(store: Store) -> None:
     store.close()
     store.flush()
     check(store, 0)
-    with pytest.raises(fh.StoreError, match=r"closed: put what you collect before close"):
+    with pytest.raises(fh.StoreError, match=r"closed: put tensors before close"):
         store.put("run", 1, "l", {})
     with pytest.raises(fh.StoreError, match="closed"):
         store.complete("run", 1)
@@ -397,7 +397,7 @@ def test_a_dropped_store_may_be_closed_on_its_writer_thread(
     store.put("run", 1, "layer", {"output": torch.ones(1)})  # exceeds `max_pending`
     store.self = store  # type: ignore[attr-defined]  # a cycle: only the collector frees it
     assert store._writer is not None
-    over = store._writer._over
+    over = store._writer._finished
     gc.disable()
     try:
         del store

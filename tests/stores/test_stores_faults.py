@@ -20,8 +20,7 @@ import pytest
 import torch
 
 import ferrohook as fh
-from ferrohook import stores
-from ferrohook.stores import LocalStore
+from ferrohook.stores import LocalStore, writer
 from support.stores import check, fill, forked, wait_for
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def test_only_one_store_may_write_a_folder(tmp_path: Path) -> None:
 def test_an_interrupted_open_releases_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
-    start = stores.start_new_thread
+    start = writer.start_new_thread
 
     def interrupted(*args: Any) -> None:
         if started:
@@ -149,9 +148,9 @@ def test_an_interrupted_open_releases_the_folder(
 
     with monkeypatch.context() as patch:
         if started:
-            patch.setattr(stores, "start_new_thread", interrupted)
+            patch.setattr(writer, "start_new_thread", interrupted)
         else:
-            patch.setattr(stores._Writer, "start", interrupted)
+            patch.setattr(writer.Writer, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             LocalStore(tmp_path)
     gc.collect()
@@ -181,10 +180,10 @@ def test_a_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with nobody():
         for folder in (locked, locked / "below", tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(fh.StoreError, match=r"cannot be written: .*Give a folder that"):
+            with pytest.raises(fh.StoreError, match=r"cannot be written: .*Use a folder that"):
                 LocalStore(folder)
     for folder in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(fh.StoreError, match="no folder that could be read"):
+        with pytest.raises(fh.StoreError, match="is no folder: open the store without read_only"):
             LocalStore(folder, read_only=True)
     assert not [*locked.iterdir()]
 
@@ -227,7 +226,7 @@ def test_a_full_disk_raises_and_flushed_batches_are_readable(small_disk: Path, s
             store.flush()
             acknowledged = batch
     assert acknowledged >= 5
-    with pytest.raises(fh.StoreError, match="make room or mend the folder"):
+    with pytest.raises(fh.StoreError, match="make room or repair the folder"):
         store.close()
     done = store.completed("run")
     check(store, *range(len(done)))

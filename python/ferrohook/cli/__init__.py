@@ -1,7 +1,7 @@
 """`ferrohook` on the command line.
 
-A file for each command, which says what its options are (`add_options`) and does it (`run`, whose
-result is the exit code). What takes long to import is imported by the command that needs it.
+Each command is a file with `add_options` (its options) and `run` (returns the exit code). Slow
+imports are made by the command that needs them.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
 from ferrohook.cli import capture, doctor, tree
-from ferrohook.cli.mistakes import Mistake, in_one_line, told
+from ferrohook.cli.errors import UserError, describe, to_line
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COMMANDS = {"tree": tree, "capture": capture, "doctor": doctor}
-MISTAKE = 2
+USER_ERROR = 2
 INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser that prints errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Leaves with exit code 2."""
-        self.exit(MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n")
+        """Exits with code 2."""
+        self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit code: 0; 1 where the command found a fault; 2 after a mistake of its user, told
-        in one line; 130 after Ctrl-C.
+        The exit code: 0; 1 if the command found a fault; 2 after a mistake of the user, printed in
+        one line; 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
         return int(COMMANDS[options.command].run(options))
     except BrokenPipeError:
-        # Whoever read the output has seen enough; the interpreter is not to flush into the pipe.
+        # The reader closed the pipe: keep the interpreter from flushing into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (Mistake, HookError, OSError) as error:
+    except (UserError, HookError, OSError) as error:
         if options.traceback:
             raise
-        # What the system says of a file names it.
-        message = told(error) if isinstance(error, OSError) else str(error)
-        print(f"ferrohook {options.command}: {in_one_line(message)}", file=sys.stderr)
-        return MISTAKE
+        # An OSError's own message names its file.
+        message = describe(error) if isinstance(error, OSError) else str(error)
+        print(f"ferrohook {options.command}: {to_line(message)}", file=sys.stderr)
+        return USER_ERROR
 
 
 def _parser() -> Parser:
@@ -66,6 +66,6 @@ def _parser() -> Parser:
         sub = commands.add_parser(name, help=about, description=about)
         command.add_options(sub)
         sub.add_argument(
-            "--traceback", action="store_true", help="show where in Python a mistake was noticed"
+            "--traceback", action="store_true", help="show the Python traceback of a mistake"
         )
     return parser

@@ -1,4 +1,4 @@
-"""`ferrohook capture`: runs a model on one input and saves what passes its modules."""
+"""`ferrohook capture`: runs a model on one input and saves activations of its modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
-from ferrohook.cli.mistakes import Mistake, check_writable, need, told
+from ferrohook.cli.errors import UserError, check_writable, describe, need
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +21,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What it takes."""
+    """Adds the options of the command."""
     models.add_options(parser)
     parser.add_argument(
         "--select",
@@ -38,13 +38,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="a .safetensors file, for ferrohook.ActivationCache.load",
     )
-    parser.add_argument("--inputs", action="store_true", help="what the modules take, not return")
-    parser.add_argument("--dtype", choices=DTYPES, help="what the activations are cast to")
-    parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left out")
+    parser.add_argument(
+        "--inputs", action="store_true", help="the modules' inputs, not their outputs"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
+    parser.add_argument("--device", default="cpu", help="device of the model; cpu by default")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the activations and prints what they are."""
+    """Saves the activations and prints a summary."""
     check_writable(options.out, ".safetensors")
     need("torch")
     model = models.load(options.model, trust=options.trust)
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     acts = _captured(model, args, kwargs, options)
     if not acts:
         msg = "none of the selected modules ran, so there is nothing to save: select others"
-        raise Mistake(msg)
+        raise UserError(msg)
     acts.save(options.out)
     print(acts)
     return 0
@@ -72,8 +74,8 @@ def _captured(
         model.to(device).eval()
         args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
     except (RuntimeError, AssertionError) as error:
-        msg = f"cannot run the model on {options.device!r}: {told(error)}"
-        raise Mistake(msg) from error
+        msg = f"cannot run the model on {options.device!r}: {describe(error)}"
+        raise UserError(msg) from error
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     capture = fh.capture(model, options.select, inputs=options.inputs, device="cpu", dtype=dtype)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad(), capture as acts:
@@ -81,8 +83,8 @@ def _captured(
         try:
             model(*args, **kwargs)
         except Exception as error:
-            msg = f"the model failed on this input: {told(error)} (--traceback shows where)"
-            raise Mistake(msg) from error
+            msg = f"the model failed on this input: {describe(error)} (--traceback shows where)"
+            raise UserError(msg) from error
     for warning in caught:
         print(f"ferrohook capture: {warning.message}", file=sys.stderr)
     return acts

@@ -1,4 +1,4 @@
-"""`ferrohook doctor`: tells versions and what works here, to be put into a report of a fault."""
+"""`ferrohook doctor`: prints versions and checks hooks, for a bug report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sysconfig
 from typing import TYPE_CHECKING, Any
 
 from ferrohook import __version__
-from ferrohook.cli.mistakes import told
+from ferrohook.cli.errors import describe
 
 if TYPE_CHECKING:
     import argparse
@@ -31,12 +31,12 @@ WORKS = "works"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What it takes."""
+    """Adds the options of the command."""
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found.
+    """Prints the findings.
 
     Returns:
         1 if hooks do not work here.
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> tuple[dict[str, str], bool]:
-    """What there is, by name, and whether hooks work."""
+    """Returns the findings by name, and True if hooks work."""
     found = {
         "ferrohook": __version__,
         "Python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -88,8 +88,8 @@ def _torch() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "GPU": f"{', '.join(gpus)} (CUDA {torch.version.cuda})" if gpus else "torch sees none",
-        "hooks": _tried(compiled=False),
-        "hooks in torch.compile": _tried(compiled=True),
+        "hooks": _try_hook(compiled=False),
+        "hooks in torch.compile": _try_hook(compiled=True),
         "C++ compiler": compiler or "none on the PATH; torch.compile's default backend needs one",
     }
 
@@ -98,8 +98,8 @@ def _add_one(_module: object, _args: object, output: Any) -> Any:
     return output + 1
 
 
-def _tried(*, compiled: bool) -> str:
-    """Whether a hook fires."""
+def _try_hook(*, compiled: bool) -> str:
+    """Runs a module with one hook; returns `WORKS` or the failure."""
     import torch
     from torch import nn
 
@@ -109,9 +109,9 @@ def _tried(*, compiled: bool) -> str:
         model: nn.Module = fh.HookedModule(nn.Identity())
         model.register_forward_hook(_add_one)
         if compiled:
-            # Traced and not translated: that is what hooks have a part in.
+            # The backend "eager": hooks matter to tracing alone.
             model = torch.compile(model, backend="eager", fullgraph=True)  # type: ignore[assignment]
         works = bool(model(torch.zeros(1)) == 1)
     except Exception as error:
-        return f"failed: {told(error)}"
+        return f"failed: {describe(error)}"
     return WORKS if works else "failed: a hook did not fire"

@@ -1,4 +1,4 @@
-"""What a model is called with: a file of tensors, or text."""
+"""Reads a model's input: a file of tensors, or text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ferrohook.cli.mistakes import Mistake, need, told
+from ferrohook.cli.errors import UserError, describe, need
 
 if TYPE_CHECKING:
     import argparse
@@ -17,7 +17,7 @@ Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What says which input is meant."""
+    """Adds the option for the input."""
     parser.add_argument(
         "--input",
         metavar="INPUT",
@@ -28,15 +28,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read(source: str, where: str, model: nn.Module) -> Call:
-    """The positional and keyword arguments to call the model with.
+    """Reads the positional and keyword arguments of the model's call.
 
     Args:
         source: a path or a text.
-        where: what the model was loaded from.
+        where: path or `module:factory` of the model.
         model: the model.
 
     Raises:
-        Mistake: the input cannot be read, or the model does not take it.
+        UserError: the input cannot be read, or the model does not take it.
     """
     path = Path(source)
     match path.suffix:
@@ -55,8 +55,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        msg = f"cannot read {path}: {told(error)}; was it written by safetensors?"
-        raise Mistake(msg) from error
+        msg = f"cannot read {path}: {describe(error)}; was it written by safetensors?"
+        raise UserError(msg) from error
 
 
 def _torch(path: Path) -> Any:
@@ -66,14 +66,14 @@ def _torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        msg = f"cannot read {path}: it is to hold tensors alone, saved by torch.save"
-        raise Mistake(msg) from error
+        msg = f"cannot read {path}: save tensors alone by torch.save"
+        raise UserError(msg) from error
 
 
 def _check_there(path: Path) -> None:
     if not path.is_file():
         msg = f"there is no file {path} to read the input from"
-        raise Mistake(msg)
+        raise UserError(msg)
 
 
 def _arguments(value: Any, path: Path, model: nn.Module) -> Call:
@@ -86,8 +86,8 @@ def _arguments(value: Any, path: Path, model: nn.Module) -> Call:
             return tuple(value), {}
         case dict():
             return _by_name(value, path, model)
-    msg = f"{path} holds a {type(value).__name__}: save a tensor, a tuple or a dict of tensors"
-    raise Mistake(msg)
+    msg = f"{path} contains a {type(value).__name__}: save a tensor, a tuple or a dict of tensors"
+    raise UserError(msg)
 
 
 def _by_name(tensors: dict[Any, Any], path: Path, model: nn.Module) -> Call:
@@ -97,19 +97,19 @@ def _by_name(tensors: dict[Any, Any], path: Path, model: nn.Module) -> Call:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [str(name) for name in tensors if name not in parameters]
     if not tensors or (unknown and not takes_any):
-        given = f"has {', '.join(unknown)}" if unknown else "is empty"
-        msg = f"{path} {given}: name the tensors as the forward does: {', '.join(parameters)}"
-        raise Mistake(msg)
+        content = f"has {', '.join(unknown)}" if unknown else "is empty"
+        msg = f"{path} {content}: name the tensors as the forward does: {', '.join(parameters)}"
+        raise UserError(msg)
     return (), tensors
 
 
 def _tokens(text: str, where: str) -> dict[str, Any]:
     if not (Path(where) / "tokenizer_config.json").is_file():
         msg = (
-            f"{text!r} is no .safetensors or .pt file, and for a text the model has to be a folder "
-            "with a tokenizer, saved by transformers"
+            f"{text!r} is no .safetensors or .pt file; a text needs a model folder with a "
+            "tokenizer, saved by transformers"
         )
-        raise Mistake(msg)
+        raise UserError(msg)
     import transformers
 
     try:
@@ -118,5 +118,5 @@ def _tokens(text: str, where: str) -> dict[str, Any]:
         )
         return dict(tokenizer(text, return_tensors="pt"))
     except Exception as error:
-        msg = f"the tokenizer in {where} failed: {told(error)}"
-        raise Mistake(msg) from error
+        msg = f"the tokenizer in {where} failed: {describe(error)}"
+        raise UserError(msg) from error

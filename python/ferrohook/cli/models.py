@@ -1,4 +1,4 @@
-"""The models that commands are given: `module:factory`, or what was saved."""
+"""Loads a command's model: `module:factory`, a saved file or a saved folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli.mistakes import Mistake, need, told
+from ferrohook.cli.errors import UserError, describe, need
 
 if TYPE_CHECKING:
     import argparse
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What says which model is meant."""
+    """Adds the options for the model."""
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="module:factory (an nn.Module, or what returns one when called without arguments), a "
+        help="module:factory (an nn.Module, or a callable without arguments that returns one), a "
         "file of torch.save(model), or a folder that transformers saved",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="load a file of torch.save(model), which runs whatever code its maker put in it",
+        help="load a file of torch.save(model), which may run any code of its author",
     )
 
 
 def load(model: str, *, trust: bool) -> nn.Module:
-    """The model that is meant.
+    """Loads the model.
 
     Raises:
-        Mistake: there is none, or it cannot be loaded.
+        UserError: it does not exist, or cannot be loaded.
     """
-    # As `python` would: what is here can be imported, also by what is unpickled.
+    # Like `python`, imports from the current folder, for unpickling too.
     if "" not in sys.path:
         sys.path.insert(0, "")
     path = Path(model)
@@ -51,7 +51,7 @@ def load(model: str, *, trust: bool) -> nn.Module:
     if ":" in model:
         return _from_module(model)
     msg = f"{model!r} is neither module:factory nor a file or folder that exists"
-    raise Mistake(msg)
+    raise UserError(msg)
 
 
 def _from_module(model: str) -> nn.Module:
@@ -62,37 +62,37 @@ def _from_module(model: str) -> nn.Module:
         hint = "is it installed, or in this folder?"
         if module_name.endswith(".py"):
             hint = f"write {module_name.removesuffix('.py')}:{attributes}, without .py"
-        msg = f"cannot import {module_name!r}: {told(error)}; {hint}"
-        raise Mistake(msg) from error
+        msg = f"cannot import {module_name!r}: {describe(error)}; {hint}"
+        raise UserError(msg) from error
     except (Exception, SystemExit) as error:
-        msg = f"importing {module_name!r} failed: {told(error)} (--traceback shows where)"
-        raise Mistake(msg) from error
+        msg = f"importing {module_name!r} failed: {describe(error)} (--traceback shows where)"
+        raise UserError(msg) from error
     try:
-        made: object = reduce(getattr, attributes.split("."), module)
+        found: object = reduce(getattr, attributes.split("."), module)
     except AttributeError as error:
         public = [name for name in vars(module) if not name.startswith("_")]
         closest = get_close_matches(attributes, public) or public[:5]
         msg = f"{module_name!r} has no {attributes!r}; it has {', '.join(closest) or 'nothing'}"
-        raise Mistake(msg) from error
-    return _module(made, model)
+        raise UserError(msg) from error
+    return _module(found, model)
 
 
-def _module(made: object, where: str) -> nn.Module:
+def _module(found: object, where: str) -> nn.Module:
     from torch import nn
 
-    if isinstance(made, nn.Module):
-        return made
-    if not callable(made):
-        msg = f"{where} is a {type(made).__name__}: name an nn.Module, or what returns one"
-        raise Mistake(msg)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        msg = f"{where} is a {type(found).__name__}: name an nn.Module, or a callable returning one"
+        raise UserError(msg)
     try:
-        result = made()
+        result = found()
     except (Exception, SystemExit) as error:
-        msg = f"{where}() failed: {told(error)} (it is called without arguments)"
-        raise Mistake(msg) from error
+        msg = f"{where}() failed: {describe(error)} (it is called without arguments)"
+        raise UserError(msg) from error
     if not isinstance(result, nn.Module):
         msg = f"{where}() returned a {type(result).__name__}: an nn.Module was expected"
-        raise Mistake(msg)
+        raise UserError(msg)
     return result
 
 
@@ -101,26 +101,23 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
     from torch import nn
 
     if not zipfile.is_zipfile(path):
-        msg = f"{path} is no model: give a file of torch.save(model), or module:factory"
-        raise Mistake(msg)
+        msg = f"{path} is no model: pass a file of torch.save(model), or module:factory"
+        raise UserError(msg)
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if not trust:
-            msg = (
-                f"loading {path} runs whatever code its maker put in it: "
-                "if you trust them, say so with --trust"
-            )
-            raise Mistake(msg) from error
+            msg = f"loading {path} may run any code of its author: pass --trust if you trust them"
+            raise UserError(msg) from error
         loaded = _unpickled(path)
     except Exception as error:
         raise _unreadable(path, error) from error
     if not isinstance(loaded, nn.Module):
         msg = (
-            f"{path} holds a {type(loaded).__name__}, no nn.Module: save the whole model by "
-            "torch.save(model, path), or give module:factory"
+            f"{path} contains a {type(loaded).__name__}, no nn.Module: save the whole model by "
+            "torch.save(model, path), or pass module:factory"
         )
-        raise Mistake(msg)
+        raise UserError(msg)
     return loaded
 
 
@@ -133,30 +130,32 @@ def _unpickled(path: Path) -> object:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> Mistake:
-    return Mistake(f"cannot load {path}: {told(error)}; was it saved by torch.save(model, path)?")
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"cannot load {path}: {describe(error)}; was it saved by torch.save(model, path)?"
+    )
 
 
 def _from_transformers(path: Path) -> nn.Module:
     if not (path / "config.json").is_file():
-        msg = f"{path} has no config.json: give a folder that save_pretrained wrote"
-        raise Mistake(msg)
+        msg = f"{path} has no config.json: pass a folder that save_pretrained wrote"
+        raise UserError(msg)
     need("transformers")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        # Without `trust_remote_code` it would ask at the terminal.
+        # An unset `trust_remote_code` prompts at the terminal.
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(path, **options)
-        # The class that was saved, for its names; else the model without a head.
+        # The saved class, for its names; else the model without a head.
         saved = (config.architectures or ["AutoModel"])[0]
         cls: Any = getattr(transformers, saved, transformers.AutoModel)
         model, found = cls.from_pretrained(path, output_loading_info=True, **options)
     except Exception as error:
-        msg = f"transformers cannot load {path}: {told(error)}"
-        raise Mistake(msg) from error
+        msg = f"transformers cannot load {path}: {describe(error)}"
+        raise UserError(msg) from error
     if missing := sorted(found["missing_keys"]):
         print(f"ferrohook: random, not in {path}: {', '.join(missing)}", file=sys.stderr)
     loaded: nn.Module = model

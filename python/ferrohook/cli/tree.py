@@ -1,4 +1,4 @@
-"""`ferrohook tree`: shows the modules of a model and the hooks that they have."""
+"""`ferrohook tree`: shows the modules of a model and their hooks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from ferrohook.cli import models
-from ferrohook.cli.mistakes import need
+from ferrohook.cli.errors import need
 
 if TYPE_CHECKING:
     import argparse
 
 UNLIMITED = 10_000
-"""Columns, where the output is read by no person: lines stay whole."""
+"""Columns if stdout is no terminal: lines stay whole."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What it takes."""
+    """Adds the options of the command."""
     models.add_options(parser)
     parser.add_argument(
         "--select",

@@ -31,7 +31,7 @@ class ContextDict(MutableMapping[str, V]):
     context that has them, or with the dict.
     """
 
-    # A context cannot be told from its copy, so contents are immutable: a write replaces them
+    # A context is indistinguishable from its copy, so contents are immutable: writes replace them
     # under a new key.
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with what a user asked for, and how it is told."""
+"""`UserError`: a mistake of the user, printed in one line."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Mistake(Exception):  # noqa: N818 (it is the user's, no error of ours)
-    """Says in one line what is wrong and what to do."""
+class UserError(Exception):
+    """A mistake of the user; its message states the fault and the remedy in one line."""
 
 
-def in_one_line(text: str) -> str:
-    """The same without line breaks."""
+def to_line(text: str) -> str:
+    """Joins the lines of a text."""
     return " ".join(text.split())
 
 
-def told(error: BaseException) -> str:
-    """Somebody else's exception: its class and the first line of what it says."""
+def describe(error: BaseException) -> str:
+    """Formats a foreign exception: its class and the first line of its message."""
     first, *_ = [*filter(None, map(str.strip, str(error).splitlines())), ""]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def check_writable(path: Path, suffix: str) -> None:
-    """Refuses a path that cannot be written to, ahead of the work that goes into it.
+    """Validates an output path before the work starts.
 
     Raises:
-        Mistake: it has another suffix, is a folder or lies in none.
+        UserError: the path has another suffix, is a folder or lies in none.
     """
     if path.suffix != suffix:
-        msg = f"{path} is to be written in the format {suffix}: give it that suffix"
-        raise Mistake(msg)
+        msg = f"{path} is written in the format {suffix}: give it that suffix"
+        raise UserError(msg)
     if path.is_dir():
         msg = f"cannot write {path}: it is a folder, give the name of a file"
-        raise Mistake(msg)
+        raise UserError(msg)
     if not path.parent.is_dir():
         msg = f"cannot write {path}: there is no folder {path.parent}, make it first"
-        raise Mistake(msg)
+        raise UserError(msg)
 
 
 def need(package: str, *, extra: str | None = None) -> None:
-    """Refuses to go on without a package.
+    """Requires a package.
 
     Raises:
-        Mistake: it is not installed.
+        UserError: the package is not installed.
     """
     if importlib.util.find_spec(package) is None:
         wanted = package if extra is None else f"ferrohook[{extra}]"
         msg = f"this needs the package {package}, which is not installed: install {wanted}"
-        raise Mistake(msg)
+        raise UserError(msg)

@@ -1,0 +1,149 @@
+"""`Folder`: the files of a `LocalStore`, and the lock on them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import defaultdict
+from typing import TYPE_CHECKING, Self
+
+from ferrohook import shards
+from ferrohook.errors import StoreError
+from ferrohook.stores.index import IndexedBatch, RunIndex, ShardFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from ferrohook.stores.shard import Shard
+
+
+class FolderLock:
+    """Exclusive lock for writing to a folder; the kernel releases it when the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # A file object: closes the descriptor if an exception ends `__init__`.
+        self._file = (folder / ".lock").open("a+b", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            number = self._file.read(20).decode()
+            self._file.close()
+            owner = f"process {number}" if number else "another process"
+            msg = (
+                f"{folder} is being written by a store of {owner}: close that one, take another "
+                "folder, or open it with read_only=True"
+            )
+            raise StoreError(msg) from error
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()).encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Explicit unlock: a forked process may still have the descriptor.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+
+class Folder:
+    """Files of a store."""
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        self.path = path
+        self._sync = sync
+        self._indices: dict[str, RunIndex] = {}
+
+    def check(self) -> None:
+        """Validates that the folder exists."""
+        if not self.path.is_dir():
+            msg = f"{self.path} is no folder: open the store without read_only to create it"
+            raise StoreError(msg)
+
+    def lock(self) -> FolderLock:
+        """Creates and locks the folder, and removes partial files."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path)
+        except OSError as error:
+            msg = (
+                f"{self.path} cannot be written: {error}. Use a folder that this process may write"
+            )
+            raise StoreError(msg) from error
+        try:
+            # Left by a process that was killed while writing.
+            for part in self.path.glob("*/*.part"):
+                part.unlink(missing_ok=True)
+        except BaseException:  # explicit: after Ctrl-C, frames in the traceback keep it alive
+            lock.__exit__()
+            raise
+        return lock
+
+    def runs(self) -> list[str]:
+        """Lists the names of the runs, sorted."""
+        return sorted(index.parent.name for index in self.path.glob(f"*/{RunIndex.NAME}"))
+
+    def index(self, run: str) -> RunIndex:
+        """Returns the index of a run."""
+        return self._indices.setdefault(run, RunIndex(self.path / run))
+
+    def write(self, shard: Shard) -> None:
+        """Writes a shard to a new file and adds it to the index."""
+        index = self.index(shard.run)
+        index.folder.mkdir(exist_ok=True)
+        indexed = index.read().get(shard.batch, IndexedBatch())
+        tensors = {
+            _tensor_key(layer, name): tensor
+            for layer, named in shard.content.layers.items()
+            for name, tensor in named.items()
+        }
+        file: ShardFile | None = None
+        if tensors:
+            suffix = f".{indexed.files}" if indexed.files else ""
+            path = index.folder / f"{shard.batch:08}{suffix}.safetensors"
+            shards.write(path, tensors, {"ferrohook.store": str(shard)}, sync=self._sync)
+            file = ShardFile(path.name, path.stat().st_size)
+        index.append(
+            {
+                "batch": shard.batch,
+                "file": None if file is None else file._asdict(),
+                "layers": {layer: list(named) for layer, named in shard.content.layers.items()},
+                "complete": shard.content.complete,
+            },
+            sync=self._sync,
+        )
+
+    def read(self, run: str, layer: str, files: Mapping[str, ShardFile]) -> dict[str, Tensor]:
+        """Reads the tensors of a layer from their files."""
+        names: dict[ShardFile, list[str]] = defaultdict(list)
+        for name, file in files.items():
+            names[file].append(name)
+        tensors: dict[str, Tensor] = {}
+        for file, contained in names.items():
+            tensors |= self._read(self.path / run, file, layer, contained)
+        return {name: tensors[name] for name in files}
+
+    def _read(
+        self, folder: Path, file: ShardFile, layer: str, names: list[str]
+    ) -> dict[str, Tensor]:
+        path = folder / file.name
+        library = shards.safetensors_library()
+        try:
+            size = path.stat().st_size
+            if size != file.bytes:
+                msg = f"{path} is damaged: it has {size} bytes, {file.bytes} were written"
+                raise StoreError(msg)
+            with library.safe_open(path, framework="pt") as tensors:
+                return {name: tensors.get_tensor(_tensor_key(layer, name)) for name in names}
+        except (OSError, library.SafetensorError) as error:
+            msg = f"{path} cannot be read, although the index of its run has it: {error}"
+            raise StoreError(msg) from error
+
+
+def _tensor_key(layer: str, name: str) -> str:
+    return f"{layer}/{name}"

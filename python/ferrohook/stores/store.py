@@ -1,0 +1,214 @@
+"""`Store`: tensors by run, batch and layer, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from ferrohook import shards
+from ferrohook.errors import HookTypeError, SelectionError, StoreError
+from ferrohook.never_fired import MOST_NAMED
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+class Store(ABC):
+    """Stores tensors by run, batch and layer.
+
+    A batch is open until `complete` is called for it. Closing flushes; the context manager closes
+    at exit. Methods are thread-safe.
+    """
+
+    @abstractmethod
+    def put(
+        self,
+        run: str,
+        batch: int,
+        layer: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        copy: bool = True,
+    ) -> None:
+        """Adds tensors to a layer of a batch; replaces those of the same names.
+
+        Args:
+            run: a name of letters, digits, `_`, and after the first also `-` and `.`.
+            batch: index of the batch, from 0.
+            layer: any name, `""` included.
+            tensors: tensors by names without a slash; stored detached, on the CPU.
+            copy: False if nobody will write to the tensors in place; then they are not copied.
+
+        Raises:
+            HookTypeError: an argument has the wrong type, or a tensor is not strided or has a dtype
+                that safetensors lacks.
+            ValueError: an invalid name or index.
+            StoreError: the store is closed, read only, or failed to write an earlier batch.
+        """
+
+    @abstractmethod
+    def complete(self, run: str, batch: int) -> None:
+        """Marks a batch as complete.
+
+        Raises:
+            StoreError: as for `put`.
+        """
+
+    @abstractmethod
+    def discard(self, run: str, batch: int) -> None:
+        """Drops the tensors of an open batch that are not yet written."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits until all tensors are written, those of open batches included.
+
+        Raises:
+            StoreError: a write failed, now or before.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flushes and releases all resources. Idempotent.
+
+        Raises:
+            StoreError: as for `flush`; the store is closed nevertheless.
+        """
+
+    @abstractmethod
+    def runs(self) -> list[str]:
+        """Lists the names of the runs, sorted."""
+
+    @abstractmethod
+    def batches(self, run: str) -> list[int]:
+        """Lists the indices of the stored batches, sorted.
+
+        Raises:
+            SelectionError: the store has no such run.
+        """
+
+    @abstractmethod
+    def completed(self, run: str) -> list[int]:
+        """Lists the indices of the complete batches, sorted.
+
+        Empty for an unknown run: one to be resumed may never have begun.
+        """
+
+    @abstractmethod
+    def layers(self, run: str, batch: int) -> list[str]:
+        """Lists the layers of a batch, in the order of `put`.
+
+        Raises:
+            SelectionError: the store has no such run or batch.
+        """
+
+    @abstractmethod
+    def get(self, run: str, batch: int, layer: str) -> dict[str, Tensor]:
+        """Reads the tensors of a layer by name, on the CPU; the caller owns them.
+
+        Raises:
+            SelectionError: the store has no such run, batch or layer.
+            StoreError: a file is damaged.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        try:
+            self.close()
+        except StoreError:
+            # An exception in flight came first, and often has the same cause.
+            if error is None:
+                raise
+
+
+@dataclass
+class Batch:
+    """Tensors of a batch by layer and name."""
+
+    layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    nbytes: int = 0
+    complete: bool = False
+
+    def add(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        """Adds tensors to a layer; replaces those of the same names."""
+        old = self.layers.get(layer, {})
+        replaced = (old[name].nbytes for name in old.keys() & tensors.keys())
+        self.nbytes += sum(tensor.nbytes for tensor in tensors.values()) - sum(replaced)
+        self.layers[layer] = {**old, **tensors}  # a new dict: readers may have the old
+
+
+def check_batch(run: str, batch: int) -> None:
+    """Validates the name of a run and the index of a batch."""
+    if not isinstance(run, str):
+        msg = f"run is a str, got {type(run).__name__}"
+        raise HookTypeError(msg)
+    if not _NAME.fullmatch(run):
+        msg = f"run is a name of letters, digits, '_', and after the first '-' and '.', got {run!r}"
+        raise ValueError(msg)
+    if not isinstance(batch, int) or isinstance(batch, bool):
+        msg = f"batch is an int, got {type(batch).__name__}"
+        raise HookTypeError(msg)
+    if batch < 0:
+        msg = f"batch is at least 0, got {batch}"
+        raise ValueError(msg)
+
+
+def own_tensors(
+    run: str, batch: int, layer: str, tensors: Mapping[str, Tensor], *, copy: bool
+) -> dict[str, Tensor]:
+    """Validates tensors and makes them the store's own: detached, contiguous, on the CPU."""
+    check_batch(run, batch)
+    if not isinstance(layer, str):
+        msg = f"layer is a str, got {type(layer).__name__}"
+        raise HookTypeError(msg)
+    if not isinstance(tensors, Mapping):
+        msg = f"the tensors of a layer are a mapping from their names, got {type(tensors).__name__}"
+        raise HookTypeError(msg)
+    owned = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            types = f"from {type(name).__name__} to {type(tensor).__name__}"
+            msg = f"layer {layer!r}: tensors are a dict from str to Tensor, got an item {types}"
+            raise HookTypeError(msg)
+        if "/" in name or not name:
+            msg = (
+                f"layer {layer!r}: the name of a tensor has no slash and is not empty, got {name!r}"
+            )
+            raise ValueError(msg)
+        if tensor.layout != torch.strided:
+            msg = f"layer {layer!r}: {name!r} is of layout {tensor.layout}: store its to_dense()"
+            raise HookTypeError(msg)
+        if tensor.dtype not in shards.FORMATS:
+            msg = f"layer {layer!r}: {name!r} is of {tensor.dtype}, which safetensors lacks"
+            raise HookTypeError(msg)
+        moved = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+        shared = copy and moved.data_ptr() == tensor.data_ptr()
+        contiguous = torch.contiguous_format
+        owned[name] = moved.clone(memory_format=contiguous) if shared else moved.contiguous()
+    return owned
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def find(entries: Mapping[_Key, _Value], key: _Key, kind: str) -> _Value:
+    """Looks a key up.
+
+    Raises:
+        SelectionError: the key is missing; the message lists the first keys.
+    """
+    try:
+        return entries[key]
+    except (KeyError, TypeError):
+        names = list(entries)
+        some = ", ".join(map(repr, names[:MOST_NAMED])) or "none"
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        msg = f"the store has no {kind} {key!r} there: it has {some}{more}"
+        raise SelectionError(msg) from None
