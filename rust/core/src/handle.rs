@@ -1,11 +1,11 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::error::WaitError;
 use crate::phase::Phase;
-use crate::registry::Shared;
-use crate::state::{HookId, HookState};
+use crate::shared::Shared;
+use crate::state::{HookId, HookState, deadline};
 
 /// Handle of one registered hook: removes, disables and describes it.
 ///
@@ -108,9 +108,4 @@ impl<H> fmt::Debug for Handle<H> {
             .field("removed", &self.removed())
             .finish_non_exhaustive()
     }
-}
-
-/// Instant at which `timeout` passes; `None` where a clock cannot hold it.
-pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }

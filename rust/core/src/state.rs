@@ -1,11 +1,11 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::WaitError;
 use crate::phase::Phase;
-use crate::registry::Placement;
+use crate::placement::Placement;
 use crate::sync::{AtomicI64, AtomicU64, Ordering, parker, thread_local};
 
 /// Id of a hook: unique in the process, increasing, never reused.
@@ -263,4 +263,9 @@ impl Drop for Invocation<'_> {
         self.inside.remove(self.state.id);
         self.state.leave(CALL);
     }
+}
+
+/// Instant at which `timeout` passes; `None` where a clock cannot hold it.
+pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }

@@ -1,0 +1,8 @@
+/// Position of a hook among those of its phase.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Placement {
+    /// Higher fires first.
+    pub priority: i64,
+    /// Ahead of all others of its priority, instead of behind them.
+    pub prepend: bool,
+}
