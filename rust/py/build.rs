@@ -1,4 +1,4 @@
-//! Makes `Py_GIL_DISABLED` and the like known to `cfg`.
+//! Declares pyo3's `cfg`s, such as `Py_GIL_DISABLED`.
 
 fn main() {
     pyo3_build_config::use_pyo3_cfgs();

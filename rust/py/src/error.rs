@@ -1,11 +1,11 @@
-//! The one edge where errors become Python exceptions.
+//! Conversion of errors into Python exceptions.
 
 use ferrohook_core::WaitError;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
-/// An exception of one of the classes in `ferrohook.errors`.
+/// Makes an exception of a class in `ferrohook.errors`.
 fn of_class(py: Python<'_>, class: &str, message: String) -> PyErr {
     let class = py
         .import("ferrohook.errors")
@@ -51,7 +51,7 @@ pub fn wait_error(py: Python<'_>, error: WaitError) -> PyErr {
     }
 }
 
-/// The name of an object's type, for messages.
+/// Returns the name of an object's type, for messages.
 pub fn type_name(object: &Bound<'_, PyAny>) -> String {
     object
         .get_type()

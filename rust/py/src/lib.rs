@@ -1,6 +1,6 @@
-//! `ferrohook._core`: the registry, the handles and the call itself, for Python.
+//! `ferrohook._core`: registry, handles and the call itself, for Python.
 //!
-//! This crate translates; what a hook is and when it fires is decided in `ferrohook-core`.
+//! This crate is the binding: `ferrohook-core` defines hooks, their order and when they fire.
 
 mod attach;
 mod call;
@@ -63,10 +63,10 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::cpython::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
-        // Made here: not in a call, where the stack may be as deep as it can be.
+        // Created here: the stack may be exhausted at the first call that needs it.
         module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
-        let scopes = crate::contexts::current::variable(module.py())?;
-        module.add("frames", scopes)?;
+        let frames = crate::contexts::current::variable(module.py())?;
+        module.add("frames", frames)?;
         module.add(
             "installations",
             crate::recorded::installation::installations(module.py()),

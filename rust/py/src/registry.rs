@@ -1,4 +1,4 @@
-//! `Registry`: a core registry for Python, and the hooks that scopes have for its module.
+//! `Registry`: the core registry of one module, for Python, and the hooks that frames have for it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::contexts::current::Scopes;
+use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
@@ -19,15 +19,15 @@ type Snapshot = ferrohook_core::Snapshot<Hook>;
 
 /// The ordered hooks of one module, all phases.
 ///
-/// The only owner of the hooks' callables as far as Python's garbage collector is concerned.
+/// For Python's garbage collector it is the only owner of the hooks' callables.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Registry {
-    /// The module's id, by which scopes know it.
+    /// Id of the module, the key of frames' hooks for it.
     module: u64,
-    /// The hooks that fire in every context.
+    /// Hooks that fire in every context.
     hooks: CoreRegistry,
     scoped: Scoped,
-    /// How often hooks raised, those of scopes and those removed since included.
+    /// Number of exceptions of hooks, those of frames and removed ones included.
     errors: AtomicU64,
 }
 
@@ -60,18 +60,18 @@ impl Registry {
         self.module
     }
 
-    /// The count of hooks that raised.
+    /// Count of hooks' exceptions.
     pub fn errors(&self) -> &AtomicU64 {
         &self.errors
     }
 
-    /// The work of a call, as it is now.
+    /// Reads the work of a call.
     #[inline]
     pub fn work(&self) -> Work {
         self.hooks.work()
     }
 
-    /// Adds a hook, or refuses it and leaves all as it was.
+    /// Adds a hook, or returns an error and changes nothing.
     pub fn register(
         &self,
         phase: Phase,
@@ -88,7 +88,7 @@ impl Registry {
         let scope = scope.get();
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
         let handle = hook.register(phase, placement, &hooks);
-        // It may have been closed in the meantime, without this hook.
+        // Another thread may have closed the frame meanwhile, without this hook.
         if let Err(closed) = scope.check_open(py) {
             handle.remove();
             return Err(closed);
@@ -96,20 +96,20 @@ impl Registry {
         Ok(HookHandle(handle))
     }
 
-    /// The snapshot of a phase that begins: the hooks that fire in every context and those of the
-    /// entered scopes, in one order. None where there are none.
+    /// Takes the snapshot of a phase that begins: the hooks of every context and those of the
+    /// entered frames, in one order. None if there are none.
     #[inline]
     pub fn begin<'py>(
         &self,
         py: Python<'py>,
         phase: Phase,
-        scopes: &Scopes<'py>,
+        frames: &Frames<'py>,
     ) -> PyResult<Option<Snapshot>> {
         let work = self.work();
         if work.watched(phase)
-            && let Some(scopes) = scopes.entered(py)?
+            && let Some(frames) = frames.entered(py)?
         {
-            return Ok(self.begin_in(phase, scopes));
+            return Ok(self.begin_in(phase, frames));
         }
         Ok(self.begin_outside(work, phase))
     }
@@ -118,8 +118,8 @@ impl Registry {
         work.occupied(phase).then(|| self.hooks.snapshot(phase))
     }
 
-    fn begin_in(&self, phase: Phase, scopes: &Bound<'_, PyTuple>) -> Option<Snapshot> {
-        let mut snapshots = frame::hooks(scopes, self.module)
+    fn begin_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> Option<Snapshot> {
+        let mut snapshots = frame::hooks(frames, self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
             .chain(self.begin_outside(self.work(), phase));
@@ -131,23 +131,23 @@ impl Registry {
         Some(Snapshot::merged(&all))
     }
 
-    /// The hooks of a phase that fire in this context.
+    /// Takes the snapshot of a phase for the current context.
     fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Snapshot>> {
-        self.begin(py, phase, &Scopes::default())
+        self.begin(py, phase, &Frames::default())
     }
 
-    /// Whether a phase has hooks that fire in `scopes`; `work` is that of the call.
+    /// True if a phase has hooks that fire in `frames`; `work` is that of the call.
     #[inline]
     pub fn fires<'py>(
         &self,
         py: Python<'py>,
         work: Work,
         phase: Phase,
-        scopes: &Scopes<'py>,
+        frames: &Frames<'py>,
     ) -> PyResult<bool> {
         if work.watched(phase)
-            && let Some(scopes) = scopes.entered(py)?
-            && frame::hooks(scopes, self.module).any(|hooks| hooks.occupied(phase))
+            && let Some(frames) = frames.entered(py)?
+            && frame::hooks(frames, self.module).any(|hooks| hooks.occupied(phase))
         {
             return Ok(true);
         }
@@ -162,13 +162,13 @@ impl Registry {
         Self::empty()
     }
 
-    /// The module's id, by which captures know it.
+    /// Id of the module: an int.
     #[getter(module)]
     fn py_module(&self) -> u64 {
         self.module
     }
 
-    /// How often hooks raised an `Exception`, whatever their `on_error`.
+    /// Number of times that hooks raised an `Exception`, whatever their `on_error`.
     #[getter(errors)]
     fn py_errors(&self) -> u64 {
         self.errors.load(Ordering::Relaxed)
@@ -213,8 +213,8 @@ impl Registry {
         self.register(phase.0, hook, placement, options, scope.as_ref())
     }
 
-    /// The hooks of one phase or of all that fire in this context: (id, phase, hook, priority,
-    /// enabled, calls, seconds) each, in firing order.
+    /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
+    /// phase, hook, priority, enabled, calls, seconds) each.
     #[pyo3(signature = (phase = None))]
     fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
@@ -236,7 +236,7 @@ impl Registry {
         Ok(rows)
     }
 
-    /// What is registered for every context, with a handle for each: those of a copy, which
+    /// Makes a handle for each hook of every context, (hook, handle) each: for a copy, whose hooks
     /// `register` never returned.
     fn handles(&self, py: Python<'_>) -> Vec<(Py<PyAny>, HookHandle)> {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
@@ -257,8 +257,7 @@ impl Registry {
         self.clear(phase.map(|phase| phase.0));
     }
 
-    /// Waits until no thread is inside any of the hooks, those of scopes and those removed before
-    /// included.
+    /// Waits until no thread is inside any of the hooks, those of scopes and removed ones included.
     ///
     /// Raises:
     ///     HookError: called from inside one of the hooks.
@@ -272,7 +271,7 @@ impl Registry {
         wait_interruptibly(py, timeout, |timeout| active.wait_idle(timeout))
     }
 
-    /// Another registry with the same hooks in the same order; `copy` makes their callables.
+    /// Makes another registry with the same hooks in the same order; `copy` makes their callables.
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
@@ -281,9 +280,9 @@ impl Registry {
         Ok(Self::new(hooks))
     }
 
-    /// The hooks that `torch.compile` traces in place of a call in this context: for each phase the
-    /// enabled ones in firing order, (callback, kind, with_kwargs) each; and whether a trace of them
-    /// does as an eager call does. The callback of a recorder is the part that is recorded.
+    /// The hooks of a trace in this context, and True if a trace of them behaves like an eager
+    /// call. For each phase the enabled ones in firing order, (callback, kind, with_kwargs) each;
+    /// the callback of a recorder is the recorded part.
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
         let mut faithful = true;
@@ -305,7 +304,7 @@ impl Registry {
         Ok((PyTuple::new(py, phases)?, faithful))
     }
 
-    /// Whether a call in this context has forward hooks of any kind, those of recording included.
+    /// True if a call in this context has forward hooks, those of recording included.
     #[getter]
     fn hooked(&self, py: Python<'_>) -> PyResult<bool> {
         for phase in [Phase::ForwardPre, Phase::Forward] {

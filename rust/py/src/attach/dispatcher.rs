@@ -30,7 +30,7 @@ pub struct Dispatcher {
     explicit: AtomicUsize,
     /// For a copy of an instrumented module that still is to be restored.
     of_copy: AtomicBool,
-    /// Whether the hooks are those of the module that this one's is a shallow copy of.
+    /// True if the hooks are those of the module that this one's is a shallow copy of.
     shares_hooks: bool,
 }
 
@@ -107,7 +107,8 @@ impl Dispatcher {
         }
     }
 
-    /// Counts one more reason for the module to be instrumented; `explicit`: a call of `instrument`.
+    /// Counts one more reason for the module to be instrumented; `explicit`: a call of
+    /// `instrument`.
     pub fn acquire(&self, explicit: bool) {
         // Relaxed, as below: under the lock of those that change the module's class.
         self.reasons.fetch_add(1, Ordering::Relaxed);
@@ -122,7 +123,7 @@ impl Dispatcher {
         self.reasons.fetch_sub(1, Ordering::Relaxed) - 1
     }
 
-    /// Whether its module is a copy that is to be restored: true once.
+    /// True if its module is a copy that is to be restored: true once.
     pub fn take_copy(&self) -> bool {
         self.of_copy.swap(false, Ordering::Relaxed)
     }

@@ -39,8 +39,8 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     Ok(())
 }
 
-/// Undoes the `acquire` that a copy of an instrumented module was made with, once. True for the call
-/// that did so.
+/// Undoes the `acquire` that a copy of an instrumented module was made with, once. True for the
+/// call that did so.
 #[pyfunction]
 pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     match dispatcher_in(&instance_dict(module)?)? {
@@ -51,8 +51,8 @@ pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     }
 }
 
-/// Gives a module another class: `plain`, or `instrumented`, which is made from it, where the module
-/// is instrumented. False where that is so and none was given.
+/// Gives a module another class: `plain`, or `instrumented`, which is made from it, where the
+/// module is instrumented. False where that is so and none was given.
 #[pyfunction]
 pub fn assign_class(
     module: &Bound<'_, PyAny>,
@@ -70,8 +70,8 @@ pub fn assign_class(
     class.map_or(Ok(false), |class| set_class(module, class).map(|()| true))
 }
 
-/// One thread at a time changes classes. Recursive: what is allocated meanwhile may have the garbage
-/// collector run a finaliser, which does so too.
+/// One thread at a time changes classes. Recursive: what is allocated meanwhile may have the
+/// garbage collector run a finaliser, which does so too.
 fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
     static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
     loop {
@@ -153,7 +153,7 @@ fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, 
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// Whether the module's class is one that was made for instrumented modules.
+/// True if the module's class is one that was made for instrumented modules.
 fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     let made_from = intern!(module.py(), "_made_from");
     Ok(module.get_type().getattr_opt(made_from)?.is_some())

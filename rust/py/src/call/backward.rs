@@ -1,5 +1,5 @@
-//! The backward phases of one call: its place on autograd's tape, and their walks, on whichever thread
-//! autograd runs them.
+//! Backward phases of one call: its taps on autograd's graph, and the walks of the hooks, on the
+//! thread on which autograd runs them.
 
 use ferrohook_core::{Inside, Phase, Snapshot};
 use pyo3::exceptions::PyRuntimeError;
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::contexts::current::Scopes;
+use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Turn;
@@ -18,10 +18,10 @@ use crate::registry::Registry;
 use crate::torch;
 use crate::torch::hooks::TorchBackward;
 
-/// Arguments of a call: by position and by keyword.
+/// Positional and keyword arguments of a call.
 pub type Arguments<'py> = (Bound<'py, PyTuple>, Bound<'py, PyDict>);
 
-/// The place of one call on autograd's tape.
+/// Taps of one call on autograd's graph.
 pub struct Tap<'py> {
     /// The call's `ferrohook.backward.BackwardPass`.
     full: Option<Bound<'py, PyAny>>,
@@ -30,12 +30,12 @@ pub struct Tap<'py> {
 }
 
 impl<'py> Tap<'py> {
-    /// None where the call has no backward hooks, or records no gradients for them. `fires` tells
-    /// which of `backward_pre` and `backward` have any in the registry.
+    /// Makes the taps; None if the call has no backward hooks or records no gradients. `fires`: the
+    /// registry has hooks of `backward_pre`, of `backward`.
     pub fn new(
         module: &Bound<'py, PyAny>,
         registry: &Bound<'py, Registry>,
-        scopes: &Scopes<'py>,
+        frames: &Frames<'py>,
         torch_hooks: TorchBackward<'py>,
         fires: [bool; 2],
     ) -> PyResult<Option<Self>> {
@@ -48,10 +48,10 @@ impl<'py> Tap<'py> {
         let phases = [Phase::BackwardPre, Phase::Backward];
         for ((phase, hooks), fires) in phases.into_iter().zip([&mut pre, &mut full]).zip(fires) {
             if fires {
-                let entered = scopes.entered(py)?.cloned();
+                let entered = frames.entered(py)?.cloned();
                 let walk = BackwardWalk {
                     registry: registry.clone().unbind(),
-                    scopes: entered.unwrap_or_else(|| PyTuple::empty(py)).unbind(),
+                    frames: entered.unwrap_or_else(|| PyTuple::empty(py)).unbind(),
                     phase,
                 };
                 hooks.push(Bound::new(py, walk)?.into_any());
@@ -70,7 +70,7 @@ impl<'py> Tap<'py> {
         }))
     }
 
-    /// The arguments with their gradients observed; None where nobody observes them.
+    /// Taps the gradients of the arguments; None if only deprecated hooks are there.
     pub fn input(
         &self,
         args: &Bound<'py, PyTuple>,
@@ -85,7 +85,7 @@ impl<'py> Tap<'py> {
         invoke::call(&tap, [args, &kwargs])?.extract().map(Some)
     }
 
-    /// The output with its gradient observed.
+    /// Taps the gradient of the output.
     pub fn output(
         &self,
         module: &Bound<'py, PyAny>,
@@ -103,17 +103,17 @@ impl<'py> Tap<'py> {
     }
 }
 
-/// A phase's hooks as one hook of torch's, for a call that was made in `scopes`.
+/// Hooks of one phase as a single hook of torch's, for a call made in `frames`.
 #[pyclass(frozen)]
 struct BackwardWalk {
     registry: Py<Registry>,
-    scopes: Py<PyTuple>,
+    frames: Py<PyTuple>,
     phase: Phase,
 }
 
 #[pymethods]
 impl BackwardWalk {
-    /// The gradients as the hooks leave them, or None where none replaces them.
+    /// Returns the gradients after the hooks; None if none replaced them.
     #[pyo3(signature = (module, grads, grad_output = None))]
     fn __call__<'py>(
         &self,
@@ -123,19 +123,19 @@ impl BackwardWalk {
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = module.py();
         let registry = self.registry.get();
-        let scopes = Scopes::given(self.scopes.bind(py).clone());
-        let snapshot = registry.begin(py, self.phase, &scopes)?;
+        let frames = Frames::fixed(self.frames.bind(py).clone());
+        let snapshot = registry.begin(py, self.phase, &frames)?;
         walk(registry, snapshot, module, grads, grad_output)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.registry)?;
-        visit.call(&self.scopes)
+        visit.call(&self.frames)
     }
 }
 
-/// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`, of
-/// the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
+/// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`,
+/// of the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
 fn walk<'py>(
     registry: &Registry,
     snapshot: Option<Snapshot<Hook>>,
@@ -199,8 +199,8 @@ fn invoke<'py>(
     } else {
         result
     };
-    let (given, expected) = (result.len()?, grads.len()?);
-    if given == expected {
+    let (got, expected) = (result.len()?, grads.len()?);
+    if got == expected {
         return Ok(Some(result));
     }
     let (hook, what) = match grad_output {
@@ -208,6 +208,6 @@ fn invoke<'py>(
         Some(_) => ("Backward hook", "grad_input"),
     };
     Err(PyRuntimeError::new_err(format!(
-        "{hook} returned an invalid number of {what}, got {given}, but expected {expected}"
+        "{hook} returned an invalid number of {what}, got {got}, but expected {expected}"
     )))
 }

@@ -1,4 +1,4 @@
-//! One call of a hooked module, from its arguments to its output.
+//! Call of a hooked module, from its arguments to its output.
 
 pub mod backward;
 pub mod stop;
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::backward::Tap;
-use crate::contexts::current::Scopes;
+use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{AnyNative, Turn, input_of};
@@ -20,7 +20,7 @@ use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
 use crate::torch::target::Target;
 
-/// Calls `target` with the hooks of `registry` around it; hooks are told that `module` is called.
+/// Calls `target` with the hooks of `registry` around it; `module` is the one that hooks get.
 pub fn call<'py>(
     module: &Bound<'py, PyAny>,
     target: &Target<'_, 'py>,
@@ -31,7 +31,7 @@ pub fn call<'py>(
     let call = Call {
         module,
         registry,
-        scopes: Scopes::default(),
+        frames: Frames::default(),
         args: args.clone(),
         kwargs: kwargs.cloned(),
         took: None,
@@ -43,14 +43,14 @@ pub fn call<'py>(
 struct Call<'a, 'py> {
     module: &'a Bound<'py, PyAny>,
     registry: &'a Bound<'py, Registry>,
-    scopes: Scopes<'py>,
+    frames: Frames<'py>,
     args: Bound<'py, PyTuple>,
     kwargs: Option<Bound<'py, PyDict>>,
-    /// How long the module ran, where a hook needs to know and it returned.
+    /// Run time of the module, if a hook needs it and the module returned.
     took: Option<Duration>,
 }
 
-/// A hook whose turn it is: torch's hooks of a phase come first.
+/// Next hook of a phase: torch's hooks come first.
 #[derive(Clone, Copy)]
 enum Step<'s, 'py> {
     Torch(&'s TorchHook<'py>),
@@ -68,13 +68,13 @@ fn steps<'s, 'py>(
         .chain(own.map(Step::Own))
 }
 
-// What a hook of PyTorch's contract takes is inlined into the walk of the forward phase, which is most
-// of what such a hook costs beside its own run; what the other kinds take is kept out of it.
+// The path of hooks of PyTorch's contract is inlined into the walk of the forward phase: it is most
+// of such a hook's overhead. Paths of other kinds of hooks are out of line.
 impl<'py> Call<'_, 'py> {
     fn run(mut self, target: &Target<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
         if target.torch_hooks().is_none() && self.registry.get().work().is_none() {
             let output = target.call(self.module, &self.args, self.kwargs.as_ref());
-            // A hook that was registered meanwhile fires in the phase that begins now.
+            // A hook registered meanwhile fires in the phase that begins now.
             if self.registry.get().work().is_none() {
                 return output;
             }
@@ -84,7 +84,7 @@ impl<'py> Call<'_, 'py> {
         self.run_after(target, ran)
     }
 
-    /// From the module's output to what the caller gets.
+    /// Runs the call from the module's output to its return value.
     fn run_after(
         &mut self,
         target: &Target<'_, 'py>,
@@ -113,7 +113,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Up to the module's output.
+    /// Runs the call up to the module's output.
     fn run_module(&mut self, target: &Target<'_, 'py>) -> PyResult<Ran<'py>> {
         let torch_backward = match target.torch_hooks() {
             Some(hooks) => Some(self.torch_pre(hooks, target)?),
@@ -124,8 +124,8 @@ impl<'py> Call<'_, 'py> {
         }
         let (py, registry) = (self.module.py(), self.registry.get());
         let work = registry.work();
-        let pre = registry.fires(py, work, Phase::BackwardPre, &self.scopes)?;
-        let full = registry.fires(py, work, Phase::Backward, &self.scopes)?;
+        let pre = registry.fires(py, work, Phase::BackwardPre, &self.frames)?;
+        let full = registry.fires(py, work, Phase::Backward, &self.frames)?;
         let tap = if torch_backward.is_some() || pre || full {
             self.tap_input(torch_backward.unwrap_or_default(), pre, full)?
         } else {
@@ -137,7 +137,7 @@ impl<'py> Call<'_, 'py> {
         Ok((output, tap))
     }
 
-    /// Torch's own hooks before the module; those for backward, as they are then.
+    /// Runs torch's own pre-hooks. Returns torch's backward hooks, read before these ran.
     #[cold]
     fn torch_pre(
         &mut self,
@@ -154,7 +154,7 @@ impl<'py> Call<'_, 'py> {
 
     fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
         let py = self.module.py();
-        self.registry.get().begin(py, phase, &self.scopes)
+        self.registry.get().begin(py, phase, &self.frames)
     }
 
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
@@ -165,7 +165,7 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// The keyword arguments as a dict that with_kwargs hooks may keep or change.
+    /// Returns the keyword arguments as a dict that `with_kwargs` hooks may store or change.
     fn kwargs(&mut self) -> Bound<'py, PyDict> {
         self.kwargs
             .get_or_insert_with(|| PyDict::new(self.module.py()))
@@ -260,10 +260,10 @@ impl<'py> Call<'_, 'py> {
         Ok(output)
     }
 
-    /// Gives one forward hook its turn; `output` is None where the module did not return.
+    /// Runs one forward hook; `output` is None if the module did not return.
     #[expect(
         clippy::inline_always,
-        reason = "part of the walk: a seventh of its time a hook"
+        reason = "part of the walk: a seventh of its time per hook"
     )]
     #[inline(always)]
     fn take(
@@ -299,7 +299,7 @@ impl<'py> Call<'_, 'py> {
 
     #[expect(
         clippy::inline_always,
-        reason = "part of the walk: a seventh of its time a hook"
+        reason = "part of the walk: a seventh of its time per hook"
     )]
     #[inline(always)]
     fn invoke_forward(
@@ -341,7 +341,7 @@ impl<'py> Call<'_, 'py> {
     /// Calls a hook of PyTorch's contract.
     #[expect(
         clippy::inline_always,
-        reason = "part of the walk: a seventh of its time a hook"
+        reason = "part of the walk: a seventh of its time per hook"
     )]
     #[inline(always)]
     fn invoke_plain(
@@ -359,8 +359,8 @@ impl<'py> Call<'_, 'py> {
         Ok((!result.is_none()).then_some(result))
     }
 
-    /// After an exception, whichever: those of the hooks not reached that are `always_call`. What
-    /// they raise is told in a warning and never replaces the exception.
+    /// Runs the remaining `always_call` hooks after any exception. Their own exceptions become
+    /// warnings and never replace it.
     #[cold]
     fn run_always_called<'s>(
         &mut self,
@@ -390,7 +390,7 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// Puts the inputs through the autograd node that backward hooks fire from, if gradients are
-    /// recorded; `pre` and `full` tell of which phases the call has hooks.
+    /// recorded; `pre` and `full`: the call has hooks of `backward_pre`, of `backward`.
     #[cold]
     fn tap_input(
         &mut self,
@@ -401,7 +401,7 @@ impl<'py> Call<'_, 'py> {
         let Some(tap) = Tap::new(
             self.module,
             self.registry,
-            &self.scopes,
+            &self.frames,
             torch_hooks,
             [pre, full],
         )?
@@ -416,13 +416,13 @@ impl<'py> Call<'_, 'py> {
     }
 }
 
-/// A module's output, with what taps its gradients where a backward hook wants them.
+/// A module's output, with the tap of its gradients if the call has backward hooks.
 type Ran<'py> = (Bound<'py, PyAny>, Option<Box<Tap<'py>>>);
 
-/// New positional arguments, and new keyword arguments where the hook returned those too.
+/// New positional arguments, and new keyword arguments if the hook returned both.
 type Replaced<'py> = (Bound<'py, PyTuple>, Option<Bound<'py, PyDict>>);
 
-/// What a plain pre-hook returned, as PyTorch takes it: a tuple, or a single argument.
+/// Converts the result of a plain pre-hook, as PyTorch does: a tuple, or a single argument.
 fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {
     match result.cast_into::<PyTuple>() {
         Ok(args) => Ok(args),
@@ -433,7 +433,7 @@ fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {
     }
 }
 
-/// What a plain `with_kwargs` pre-hook returned, with PyTorch's errors.
+/// Unpacks the result of a plain `with_kwargs` pre-hook, with PyTorch's errors.
 fn args_and_kwargs<'py>(
     result: &Bound<'py, PyAny>,
     inner: &Bound<'py, PyAny>,
@@ -452,7 +452,7 @@ fn args_and_kwargs<'py>(
             result.str()?
         )));
     };
-    // PyTorch hands both to `forward(*args, **kwargs)`, which says what is wrong with them.
+    // PyTorch passes both to `forward(*args, **kwargs)`, which raises these errors.
     let args = match args.cast_into::<PyTuple>() {
         Ok(args) => args,
         Err(error) => {
@@ -470,9 +470,9 @@ fn args_and_kwargs<'py>(
     let kwargs = match kwargs.cast_into::<PyDict>() {
         Ok(kwargs) => kwargs,
         Err(error) => {
-            let given = error.into_inner();
+            let other = error.into_inner();
             let kwargs = PyDict::new(py);
-            given
+            other
                 .cast::<pyo3::types::PyMapping>()
                 .map_err(PyErr::from)
                 .and_then(|mapping| kwargs.update(mapping))
@@ -480,7 +480,7 @@ fn args_and_kwargs<'py>(
                     PyTypeError::new_err(format!(
                         "{} argument after ** must be a mapping, not {}",
                         forward_name(inner),
-                        crate::error::type_name(&given)
+                        crate::error::type_name(&other)
                     ))
                 })?;
             kwargs
@@ -489,7 +489,7 @@ fn args_and_kwargs<'py>(
     Ok(Some((args, Some(kwargs))))
 }
 
-/// `forward` of `inner`, as Python's own errors about calling it begin.
+/// Names `forward` of `inner` as Python's own TypeErrors do.
 fn forward_name(inner: &Bound<'_, PyAny>) -> String {
     let name = || -> PyResult<String> {
         let forward = inner.getattr("forward")?;

@@ -1,4 +1,4 @@
-//! The early end of a call from inside its module.
+//! `Stop`: ends a call from inside its module.
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ pyo3::create_exception!(
      module's registry and the value that the call returns."
 );
 
-/// The value that a call returns which `error` ends: one of the module with this id.
+/// Returns the value of a call that `error` ends, if it is a `Stop` for the module with this id.
 #[cold]
 pub fn stopped<'py>(py: Python<'py>, error: &PyErr, module: u64) -> Option<Bound<'py, PyAny>> {
     if !error.is_instance_of::<Stop>(py) {

@@ -310,12 +310,12 @@ impl Collector {
         }
     }
 
-    /// Whether gradients are kept too.
+    /// True if gradients are kept too.
     pub fn keeps_gradients(&self) -> bool {
         self.gradients
     }
 
-    /// Whether an operator in a graph can record for it: neither the graph nor gradients are kept.
+    /// True if an operator in a graph can record for it: neither the graph nor gradients are kept.
     pub fn records_in_graph(&self) -> bool {
         self.detach && !self.gradients
     }

@@ -8,7 +8,7 @@ use pyo3::types::PyString;
 
 use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
-use crate::contexts::current::Scopes;
+use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
 use crate::hooks::handle::HookHandle;
@@ -136,8 +136,8 @@ impl Recorder {
     }
 }
 
-/// Records a value in a compiled region: by the recorder at `position` among those that fire in this
-/// context for the module of the registry with this id.
+/// Records a value in a compiled region: by the recorder at `position` among those that fire in
+/// this context for the module of the registry with this id.
 #[pyfunction]
 pub fn record(
     py: Python<'_>,
@@ -146,11 +146,11 @@ pub fn record(
     position: usize,
     value: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let scopes = Scopes::default();
-    let Some(scopes) = scopes.entered(py)? else {
+    let frames = Frames::default();
+    let Some(frames) = frames.entered(py)? else {
         return Ok(());
     };
-    let snapshots: Vec<_> = frame::hooks(scopes, module)
+    let snapshots: Vec<_> = frame::hooks(frames, module)
         .map(|hooks| hooks.snapshot(phase.0))
         .collect();
     let merged = Snapshot::merged(&snapshots);

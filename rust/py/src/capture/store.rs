@@ -64,7 +64,7 @@ impl Store {
         own.is_some() && call.ran.len() == names
     }
 
-    /// Whether `more` bytes in place of `freed` ones stay within the budget, which they then count
+    /// True if `more` bytes in place of `freed` ones stay within the budget, which they then count
     /// for.
     pub fn afford(&mut self, more: usize, freed: usize, budget: Option<usize>) -> bool {
         let held = self.bytes - freed + more;

@@ -1,4 +1,4 @@
-//! The current context: the scopes that it has entered.
+//! The frames that the current context has entered.
 
 use std::cell::OnceCell;
 use std::ptr;
@@ -10,20 +10,21 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-/// A context as it is in a scope, and what tells it from its copies.
+/// Frames of a context that has entered one, and the token that identifies the context among its
+/// copies.
 pub struct Entered {
-    pub scopes: Py<PyTuple>,
+    pub frames: Py<PyTuple>,
     pub token: Py<PyAny>,
 }
 
-/// The context variable that holds the entered scopes: a tuple, the outermost first.
+/// The context variable of the entered frames: a tuple, the outermost first.
 pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     VARIABLE
         .get_or_try_init(py, || {
             let none = PyTuple::empty(py);
-            // SAFETY: a name in C's form and a live object; a new reference or null with an
-            // exception comes back.
+            // SAFETY: a C string and a live object; returns a new reference, or null with an
+            // exception set.
             let variable = unsafe {
                 Bound::from_owned_ptr_or_err(
                     py,
@@ -35,109 +36,109 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
         .map(|variable| variable.bind(py))
 }
 
-/// Puts a frame behind those of this context.
-pub fn enter(scope: &Bound<'_, PyAny>) -> PyResult<Entered> {
-    enter_in_place_of(scope, |_| false)
+/// Enters a frame: it becomes the innermost of this context.
+pub fn enter(frame: &Bound<'_, PyAny>) -> PyResult<Entered> {
+    enter_in_place_of(frame, |_| false)
 }
 
-/// Puts a frame behind those of this context, and leaves some of them out.
+/// Enters a frame, and drops those of this context for which `leaves_out` is true.
 pub fn enter_in_place_of(
-    scope: &Bound<'_, PyAny>,
+    frame: &Bound<'_, PyAny>,
     leaves_out: impl Fn(&Bound<'_, PyAny>) -> bool,
 ) -> PyResult<Entered> {
-    let py = scope.py();
+    let py = frame.py();
     let others = active(py)?.into_iter();
     let others = others.filter(|each| !leaves_out(each));
-    let scopes: Vec<_> = others.chain([scope.clone()]).collect();
-    let scopes = PyTuple::new(py, scopes)?;
-    let token = variable(py)?.call_method1(intern!(py, "set"), (&scopes,))?;
+    let frames: Vec<_> = others.chain([frame.clone()]).collect();
+    let frames = PyTuple::new(py, frames)?;
+    let token = variable(py)?.call_method1(intern!(py, "set"), (&frames,))?;
     Ok(Entered {
-        scopes: scopes.unbind(),
+        frames: frames.unbind(),
         token: token.unbind(),
     })
 }
 
-/// The scopes of this context.
+/// Returns the frames of this context.
 pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     let active = variable(py)?.call_method0(intern!(py, "get"))?;
     Ok(active.cast_into()?)
 }
 
-/// Makes these the scopes of this context.
-pub fn set(scopes: &Bound<'_, PyTuple>) -> PyResult<()> {
-    let py = scopes.py();
+/// Sets the frames of this context.
+pub fn set(frames: &Bound<'_, PyTuple>) -> PyResult<()> {
+    let py = frames.py();
     variable(py)?
-        .call_method1(intern!(py, "set"), (scopes,))
+        .call_method1(intern!(py, "set"), (frames,))
         .map(drop)
 }
 
-/// The tuple without one of its objects.
+/// Returns the tuple without one of its objects.
 pub fn without<'py>(
-    scopes: &Bound<'py, PyTuple>,
+    frames: &Bound<'py, PyTuple>,
     one: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyTuple>> {
-    let others = scopes.iter_borrowed().filter(|each| !each.is(one));
-    PyTuple::new(scopes.py(), others.collect::<Vec<_>>())
+    let others = frames.iter_borrowed().filter(|each| !each.is(one));
+    PyTuple::new(frames.py(), others.collect::<Vec<_>>())
 }
 
-/// Whether two tuples have the same objects.
+/// True if two tuples hold the same objects.
 pub fn same(first: &Bound<'_, PyTuple>, second: &Bound<'_, PyTuple>) -> bool {
     let mut pairs = first.iter_borrowed().zip(second.iter_borrowed());
     first.len() == second.len() && pairs.all(|(one, other)| one.is(other))
 }
 
-/// Sets the context variable to its default: what is set the interpreter remembers, and what is not
-/// it looks for at length in each call.
+/// Sets the context variable to its default. CPython caches a context variable that was set; an
+/// unset one costs a full look-up per call.
 #[cold]
 fn set_to_none(py: Python<'_>, variable: *mut ffi::PyObject) -> PyResult<()> {
     let none = PyTuple::empty(py);
-    // SAFETY: a context variable and a live object; a new reference or null with an exception comes
-    // back.
+    // SAFETY: a context variable and a live object; returns a new reference, or null with an
+    // exception set.
     let token =
         unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, none.as_ptr())) };
     token.map(drop)
 }
 
-/// What the context variable holds here.
-fn ask(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
+/// Reads the context variable; None if no frame is entered.
+fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
     let variable = variable(py)?.as_ptr();
     let none = py.None();
-    let mut scopes = ptr::null_mut();
-    // SAFETY: a context variable, and what to give where it is not set; a new reference comes back,
-    // or an exception.
-    let scopes = unsafe {
-        if ffi::PyContextVar_Get(variable, none.as_ptr(), &raw mut scopes) < 0 {
+    let mut frames = ptr::null_mut();
+    // SAFETY: a context variable and a default; returns a new reference, or -1 with an exception
+    // set.
+    let frames = unsafe {
+        if ffi::PyContextVar_Get(variable, none.as_ptr(), &raw mut frames) < 0 {
             return Err(PyErr::fetch(py));
         }
-        Bound::from_owned_ptr(py, scopes)
+        Bound::from_owned_ptr(py, frames)
     };
-    if scopes.is_none() {
+    if frames.is_none() {
         set_to_none(py, variable)?;
         return Ok(None);
     }
-    let scopes = scopes
+    let frames = frames
         .cast_into::<PyTuple>()
         .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;
-    Ok((!scopes.is_empty()).then_some(scopes))
+    Ok((!frames.is_empty()).then_some(frames))
 }
 
-/// The scopes of the context that a call is made in, asked for when they are first needed.
+/// Frames of the context that a call runs in, looked up when first needed.
 #[derive(Default)]
-pub struct Scopes<'py>(OnceCell<Option<Bound<'py, PyTuple>>>);
+pub struct Frames<'py>(OnceCell<Option<Bound<'py, PyTuple>>>);
 
-impl<'py> Scopes<'py> {
-    /// Those that are given, wherever the call is made.
-    pub fn given(scopes: Bound<'py, PyTuple>) -> Self {
-        Self(OnceCell::from((!scopes.is_empty()).then_some(scopes)))
+impl<'py> Frames<'py> {
+    /// Uses these frames, whatever the current context.
+    pub fn fixed(frames: Bound<'py, PyTuple>) -> Self {
+        Self(OnceCell::from((!frames.is_empty()).then_some(frames)))
     }
 
-    /// The scopes as a tuple, or None where the context has entered none.
+    /// Returns the frames as a tuple; None if the context has entered none.
     #[inline]
     pub fn entered(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyTuple>>> {
-        if let Some(scopes) = self.0.get() {
-            return Ok(scopes.as_ref());
+        if let Some(frames) = self.0.get() {
+            return Ok(frames.as_ref());
         }
-        let scopes = ask(py)?;
-        Ok(self.0.get_or_init(|| scopes).as_ref())
+        let frames = read(py)?;
+        Ok(self.0.get_or_init(|| frames).as_ref())
     }
 }

@@ -1,4 +1,4 @@
-//! Frames: hooks that fire for the calls of the contexts that entered them, and for no others.
+//! Frames: hooks that fire only for calls of the contexts that entered them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,29 +16,29 @@ use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::hook::Hook;
 
-/// Modules and hooks that are released together and once.
+/// Modules and hooks that are released together, once.
 pub trait Release: Send + Sync {
-    /// True for the call that did so.
+    /// Returns true for the call that released them.
     fn release(&self, py: Python<'_>) -> PyResult<bool>;
     fn released(&self) -> bool;
 }
 
-/// An entry of the context's stack: hooks that fire in the contexts that entered it, until it is
-/// closed, and a tag.
+/// Entry of a context's stack: hooks that fire in the contexts that entered it, until it is closed,
+/// and a tag.
 ///
-/// The tag is any object; its methods `begin(frame)`, which makes the value of the `with` statement,
-/// and `left(fine)`, and its text `ONCE` for entering again are optional. Entering and leaving is
-/// native: in Python, Ctrl-C might land in the middle.
+/// The tag is any object. Optional are its methods `begin(frame)`, which makes the value of the
+/// `with` statement, and `left(fine)`, and its text `ONCE`, the error for entering again. Entering
+/// and leaving is native: in Python, Ctrl-C might land in the middle.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 #[derive(Default)]
 pub struct Frame {
     tag: Option<Py<PyAny>>,
-    /// None when it is closed.
+    /// None once closed.
     modules: Mutex<Option<Modules>>,
-    /// Whether it was entered, if only for a moment.
+    /// True once it was entered.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
-    /// Released when it is closed.
+    /// Released on close.
     attachments: Mutex<Vec<Box<dyn Release>>>,
 }
 
@@ -55,7 +55,7 @@ impl Frame {
         self.modules.lock().is_none()
     }
 
-    /// An attribute of the tag, if there are both.
+    /// Looks an attribute up on the tag, if there is a tag.
     fn of_tag<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
         match self.tag(name.py()) {
             Some(tag) => tag.getattr_opt(name),
@@ -63,9 +63,9 @@ impl Frame {
         }
     }
 
-    /// Removes the hooks. Returns whether it was this call that did so.
+    /// Removes the hooks. Returns true for the call that removed them.
     fn remove_hooks(&self) -> bool {
-        // Taken under the lock, and removed and dropped after it: that runs Python code.
+        // Taken under the lock, removed and dropped after it: both run Python code.
         let modules = self.modules.lock().take();
         for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
             scoped.hooks.clear_all();
@@ -89,7 +89,7 @@ impl Frame {
             .map(|it| it.token.clone_ref(py));
         let token = token.ok_or_else(not_entered)?;
         let active = active(py)?;
-        // Contexts are copied, scopes and all: only the token tells which one it was.
+        // A copied context has the same frames: only the token identifies the one that entered.
         let variable = variable(py)?;
         let reset = variable.call_method1(intern!(py, "reset"), (token,));
         reset.map_err(|error| {
@@ -106,7 +106,7 @@ impl Frame {
             elsewhere
         })?;
         let others = without(&active, slf.as_any())?;
-        // Left out of order, this one or one inside it?
+        // Out of order: this frame is left before one inside it, or was.
         if !same(&current::active(py)?, &others) {
             set(&others)?;
         }
@@ -126,13 +126,14 @@ impl Frame {
         Ok(())
     }
 
-    /// The hooks for the module with this id, if the scope has any.
+    /// Looks up the registry for the module with this id.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
-        let scope = self.modules.lock();
-        Some(Arc::clone(&scope.as_ref()?.hooks.get(&module)?.hooks))
+        let guard = self.modules.lock();
+        Some(Arc::clone(&guard.as_ref()?.hooks.get(&module)?.hooks))
     }
 
-    /// The hooks for the module with this id, to register with; `others` fire in every context.
+    /// Returns the registry for the module with this id, for registering; `others` is the one of
+    /// every context.
     pub fn hooks_to_change(
         &self,
         py: Python<'_>,
@@ -141,19 +142,19 @@ impl Frame {
         scoped: &Scoped,
         others: &Registry<Hook>,
     ) -> PyResult<Arc<Registry<Hook>>> {
-        let mut scope = self.modules.lock();
-        let Some(modules) = scope.as_mut() else {
-            drop(scope);
+        let mut guard = self.modules.lock();
+        let Some(modules) = guard.as_mut() else {
+            drop(guard);
             return Err(closed(py));
         };
         let gone = modules.take_gone();
         let hooks = modules.hooks_to_change(module, phase, scoped, others);
-        drop(scope);
+        drop(guard);
         drop(gone); // runs Python code
         Ok(hooks)
     }
 
-    /// Releases an attachment when the scope is closed; at once, with an error, if it was.
+    /// Has an attachment released on close; a closed frame releases it at once and raises.
     pub fn release_at_end(&self, py: Python<'_>, attachment: Box<dyn Release>) -> PyResult<()> {
         if let Err(closed) = self.check_open(py) {
             attachment.release(py)?;
@@ -161,25 +162,25 @@ impl Frame {
         }
         {
             let mut attachments = self.attachments.lock();
-            // Forgets released ones when the list is full: adding stays amortised constant-time.
+            // Drops released ones when the list is full: adding stays amortised constant-time.
             if attachments.len() == attachments.capacity() {
                 attachments.retain(|each| !each.released());
             }
             attachments.push(attachment);
         }
-        // It may have been closed in the meantime, without this one.
+        // Another thread may have closed the frame meanwhile, without this attachment.
         self.check_open(py)
             .inspect_err(|_| drop(self.release_attachments(py)))
     }
 
     fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
         let attachments = std::mem::take(&mut *self.attachments.lock());
-        // All of them, whatever becomes of one.
+        // Releases all, even if one fails.
         let released = attachments.iter().map(|each| each.release(py).map(drop));
         released.fold(Ok(()), Result::and)
     }
 
-    /// An error if the scope was closed.
+    /// Raises if the frame is closed.
     pub fn check_open(&self, py: Python<'_>) -> PyResult<()> {
         if self.closed() {
             return Err(closed(py));
@@ -205,23 +206,24 @@ impl Frame {
         Self::new(tag)
     }
 
-    /// The object that says what the frame is for.
+    /// The tag: an object that identifies the frame's purpose.
     #[getter]
     pub fn tag<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
         Some(self.tag.as_ref()?.bind(py))
     }
 
-    /// Whether the scope was closed.
+    /// True once the frame is closed.
     #[getter(closed)]
     fn py_closed(&self) -> bool {
         self.closed()
     }
 
-    /// The scopes of the context that entered it, this one the last; None where none did, or left.
+    /// The frames of the context that entered it, itself the last; None before it is entered and
+    /// after it is left.
     #[getter(_entered)]
     fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
         let entered = self.entered.lock();
-        Some(entered.as_ref()?.scopes.bind(py).clone())
+        Some(entered.as_ref()?.frames.bind(py).clone())
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -256,8 +258,8 @@ impl Frame {
         Ok(())
     }
 
-    /// Makes it the outermost frame of this context, until `take_out`: the others are left one
-    /// inside the other.
+    /// Makes it the outermost frame of this context until `take_out`, so that frames inside are
+    /// still left in order.
     fn enter_outermost(slf: &Bound<'_, Self>) -> PyResult<()> {
         let py = slf.py();
         let inner = active(py)?;
@@ -265,13 +267,13 @@ impl Frame {
         set(&PyTuple::new(py, frames)?)
     }
 
-    /// Closes the frame, and takes it out of this context wherever it stands.
+    /// Closes the frame and takes it out of this context, at any position.
     fn take_out(slf: &Bound<'_, Self>) -> PyResult<()> {
         slf.get().close(slf.py())?;
         set(&without(&active(slf.py())?, slf.as_any())?)
     }
 
-    /// Removes the scope's hooks, for good, and releases its attachments. True for the call that did
+    /// Removes the frame's hooks and releases its attachments. Returns True for the call that did
     /// so.
     #[pyo3(name = "_close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
@@ -291,7 +293,7 @@ impl Frame {
         }
         visit.call(&self.tag)?;
         if let Some(entered) = &*self.entered.lock() {
-            visit.call(&entered.scopes)?;
+            visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
         }
         Ok(())
@@ -303,7 +305,7 @@ impl Frame {
     }
 }
 
-/// What `scope=` takes.
+/// Argument `scope=`: a frame.
 pub struct ScopeArg<'py>(pub Bound<'py, Frame>);
 
 impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
@@ -312,7 +314,7 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         object
             .cast::<Frame>()
-            .map(|scope| Self((*scope).clone()))
+            .map(|frame| Self((*frame).clone()))
             .map_err(|_| {
                 hook_type_error(
                     object.py(),
@@ -322,12 +324,12 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     }
 }
 
-/// What `scopes` have for the module with this id.
+/// Returns the registries that `frames` have for the module with this id.
 pub fn hooks(
-    scopes: &Bound<'_, PyTuple>,
+    frames: &Bound<'_, PyTuple>,
     module: u64,
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    scopes
+    frames
         .iter_borrowed()
-        .filter_map(move |scope| scope.cast::<Frame>().ok()?.get().hooks(module))
+        .filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
 }

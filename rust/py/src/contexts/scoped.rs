@@ -1,4 +1,4 @@
-//! Hooks that scopes have for a module.
+//! Hooks that frames have for a module.
 
 use std::sync::{Arc, Weak};
 
@@ -8,24 +8,24 @@ use rustc_hash::FxHashMap;
 
 use crate::hooks::hook::Hook;
 
-/// A module's side: the registries that scopes have for it.
+/// A module's side: the registries that frames have for it.
 #[derive(Default)]
 pub struct Scoped(Arc<Mutex<Registries>>);
 
-/// Those of closed scopes too, for as long as a thread is inside one.
+/// Includes those of closed frames, for as long as a thread is inside one of their hooks.
 type Registries = Vec<Arc<Registry<Hook>>>;
 
 impl Scoped {
-    /// The hooks of all scopes, those included that were closed while a thread was inside.
+    /// Returns the hooks of all frames, and of closed ones that a thread was inside of.
     pub fn hooks(&self) -> Registries {
         self.0.lock().clone()
     }
 }
 
-/// One scope's hooks for one module.
+/// One frame's hooks for one module.
 pub struct ScopedHooks {
     pub hooks: Arc<Registry<Hook>>,
-    /// Weak: gone with the module.
+    /// Weak: dropped with the module.
     module: Weak<Mutex<Registries>>,
     watch: Watch<Hook>,
 }
@@ -54,19 +54,20 @@ impl Drop for ScopedHooks {
     }
 }
 
-/// A scope's side: its hooks, by the ids of the modules' registries.
+/// A frame's side: its hooks, by the ids of the modules' registries.
 #[derive(Default)]
 pub struct Modules {
     pub hooks: FxHashMap<u64, ScopedHooks>,
-    /// Length at which those of modules that are gone are looked for.
+    /// Length at which hooks of dropped modules are looked for.
     limit: usize,
 }
 
-/// Up to this many modules a scope does not look for those that are gone.
+/// Number of modules up to which a frame does not look for dropped ones.
 const FEW: usize = 32;
 
 impl Modules {
-    /// The hooks for a module, to register with for `phase`; `others` fire in every context.
+    /// Returns the registry for a module, for registering a hook of `phase`; `others` is the one of
+    /// every context.
     pub fn hooks_to_change(
         &mut self,
         module: u64,
@@ -80,7 +81,7 @@ impl Modules {
         Arc::clone(&scoped.hooks)
     }
 
-    /// Takes out those of modules that are gone, where it is time to look for them.
+    /// Takes out the hooks of dropped modules, if the limit is reached.
     pub fn take_gone(&mut self) -> Vec<ScopedHooks> {
         if self.hooks.len() < self.limit {
             return Vec::new();

@@ -1,7 +1,7 @@
-//! A limit to recursion without a Python frame, such as a module that is its own hook.
+//! Recursion limit for calls without a Python frame, such as a module that is its own hook.
 //!
-//! CPython 3.12 and 3.13 allow thousands of nested calls of native code, whatever they need of the
-//! stack, and calls of hooked modules overflow it before. Here they count like Python's own calls.
+//! CPython 3.12 and 3.13 allow thousands of nested native calls, whatever their use of the stack;
+//! calls of hooked modules overflow it earlier. Here they count like Python's own calls.
 
 use std::cell::Cell;
 
@@ -13,7 +13,7 @@ thread_local! {
     static DEPTH: Cell<i32> = const { Cell::new(0) };
 }
 
-/// Being inside one more call.
+/// Guard of one nested call.
 pub struct Depth(());
 
 impl Depth {

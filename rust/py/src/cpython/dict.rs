@@ -1,4 +1,4 @@
-//! CPython's dicts, read without a call where that can be: the way of every call leads through several.
+//! CPython's dicts, read without a call where possible: every call of a module reads several.
 
 use std::ptr;
 
@@ -6,10 +6,10 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-/// `object.__dict__`, past any `__getattribute__`.
+/// Returns `object.__dict__`, bypassing any `__getattribute__`.
 pub fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
-    // SAFETY: `object` is a live object and the null context is what the function takes from C; it
-    // returns a new reference, or null with an exception set.
+    // SAFETY: `object` is a live object, the context is null as the function requires; it returns
+    // a new reference, or null with an exception set.
     let dict = unsafe {
         Bound::from_owned_ptr_or_err(
             object.py(),
@@ -19,11 +19,11 @@ pub fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyD
     Ok(dict.cast_into()?)
 }
 
-/// Whether a value is None or an empty dict.
+/// True if a value is None or an empty dict.
 pub fn none_or_empty(value: &Bound<'_, PyAny>) -> bool {
     match value.cast::<PyDict>() {
         #[cfg(not(Py_GIL_DISABLED))]
-        // SAFETY: a live dict; asking it by a call costs as much as finding it.
+        // SAFETY: a live dict. A call for its length costs as much as finding the dict.
         Ok(dict) => unsafe { (*dict.as_ptr().cast::<ffi::PyDictObject>()).ma_used == 0 },
         #[cfg(Py_GIL_DISABLED)]
         Ok(dict) => dict.is_empty(),
@@ -31,7 +31,7 @@ pub fn none_or_empty(value: &Bound<'_, PyAny>) -> bool {
     }
 }
 
-/// What `dict` has under `name`; looked for at its end first.
+/// Looks `name` up, at the end of `dict` first.
 pub fn get_last<'py>(
     dict: &Bound<'py, PyDict>,
     name: &Bound<'py, PyString>,
@@ -39,14 +39,14 @@ pub fn get_last<'py>(
     get_at(dict, name, dict.len().cast_signed() - 1)
 }
 
-/// A variable of a module or an object: its name, and where in the dict it is likely to stand.
+/// Variable of a module or an object: its name, and its likely position in the dict.
 pub struct Variable {
     pub name: Py<PyString>,
     position: ffi::Py_ssize_t,
 }
 
 impl Variable {
-    /// The position is where it stands in `example`.
+    /// Takes the position from `example`.
     pub fn like_in(example: &Bound<'_, PyDict>, name: &str) -> Self {
         let name = PyString::intern(example.py(), name);
         let position = example.keys().index(&name);
@@ -56,19 +56,19 @@ impl Variable {
         }
     }
 
-    /// Whether `dict` has no such variable, or it is None or an empty dict.
+    /// True if the variable is missing, None or an empty dict.
     pub fn missing_or_empty(&self, dict: &Bound<'_, PyDict>) -> PyResult<bool> {
         Ok(self.get(dict)?.is_none_or(|value| none_or_empty(&value)))
     }
 
-    /// What `dict` has as that variable.
+    /// Looks the variable up.
     pub fn get<'py>(&self, dict: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyAny>>> {
         get_at(dict, self.name.bind(dict.py()), self.position)
     }
 }
 
-/// What `dict` has under `name`, which is likely to stand at `position`.
-// A look there costs a third of a look-up, which finds out if it was the wrong place.
+/// Looks `name` up, at `position` first.
+// A hit costs a third of a look-up by hash; a miss falls back to that.
 #[cfg(not(Py_GIL_DISABLED))]
 fn get_at<'py>(
     dict: &Bound<'py, PyDict>,
@@ -76,8 +76,8 @@ fn get_at<'py>(
     mut position: ffi::Py_ssize_t,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: `dict` and `name` are live objects of the types asked for; a position outside of the
-    // dict finds nothing. With the GIL held the dict keeps what is found alive until it is counted.
+    // SAFETY: `dict` and `name` are live objects of these types; a position outside of the dict
+    // finds nothing. The GIL is held, so the dict keeps the value alive until it is counted.
     unsafe {
         if ffi::PyDict_Next(
             dict.as_ptr(),
@@ -96,7 +96,7 @@ fn get_at<'py>(
     }
 }
 
-/// The same, where others may change the dict meanwhile.
+/// Looks `name` up; free-threaded, as other threads may change the dict meanwhile.
 #[cfg(Py_GIL_DISABLED)]
 fn get_at<'py>(
     dict: &Bound<'py, PyDict>,

@@ -1,7 +1,7 @@
-//! CPython's version tags of dicts (PEP 509), which 3.13 no longer keeps up.
+//! CPython's version tags of dicts (PEP 509), which 3.13 no longer maintains.
 //!
-//! To be deleted with support for CPython 3.12, whose end of life is 2028-10. They shorten the idle
-//! call of an instrumented module.
+//! They shorten the idle call of an instrumented module. To be deleted with support for CPython
+//! 3.12, whose end of life is 2028-10.
 
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
@@ -9,22 +9,22 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// A guard that holds while a dict does not change: its version tag is still the same. From CPython
-/// 3.13 on it never holds.
+/// Guard that holds while a dict's version tag, and so the dict, is unchanged. From CPython 3.13 on
+/// it never holds.
 #[derive(Default)]
 pub struct DictGuard {
     place: AtomicPtr<ffi::PyDictObject>,
     version: AtomicU64,
 }
 
-/// A dict and its version tag at one time.
+/// Version tag of a dict at one time.
 pub struct DictVersion {
     place: *mut ffi::PyDictObject,
     version: u64,
 }
 
 impl DictVersion {
-    /// To be taken before the dict is read: reading may run code that changes it.
+    /// Call before reading the dict: reading may run code that changes it.
     pub fn of(dict: &Bound<'_, PyDict>) -> Self {
         let place = dict.as_ptr().cast();
         // SAFETY: a live dict.
@@ -33,7 +33,7 @@ impl DictVersion {
     }
 }
 
-// Relaxed: under the GIL, or of no use but as a hint.
+// Relaxed: under the GIL, or only a hint.
 impl DictGuard {
     /// Guards the dict at that version.
     pub fn set(&self, at: &DictVersion) {
@@ -41,7 +41,7 @@ impl DictGuard {
         self.version.store(at.version, Ordering::Relaxed);
     }
 
-    /// Whether it guards this dict, and that has not changed.
+    /// True if it guards this dict and the dict is unchanged.
     #[inline]
     pub fn holds(&self, dict: &Bound<'_, PyDict>) -> bool {
         let place = dict.as_ptr().cast();
@@ -54,7 +54,7 @@ impl DictGuard {
     }
 }
 
-/// Whether guards ever hold.
+/// True if guards can hold.
 pub const VERSIONS: bool = cfg!(not(Py_3_13));
 
 /// The version tag; 0 where there is none.
@@ -64,7 +64,7 @@ pub const VERSIONS: bool = cfg!(not(Py_3_13));
 /// A live dict.
 #[cfg_attr(
     all(Py_3_12, not(Py_3_13)),
-    expect(deprecated, reason = "kept up in 3.12")
+    expect(deprecated, reason = "still maintained in 3.12")
 )]
 unsafe fn version(dict: *mut ffi::PyDictObject) -> u64 {
     #[cfg(not(Py_3_13))]

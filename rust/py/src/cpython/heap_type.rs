@@ -1,8 +1,8 @@
-//! What CPython asks of the objects of a heap type, and pyo3 0.28 leaves out.
+//! Duties of objects of a heap type that pyo3 0.28 leaves out.
 //!
-//! Every object owns a reference to its class. The native base of a Python class has to visit that
-//! reference and to release it; without, no class that was made for a module is ever collected.
-//! (pyo3 0.30 releases it.)
+//! Every object owns a reference to its class. The native base of a Python class has to visit and
+//! release that reference; otherwise a class made for a module is never collected. (pyo3 0.30
+//! releases it.)
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -19,10 +19,10 @@ struct Slots {
 
 static SLOTS: OnceLock<Slots> = OnceLock::new();
 
-/// Makes objects of `base`, and of the classes derived from it later, account for their class.
+/// Makes objects of `base`, and of classes derived from it later, visit and release their class.
 pub fn account_for_class(base: &Bound<'_, PyType>) {
     let class = base.as_type_ptr();
-    // SAFETY: a heap type of this module that nobody else has yet.
+    // SAFETY: a heap type of this module, not published yet.
     unsafe {
         let (Some(dealloc), Some(traverse)) = ((*class).tp_dealloc, (*class).tp_traverse) else {
             return;
@@ -51,7 +51,7 @@ unsafe extern "C" fn traverse_object(
     visit: ffi::visitproc,
     arg: *mut c_void,
 ) -> c_int {
-    // SAFETY: the collector calls this attached, with an object of ours, and with what to visit by.
+    // SAFETY: the collector calls this attached, with an object of ours and a visitor.
     unsafe {
         match visit(ffi::Py_TYPE(object).cast(), arg) {
             0 => SLOTS

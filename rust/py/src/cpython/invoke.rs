@@ -1,9 +1,9 @@
-//! Calls into Python code that may run for long (hooks, modules, what taps gradients), and waiting
-//! without the GIL.
+//! Calls into Python code that may run for long (hooks, modules, gradient taps), and waits without
+//! the GIL.
 //!
-//! Before CPython 3.14 a daemon thread that wants the GIL back while the interpreter ends is ended
-//! by `pthread_exit`, which unwinds its stack, and unwinding into a frame of Rust's aborts the
-//! process. Such a thread sleeps for ever here instead, as 3.14 makes it do.
+//! Before CPython 3.14 a daemon thread that takes the GIL during finalization is ended by
+//! `pthread_exit`, which unwinds its stack; unwinding into a Rust frame aborts the process. Here
+//! such a thread sleeps for ever instead, as in 3.14.
 
 use std::hint::black_box;
 use std::{mem, ptr};
@@ -12,8 +12,8 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-// As pyo3 declares them, but for the promise not to unwind. To be called through `black_box`: the
-// optimiser may have seen pyo3's promise about the same function.
+// pyo3's declarations without the promise not to unwind. Call them through `black_box`: the
+// optimiser may rely on pyo3's promise about the same function.
 unsafe extern "C-unwind" {
     fn PyEval_RestoreThread(thread: *mut ffi::PyThreadState);
 
@@ -51,10 +51,10 @@ type Call = unsafe extern "C-unwind" fn(
     *mut ffi::PyObject,
 ) -> *mut ffi::PyObject;
 
-/// Sleeps for ever when the stack is unwound past it.
-struct Unwound;
+/// Sleeps for ever when the stack is guard past it.
+struct ParkOnUnwind;
 
-impl Drop for Unwound {
+impl Drop for ParkOnUnwind {
     #[cold]
     fn drop(&mut self) {
         loop {
@@ -63,8 +63,8 @@ impl Drop for Unwound {
     }
 }
 
-/// `wait()` with the interpreter released. Like `Python::detach`, but for what the end of the
-/// interpreter does to the thread; so `wait` must not touch Python objects, drop them included.
+/// Runs `wait()` with the interpreter released. Unlike `Python::detach` it survives finalization,
+/// see above; so `wait` must not touch Python objects, drop them included.
 pub fn detached<T>(_: Python<'_>, wait: impl FnOnce() -> T + Send) -> T {
     struct Detached(*mut ffi::PyThreadState);
 
@@ -73,19 +73,19 @@ pub fn detached<T>(_: Python<'_>, wait: impl FnOnce() -> T + Send) -> T {
             let restore = black_box(
                 PyEval_RestoreThread as unsafe extern "C-unwind" fn(*mut ffi::PyThreadState),
             );
-            let unwound = Unwound;
-            // SAFETY: the state that this thread saved.
+            let guard = ParkOnUnwind;
+            // SAFETY: the thread state that this thread saved.
             unsafe { restore(self.0) };
-            mem::forget(unwound);
+            mem::forget(guard);
         }
     }
 
-    // SAFETY: the interpreter is attached, and attached again before anybody can use it.
+    // SAFETY: the interpreter is attached, and attached again before Python is used.
     let _detached = Detached(unsafe { ffi::PyEval_SaveThread() });
     wait()
 }
 
-/// `callable(*args)`, for up to four arguments.
+/// Calls `callable(*args)`, for up to four arguments.
 #[expect(
     clippy::inline_always,
     reason = "part of the walk of hooks, see `call`"
@@ -96,7 +96,7 @@ pub fn call<'py, const N: usize>(
     args: [&Bound<'py, PyAny>; N],
 ) -> PyResult<Bound<'py, PyAny>> {
     const { assert!(N <= 4) }
-    // The slot before the arguments is the callee's, a bound method's for its self.
+    // Slot before the arguments, which the callee may write: a bound method puts its self there.
     let mut all = [ptr::null_mut(); 5];
     for (slot, arg) in all[1..].iter_mut().zip(args) {
         *slot = arg.as_ptr();
@@ -106,7 +106,7 @@ pub fn call<'py, const N: usize>(
     unsafe { vectorcall(callable, all.as_mut_ptr().add(1), nargsf, None) }
 }
 
-/// `callable(arg, keyword=value)`; `keywords` holds the one name.
+/// Calls `callable(arg, keyword=value)`; `keywords` holds the one name.
 pub fn call_with_keyword<'py>(
     callable: &Bound<'py, PyAny>,
     arg: &Bound<'py, PyAny>,
@@ -116,9 +116,9 @@ pub fn call_with_keyword<'py>(
     let mut all = [ptr::null_mut(), arg.as_ptr(), value.as_ptr()];
     let call = black_box(PyObject_Vectorcall as Vectorcall);
     let nargsf = 1 | ffi::PY_VECTORCALL_ARGUMENTS_OFFSET;
-    let unwound = Unwound;
-    // SAFETY: a slot that may be written, a live object for the one argument and one for the one
-    // keyword, and a tuple of its name.
+    let guard = ParkOnUnwind;
+    // SAFETY: a writable slot, live objects for the one argument and the one keyword, and a tuple
+    // of its name.
     let result = unsafe {
         call(
             callable.as_ptr(),
@@ -127,12 +127,12 @@ pub fn call_with_keyword<'py>(
             keywords.as_ptr(),
         )
     };
-    mem::forget(unwound);
+    mem::forget(guard);
     // SAFETY: a new reference, or null with an exception set.
     unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
 }
 
-/// `function(first, *args, **kwargs)`.
+/// Calls `function(first, *args, **kwargs)`.
 pub fn call_with_first<'py>(
     function: &Bound<'py, PyAny>,
     first: &Bound<'py, PyAny>,
@@ -153,11 +153,11 @@ pub fn call_with_first<'py>(
     for (slot, arg) in all[1..].iter_mut().zip(args.iter_borrowed()) {
         *slot = arg.as_ptr();
     }
-    // SAFETY: `all` holds `count` live objects, kept alive by `first` and `args` throughout.
+    // SAFETY: `all` holds `count` objects, which `first` and `args` keep alive.
     unsafe { vectorcall(function, all.as_mut_ptr(), count, kwargs) }
 }
 
-/// `callable(*args, **kwargs)`.
+/// Calls `callable(*args, **kwargs)`.
 pub fn call_with<'py>(
     callable: &Bound<'py, PyAny>,
     args: &Bound<'py, PyTuple>,
@@ -165,17 +165,17 @@ pub fn call_with<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let call = black_box(PyObject_Call as Call);
     let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
-    let unwound = Unwound;
+    let guard = ParkOnUnwind;
     // SAFETY: live objects of the types that the function takes.
     let result = unsafe { call(callable.as_ptr(), args.as_ptr(), kwargs) };
-    mem::forget(unwound);
+    mem::forget(guard);
     // SAFETY: a new reference, or null with an exception set.
     unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
 }
 
 /// # Safety
 ///
-/// `args` and `nargsf` are as the vectorcall protocol wants them.
+/// `args` and `nargsf` follow the vectorcall protocol.
 #[inline]
 unsafe fn vectorcall<'py>(
     callable: &Bound<'py, PyAny>,
@@ -185,26 +185,26 @@ unsafe fn vectorcall<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let call = match kwargs {
         None => of_type(callable),
-        // The function takes the keywords in another form.
+        // A vectorcall function takes keywords in another form.
         Some(_) => None,
     };
     let call = call.unwrap_or_else(|| black_box(PyObject_VectorcallDict as Vectorcall));
     let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
-    let unwound = Unwound;
-    // SAFETY: the caller's promise; the other two are live objects, the second a dict or null, and
-    // where it is null the two kinds of function take the same.
+    let guard = ParkOnUnwind;
+    // SAFETY: the caller's promise; a live callable; keywords are a dict or null, and null means
+    // the same to both kinds of function.
     let result = unsafe { call(callable.as_ptr(), args, nargsf, kwargs) };
-    mem::forget(unwound);
+    mem::forget(guard);
     // SAFETY: a new reference, or null with an exception set.
     unsafe { Bound::from_owned_ptr_or_err(callable.py(), result) }
 }
 
-/// What `PyVectorcall_Function` gives, which is a call of its own and asks whether it can be called.
+/// Inlined `PyVectorcall_Function`, without its check that the object is callable.
 #[inline]
 fn of_type(callable: &Bound<'_, PyAny>) -> Option<Vectorcall> {
     let object = callable.as_ptr();
-    // SAFETY: a live object. One of a type with that flag has such a function, or null, at that
-    // place; the signature is the same, without the promise not to unwind.
+    // SAFETY: a live object. A type with that flag has such a function, or null, at that offset;
+    // the signature is the same, without the promise not to unwind.
     unsafe {
         let of = ffi::Py_TYPE(object);
         if ffi::PyType_HasFeature(of, ffi::Py_TPFLAGS_HAVE_VECTORCALL) == 0 {

@@ -1,4 +1,4 @@
-//! CPython's C interface, where pyo3 has none or a slower one.
+//! CPython's C interface, where pyo3's is missing or slower.
 
 #[cfg(all(Py_3_12, not(Py_3_14)))]
 pub mod depth;

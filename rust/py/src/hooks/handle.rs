@@ -12,15 +12,15 @@ use crate::error::{hook_type_error, type_name, wait_error};
 use crate::hooks::hook::Hook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
-/// What registering a hook returns; the only thing that can remove, disable or describe it.
+/// Handle of one registered hook: removes, disables and describes it.
 ///
-/// Used as a context manager it removes the hook at exit. Dropping it leaves the hook registered.
+/// As a context manager it removes the hook at exit. Dropping it leaves the hook registered.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct HookHandle(pub Handle<Hook>);
 
 #[pymethods]
 impl HookHandle {
-    /// The hook's number: unique in the process, increasing, never reused.
+    /// Id of the hook: an int, unique in the process, increasing, never reused.
     #[getter]
     fn id(&self) -> u64 {
         self.0.id().get()
@@ -32,25 +32,25 @@ impl HookHandle {
         self.0.phase().name()
     }
 
-    /// Whether the hook was removed.
+    /// True if the hook was removed.
     #[getter]
     fn removed(&self) -> bool {
         self.0.removed()
     }
 
-    /// Whether the hook fires when its turn comes.
+    /// True if the hook fires when its turn comes.
     #[getter]
     fn enabled(&self) -> bool {
         self.0.enabled()
     }
 
-    /// How often the hook was called and has returned or raised.
+    /// Number of the hook's calls that have returned or raised.
     #[getter]
     fn calls(&self) -> u64 {
         self.0.calls()
     }
 
-    /// Higher fires first; can be set, phases that have begun keep their order.
+    /// Priority: higher fires first. It can be set; phases that have begun keep their order.
     #[getter]
     fn priority(&self) -> i64 {
         self.0.priority()
@@ -61,12 +61,11 @@ impl HookHandle {
         self.0.set_priority(priority.0);
     }
 
-    /// Removes the hook; removing it again does nothing.
+    /// Removes the hook. Removing it again does nothing.
     ///
     /// Args:
-    ///     wait: return only when no thread is still inside the hook, so that what it uses can be
-    ///         freed.
-    ///     timeout: how many seconds to wait at most; None waits for ever.
+    ///     wait: return once no thread is inside the hook, so that its resources can be freed.
+    ///     timeout: seconds to wait at most; None waits for ever.
     ///
     /// Raises:
     ///     HookError: `wait=True` from inside the hook itself; the hook stays registered.
@@ -88,12 +87,12 @@ impl HookHandle {
         wait_interruptibly(py, timeout, |timeout| self.0.wait_idle(timeout))
     }
 
-    /// Keeps the hook and its place in the order, and skips it until `enable`.
+    /// Skips the hook until `enable`; its place in the order stays.
     fn disable(&self) {
         self.0.set_enabled(false);
     }
 
-    /// Lets the hook fire again, at its old place.
+    /// Lets the hook fire again, at its place in the order.
     fn enable(&self) {
         self.0.set_enabled(true);
     }
@@ -124,17 +123,17 @@ impl HookHandle {
         )
     }
 
-    /// A copied or unpickled handle is a removed one: a handle acts on the hook that it was
-    /// returned for and on no other, and modules that keep their handles stay picklable.
+    /// Copies and pickles as a handle of a removed hook: a handle acts only on the hook that it was
+    /// returned for, and modules that store handles stay picklable.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (&'static str,))> {
         Ok((slf.get_type().getattr("_removed")?, (slf.get().phase(),)))
     }
 
-    /// The handle of a hook that is not there.
+    /// Makes the handle of a removed hook.
     #[staticmethod]
     #[pyo3(name = "_removed")]
     pub fn none(py: Python<'_>, phase: PhaseName) -> PyResult<Self> {
-        // Any callable will do: it is never called.
+        // Any callable: it is never called.
         let placeholder = py.get_type::<PyString>();
         let registry = ferrohook_core::Registry::new();
         let options = OnError::Raise.into();
@@ -145,7 +144,7 @@ impl HookHandle {
     }
 }
 
-/// A time limit in seconds.
+/// Time limit in seconds.
 pub struct Timeout(Duration);
 
 impl<'py> FromPyObject<'_, 'py> for Timeout {
@@ -169,7 +168,7 @@ impl<'py> FromPyObject<'_, 'py> for Timeout {
     }
 }
 
-/// Waits with the interpreter released, in slices, so that Ctrl-C gets through.
+/// Waits with the interpreter released, in slices, so that Ctrl-C can interrupt.
 pub fn wait_interruptibly(
     py: Python<'_>,
     timeout: Option<Timeout>,

@@ -1,4 +1,4 @@
-//! A registered hook: a Python callable or a native hook, with its options.
+//! `Hook`: a Python callable or a native hook, with its options.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::error::{hook_type_error, type_name};
 use crate::hooks::native::{AnyNative, NativeHook, Traced};
 use crate::hooks::options::Options;
 
-/// The callback of a registry's entry.
+/// Callback of a registry's entry.
 pub struct Hook {
     /// The object that was registered.
     object: Py<PyAny>,
@@ -20,15 +20,15 @@ pub struct Hook {
     times: Option<Box<Times>>,
 }
 
-/// Clocks, which few hooks have.
+/// Clocks of a hook, which few need.
 struct Times {
-    /// The nanoseconds spent in the hook, where they are counted.
+    /// Nanoseconds spent in the hook, if `timed`.
     spent: Option<AtomicU64>,
-    /// Has the module timed for as long as the hook is there.
+    /// Has the module timed while the hook is registered.
     _module: Option<Watch<Hook>>,
 }
 
-/// Counts the time until it is dropped.
+/// Timer that adds the time until its drop.
 pub struct Timer<'a> {
     spent: &'a AtomicU64,
     since: Instant,
@@ -43,8 +43,8 @@ impl Drop for Timer<'_> {
 }
 
 impl Hook {
-    /// Refuses an object that cannot be called for `phase` as `options` say; has calls of the
-    /// module, whose hooks for every context are in `registry`, timed where it needs that.
+    /// Validates `object` as a hook of `phase` with `options`. A hook that needs it has calls timed
+    /// by `registry`, the module's registry for every context.
     pub fn new(
         object: &Bound<'_, PyAny>,
         phase: Phase,
@@ -118,19 +118,19 @@ impl Hook {
         }
     }
 
-    /// The object that was registered, which the registry owns.
+    /// The registered object, owned by the registry.
     #[inline]
     pub fn object(&self) -> &Py<PyAny> {
         &self.object
     }
 
-    /// How it runs in Rust; None for a callable of PyTorch's contract.
+    /// Native implementation; None for a callable of PyTorch's contract.
     #[inline]
     pub fn native(&self) -> Option<&'static dyn AnyNative> {
         self.native
     }
 
-    /// The object that errors name.
+    /// Object named in errors.
     pub fn named<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let object = self.object.bind(py);
         match self.native {
@@ -139,7 +139,7 @@ impl Hook {
         }
     }
 
-    /// The hook in a trace of `phase`; None where it has no part in it.
+    /// Form of the hook in a trace of `phase`; None if a trace leaves it out.
     pub fn traced<'py>(&self, py: Python<'py>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let object = self.object.bind(py);
         let traced = match self.native {
@@ -152,7 +152,7 @@ impl Hook {
         }))
     }
 
-    /// Counts the time until the timer is dropped, where that was asked for.
+    /// Starts a timer, if the hook is `timed`.
     #[inline]
     pub fn start(&self) -> Option<Timer<'_>> {
         let spent = self.times.as_ref()?.spent.as_ref()?;
@@ -160,7 +160,7 @@ impl Hook {
         Some(Timer { spent, since })
     }
 
-    /// The seconds spent in the hook, where they are counted.
+    /// Seconds spent in the hook; None unless `timed`.
     pub fn seconds(&self) -> Option<f64> {
         let spent = self.times.as_ref()?.spent.as_ref()?;
         let spent = spent.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! A registered hook: its callback, its options, its handle, and what its failing leads to.
+//! Registered hooks: callback, options, handle, and the handling of exceptions.
 
 pub mod handle;
 pub mod hook;

@@ -1,4 +1,4 @@
-//! Native hooks: hooks that run in Rust, each a Python class that implements [`Native`].
+//! Native hooks: hooks that run in Rust; Python classes that implement [`Native`].
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -10,32 +10,32 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
 
-/// One turn of a native hook.
+/// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
     pub phase: Phase,
-    /// The module that is called.
+    /// The called module.
     pub module: &'a Bound<'py, PyAny>,
     /// Its arguments; none in the backward phases.
     pub args: &'a Bound<'py, PyTuple>,
     pub kwargs: Option<&'a Bound<'py, PyDict>>,
-    /// The input, the output or the gradients, by phase. A lone positional argument is the input,
-    /// else the tuple of them or, where there is none, the dict of keyword arguments.
+    /// Input, output or gradients, by phase. The input is the lone positional argument, else the
+    /// tuple of them or, without any, the dict of keyword arguments.
     pub value: &'a Bound<'py, PyAny>,
-    /// The gradient of the output, in the phase `backward`.
+    /// Gradient of the output, in the phase `backward`.
     pub grad_output: Option<&'a Bound<'py, PyAny>>,
-    /// Time that the module took, where a hook [times](Native::times) it and it returned.
+    /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
-    /// Names hook, phase and module, for errors.
+    /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
 }
 
 impl<'py> Turn<'_, 'py> {
-    /// The lone positional argument, else the tuple of them.
+    /// Returns the lone positional argument, else the tuple of them.
     pub fn input(&self) -> Bound<'py, PyAny> {
         input_of(self.args)
     }
 
-    /// The error for a hook that returned what it may not.
+    /// Makes the error for an invalid return value.
     pub fn type_error(&self, expected: &str, got: &Bound<'_, PyAny>) -> PyErr {
         let message = format!(
             "{} {expected}, it returned {}",
@@ -46,7 +46,7 @@ impl<'py> Turn<'_, 'py> {
     }
 }
 
-/// The lone positional argument, else the tuple of them.
+/// Returns the lone positional argument, else the tuple of them.
 pub fn input_of<'py>(args: &Bound<'py, PyTuple>) -> Bound<'py, PyAny> {
     match args.get_item(0) {
         Ok(only) if args.len() == 1 => only,
@@ -54,22 +54,22 @@ pub fn input_of<'py>(args: &Bound<'py, PyTuple>) -> Bound<'py, PyAny> {
     }
 }
 
-/// Replacement for the value of a turn: a tuple of arguments in `forward_pre`, the output or the
-/// gradients in other phases; None leaves it.
+/// Replacement of the value: a tuple of arguments in `forward_pre`, the output or the gradients in
+/// other phases; None leaves it unchanged.
 pub type Outcome<'py> = PyResult<Option<Bound<'py, PyAny>>>;
 
-/// A hook as `torch.compile` traces it.
+/// Form of a hook that `torch.compile` traces.
 pub struct Traced<'py> {
     pub callback: Bound<'py, PyAny>,
-    /// The form of its call, see `ferrohook.traced`.
+    /// Calling convention, see `ferrohook.traced`.
     pub kind: &'static str,
     pub with_kwargs: bool,
-    /// A graph with it does as an eager call does.
+    /// True if a graph with it behaves like an eager call.
     pub faithful: bool,
 }
 
 impl<'py> Traced<'py> {
-    /// A callable of PyTorch's contract.
+    /// Traces a callable of PyTorch's contract.
     pub fn plain(callback: Bound<'py, PyAny>, with_kwargs: bool) -> Self {
         Self {
             callback,
@@ -80,40 +80,40 @@ impl<'py> Traced<'py> {
     }
 }
 
-/// A class of native hooks. It extends [`NativeHook`], by which registering recognises it.
+/// Class of native hooks; it extends [`NativeHook`].
 pub trait Native: PyClass {
-    /// Stays behind all other hooks and belongs to the package: not listed, cleared or copied, and
-    /// its errors are nobody's hook's.
+    /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
+    /// copied, and its errors are not attributed to a hook.
     const LAST: bool = false;
 
-    /// The only phase that it can be registered for; None for any.
+    /// Returns the only phase that it can be registered for; None for any.
     fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
         None
     }
 
-    /// False where it is called as the Python callable that it is as well.
+    /// False to have it called as a Python callable instead.
     fn native_in(_slf: &Bound<'_, Self>, _phase: Phase) -> bool {
         true
     }
 
-    /// Needs the time that the module takes.
+    /// True if it needs the run time of the module.
     fn times(_slf: &Bound<'_, Self>) -> bool {
         false
     }
 
-    /// Does what the hook is for.
+    /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
-    /// The object that errors name.
+    /// Returns the object to name in errors.
     fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
         slf.as_any().clone()
     }
 
-    /// The hook in a trace of `phase`; None where it has no part in it.
+    /// Returns its form in a trace of `phase`; None to be left out.
     fn traced<'py>(slf: &Bound<'py, Self>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
 }
 
-/// [`Native`] for an object of whichever class.
+/// [`Native`] for an object of any class (type-erased).
 pub trait AnyNative: Send + Sync {
     fn last(&self) -> bool;
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
@@ -156,17 +156,17 @@ impl<T: Native> AnyNative for Class<T> {
     }
 }
 
-/// The base of hooks that run in Rust, without a Python frame.
+/// Base of hooks that run in Rust, without a Python frame.
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
 pub struct NativeHook(&'static dyn AnyNative);
 
 impl NativeHook {
-    /// The base of an object of class `T`.
+    /// Makes the base of an object of class `T`.
     pub fn of<T: Native>() -> Self {
         Self(&Class::<T>(PhantomData))
     }
 
-    /// The class that it was made for.
+    /// The implementation of its class.
     pub fn class(&self) -> &'static dyn AnyNative {
         self.0
     }

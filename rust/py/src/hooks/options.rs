@@ -1,4 +1,4 @@
-//! Options that a hook is registered with, as Python gives them.
+//! Options of a hook, extracted from Python.
 
 use ferrohook_core::{Phase, Placement};
 use pyo3::exceptions::PyValueError;
@@ -7,7 +7,7 @@ use pyo3::types::{PyBool, PyInt, PyString};
 
 use crate::error::{hook_type_error, type_name};
 
-/// A phase, from its name.
+/// Phase, by its name.
 pub struct PhaseName(pub Phase);
 
 impl<'py> FromPyObject<'_, 'py> for PhaseName {
@@ -59,7 +59,7 @@ impl<'py> FromPyObject<'_, 'py> for OnError {
     }
 }
 
-/// A priority: an int, and no bool.
+/// Priority: an int, not a bool.
 #[derive(Clone, Copy)]
 pub struct Priority(pub i64);
 
@@ -102,7 +102,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether a trace of the calls alone, without what happens when they fail, is true to these.
+    /// True if a trace, which has no handling of exceptions, behaves like an eager call.
     pub fn traceable(self) -> bool {
         !self.always_call && self.on_error == OnError::Raise
     }

@@ -1,4 +1,4 @@
-//! A hook at its place in a call: its name in errors, and its `on_error`.
+//! `Site`: one hook in one call, for its description in errors and its `on_error`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,11 +11,11 @@ use crate::error::type_name;
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
 
-/// A hook whose turn it is.
+/// A hook being invoked, and the module that is called.
 pub struct Site<'a, 'py> {
     pub entry: &'a Entry<Hook>,
     pub module: &'a Bound<'py, PyAny>,
-    /// Counts the hooks of the module that raised.
+    /// Count of exceptions of the module's hooks.
     pub errors: &'a AtomicU64,
 }
 
@@ -24,7 +24,7 @@ impl Site<'_, '_> {
         self.module.py()
     }
 
-    /// Names hook, phase and module.
+    /// Describes hook, phase and module.
     pub fn describe(&self) -> String {
         let hook = self.entry.hook();
         let named = hook.named(self.py());
@@ -45,14 +45,14 @@ impl Site<'_, '_> {
         )
     }
 
-    /// Puts the note on an exception that left the hook.
+    /// Adds a note to an exception that left the hook.
     fn annotate(&self, error: &PyErr) {
         let note = format!("ferrohook: raised by {}", self.describe());
-        // An exception class may forbid notes; the exception itself matters more.
+        // An exception class may refuse notes; the exception itself matters more.
         let _ = error.value(self.py()).call_method1("add_note", (note,));
     }
 
-    /// Applies the hook's `on_error` to its result; `None` where the call goes on without the hook.
+    /// Applies the hook's `on_error` to its result; `None` if the call goes on without the hook.
     pub fn apply_on_error<T>(&self, result: PyResult<Option<T>>) -> PyResult<Option<T>> {
         let error = match result {
             Ok(value) => return Ok(value),
@@ -63,7 +63,7 @@ impl Site<'_, '_> {
             return Err(error);
         }
         self.annotate(&error);
-        // What is no Exception (KeyboardInterrupt, SystemExit) is not the hook's fault.
+        // Other exceptions (KeyboardInterrupt, SystemExit) are not the hook's fault.
         if !error.is_instance_of::<PyException>(py) {
             return Err(error);
         }
@@ -73,7 +73,7 @@ impl Site<'_, '_> {
         if policy == OnError::Raise {
             return Err(error);
         }
-        // Several threads may fail at once: one of them disables, and that one logs.
+        // Several threads may fail at once: the one that disables the hook logs.
         if policy == OnError::Disable && self.entry.disable() {
             let message = format!("disabled {}: it raised", self.describe());
             if let Err(unlogged) = log_error(py, &message, &error) {
@@ -83,8 +83,7 @@ impl Site<'_, '_> {
         Ok(None)
     }
 
-    /// Says that a hook failed while another exception was on its way, which stays the one that
-    /// the caller gets.
+    /// Warns of a hook's exception that another exception, already being raised, replaces.
     pub fn warn_silenced(&self, error: &PyErr) {
         let py = self.py();
         let text = format!(

@@ -17,8 +17,8 @@ use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
-/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and how
-/// it was added.
+/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and
+/// how it was added.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct PointHook {
     user_hook: Py<PyAny>,
@@ -55,7 +55,7 @@ impl PointHook {
         self.user_hook.bind(py)
     }
 
-    /// Whether it stays when hooks are removed, unless permanent ones are asked for.
+    /// True if it stays when hooks are removed, unless permanent ones are asked for.
     #[getter]
     fn is_permanent(&self) -> bool {
         self.is_permanent

@@ -12,7 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
-use crate::contexts::current::{self, Scopes};
+use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
 use crate::error;
@@ -119,8 +119,8 @@ impl Call {
         })
     }
 
-    /// Runs the forward: its output, and the recorded values of each key in the order of the layers'
-    /// calls. None, and nothing was run, where the installation was retired meanwhile.
+    /// Runs the forward: its output, and the recorded values of each key in the order of the
+    /// layers' calls. None, and nothing was run, where the installation was retired meanwhile.
     // Natively, as Ctrl-C lands in Python's functions alone.
     fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
         let progress = InProgress::begin(slf)?;
@@ -171,7 +171,7 @@ impl Call {
         Some(self.installation.as_ref()?.bind(py))
     }
 
-    /// Whether it records anything.
+    /// True if it records anything.
     #[getter]
     fn records(&self) -> bool {
         !self.asked.is_empty()
@@ -319,7 +319,7 @@ impl Call {
         Ok(())
     }
 
-    /// Whether the layer's input is the first hidden state.
+    /// True if the layer's input is the first hidden state.
     fn begins(&self, initial: bool) -> bool {
         let mut recorded = self.recorded.lock();
         let begins = initial && recorded.states.is_none();
@@ -327,7 +327,7 @@ impl Call {
         begins
     }
 
-    /// Whether the next hidden state is kept.
+    /// True if the next hidden state is kept.
     fn keeps_next(&self) -> bool {
         let mut recorded = self.recorded.lock();
         let place = recorded.states.get_or_insert_default();
@@ -421,8 +421,8 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
 }
 
 /// The call that records in this context, or keeps others from it.
-pub fn innermost<'py>(py: Python<'py>, scopes: &Scopes<'py>) -> PyResult<Option<Bound<'py, Call>>> {
-    let frames = scopes.entered(py)?.into_iter().flatten();
+pub fn innermost<'py>(py: Python<'py>, frames: &Frames<'py>) -> PyResult<Option<Bound<'py, Call>>> {
+    let frames = frames.entered(py)?.into_iter().flatten();
     Ok(frames.filter_map(|frame| call_of(&frame)).next())
 }
 

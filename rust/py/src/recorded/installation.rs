@@ -38,12 +38,12 @@ impl InstallationBase {
         }
     }
 
-    /// Whether the model still is as it was.
+    /// True if the model still is as it was.
     fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         self.tree.get().holds(py)
     }
 
-    /// Whether it is to be taken out of the model when the calls in progress have ended.
+    /// True if it is to be taken out of the model when the calls in progress have ended.
     #[getter(retired)]
     fn py_retired(&self) -> bool {
         self.retired()
@@ -69,7 +69,7 @@ impl InstallationBase {
 }
 
 impl InstallationBase {
-    /// Whether somebody wants the layers watched: one atomic read.
+    /// True if somebody wants the layers watched: one atomic read.
     pub fn watched(&self) -> bool {
         self.watching.load(Ordering::Relaxed) != 0
     }

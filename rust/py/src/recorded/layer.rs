@@ -6,12 +6,13 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::contexts::current::Scopes;
+use crate::contexts::current::Frames;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::recorded::call::{Call, Task, innermost};
 use crate::recorded::installation::InstallationBase;
 
-/// The native half of a `RecordedLayer`: a hook of a recorded layer, behind all others. In the phase
+/// The native half of a `RecordedLayer`: a hook of a recorded layer, behind all others. In the
+/// phase
 /// `forward_pre` for a layer with other recorded ones inside.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct RecordedLayerBase {
@@ -70,7 +71,7 @@ impl RecordedLayerBase {
         if !self.installation.get().watched() {
             return Ok(Owner::Other);
         }
-        let Some(call) = innermost(py, &Scopes::default())? else {
+        let Some(call) = innermost(py, &Frames::default())? else {
             return Ok(Owner::Unknown);
         };
         Ok(match call.get().installation(py) {

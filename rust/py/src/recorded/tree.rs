@@ -40,7 +40,7 @@ impl ModuleTree {
 }
 
 impl ModuleTree {
-    /// Whether all modules live, have the same children, and declare the same.
+    /// True if all modules live, have the same children, and declare the same.
     pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         for node in &self.0 {
             if !node.holds(py)? {

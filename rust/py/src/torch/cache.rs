@@ -31,11 +31,11 @@ pub struct CallCache {
 pub struct CachedClass {
     version: u32,
     pub forward: Py<PyFunction>,
-    /// Whether `__call__` is `nn.Module`'s.
+    /// True if `__call__` is `nn.Module`'s.
     pub calls_forward: bool,
-    /// Whether it is for the class that an instrumented module had before.
+    /// True if it is for the class that an instrumented module had before.
     called_by_torch: bool,
-    /// Whether `_call_impl` is, there.
+    /// True if `_call_impl` is, there.
     call_impl_by_torch: bool,
 }
 
@@ -92,7 +92,7 @@ impl CallCache {
 }
 
 impl CachedClass {
-    /// Whether nothing but `nn.Module`'s own methods stands between a call of the module, or of its
+    /// True if nothing but `nn.Module`'s own methods stands between a call of the module, or of its
     /// `_call_impl`, and `forward`.
     pub fn by_torch(&self, through_call: bool) -> bool {
         if through_call {
@@ -130,7 +130,7 @@ impl CachedClass {
     }
 }
 
-/// Whether instances of the class are called by `nn.Module`'s own methods.
+/// True if instances of the class are called by `nn.Module`'s own methods.
 pub fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
     let call = class.getattr(intern!(class.py(), "__call__"))?;
     Ok(call.is(&torch.module_call) && has_call_impl(torch, class)?)
@@ -165,21 +165,21 @@ fn version(class: &Bound<'_, PyType>) -> u32 {
 }
 
 /// The way of a call, by the module's instance dict and torch's own dicts.
-pub enum Route {
+pub enum CallPath {
     /// `nn.Module.__call__` would do nothing but call the class's `forward`.
-    Forward,
+    Direct,
     /// The same with a `forward` that somebody put into the instance dict.
-    OwnForward,
+    InstanceForward,
     /// There is more to do.
-    More,
+    Slow,
 }
 
-impl Route {
-    fn of(empty: bool, own_forward: bool) -> Self {
-        match (empty, own_forward) {
-            (false, _) => Self::More,
-            (true, false) => Self::Forward,
-            (true, true) => Self::OwnForward,
+impl CallPath {
+    fn of(empty: bool, instance_forward: bool) -> Self {
+        match (empty, instance_forward) {
+            (false, _) => Self::Slow,
+            (true, false) => Self::Direct,
+            (true, true) => Self::InstanceForward,
         }
     }
 }
@@ -188,15 +188,15 @@ impl Route {
 #[derive(Default)]
 pub struct InstanceCache {
     guard: DictGuard,
-    /// The dicts of torch's hooks, and whatever else was neither missing nor None. The instance dict
-    /// keeps them alive.
+    /// The dicts of torch's hooks, and whatever else was neither missing nor None. The instance
+    /// dict keeps them alive.
     present: [AtomicPtr<ffi::PyObject>; 4],
-    own_forward: AtomicBool,
+    instance_forward: AtomicBool,
 }
 
 // Relaxed: under the GIL; without it no dict is ever known to be as it was.
 impl InstanceCache {
-    pub fn route(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Route> {
+    pub fn path(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<CallPath> {
         let py = state.py();
         let mut global = torch.global_hooks.iter();
         if !global.all(|hooks| hooks.bind(py).is_empty())
@@ -204,10 +204,10 @@ impl InstanceCache {
                 .trace_map
                 .missing_or_empty(torch.trace_globals.bind(py))?
         {
-            return Ok(Route::More);
+            return Ok(CallPath::Slow);
         }
         if !self.guard.holds(state) {
-            return self.look(torch, state);
+            return self.look_up(torch, state);
         }
         let empty = self.present.iter().all(|value| {
             let value = value.load(Ordering::Relaxed);
@@ -215,12 +215,15 @@ impl InstanceCache {
             let value = unsafe { Borrowed::from_ptr_or_opt(py, value) };
             value.is_none_or(|value| none_or_empty(&value))
         });
-        Ok(Route::of(empty, self.own_forward.load(Ordering::Relaxed)))
+        Ok(CallPath::of(
+            empty,
+            self.instance_forward.load(Ordering::Relaxed),
+        ))
     }
 
-    fn look(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<Route> {
+    fn look_up(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<CallPath> {
         let now = DictVersion::of(state);
-        let replaced = [&torch.compiled_call, &torch.own_call_impl];
+        let replaced = [&torch.compiled_call, &torch.instance_call_impl];
         let mut present = [ptr::null_mut(); 4];
         let mut places = present.iter_mut();
         let (mut empty, mut fits) = (true, true);
@@ -234,14 +237,15 @@ impl InstanceCache {
                 None => fits = false,
             }
         }
-        let own_forward = !torch.own_forward.missing_or_empty(state)?;
+        let instance_forward = !torch.instance_forward.missing_or_empty(state)?;
         if VERSIONS && fits {
             self.guard.set(&now);
             for (place, value) in self.present.iter().zip(present) {
                 place.store(value, Ordering::Relaxed);
             }
-            self.own_forward.store(own_forward, Ordering::Relaxed);
+            self.instance_forward
+                .store(instance_forward, Ordering::Relaxed);
         }
-        Ok(Route::of(empty, own_forward))
+        Ok(CallPath::of(empty, instance_forward))
     }
 }

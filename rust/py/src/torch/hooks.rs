@@ -149,7 +149,7 @@ impl Torch {
     }
 }
 
-/// Whether the dict that `namespace` has under `name` has `id`.
+/// True if the dict that `namespace` has under `name` has `id`.
 fn lists(namespace: &Bound<'_, PyDict>, name: &str, id: &Bound<'_, PyAny>) -> PyResult<bool> {
     let ids = dict_in(namespace, PyString::new(namespace.py(), name).as_any())?;
     ids.map_or(Ok(false), |ids| ids.contains(id))

@@ -1,8 +1,9 @@
-//! torch, as far as this crate knows it. Imported at first use: the extension itself needs no torch.
+//! torch, as far as this crate knows it. Imported at first use: the extension itself needs no
+//! torch.
 //!
-//! Nothing that can change is relied on from one call to the next. Changes that another library makes
-//! to the module's hook dicts, to torch's global ones, to `forward` on the instance or the class, or
-//! to `nn.Module.__call__` are seen by the next call.
+//! Nothing that can change is relied on from one call to the next. Changes that another library
+//! makes to the module's hook dicts, to torch's global ones, to `forward` on the instance or the
+//! class, or to `nn.Module.__call__` are seen by the next call.
 
 pub mod cache;
 pub mod hooks;
@@ -31,9 +32,9 @@ pub struct Torch {
     /// The attribute that `nn.Module.compile` sets in the instance dict.
     compiled_call: Variable,
     /// One that somebody may have put into the instance dict in place of the class's.
-    own_call_impl: Variable,
+    instance_call_impl: Variable,
     /// A `forward` that somebody put into the instance dict.
-    own_forward: Variable,
+    instance_forward: Variable,
     /// A module's children.
     children: Variable,
     /// The variables of `torch.jit._trace`, and the one that is set while it traces.
@@ -71,8 +72,8 @@ impl Torch {
                 ]
                 .map(|name| Variable::like_in(&example, name)),
                 compiled_call: Variable::like_in(&example, "_compiled_call_impl"),
-                own_call_impl: Variable::like_in(&example, "_call_impl"),
-                own_forward: Variable::like_in(&example, "forward"),
+                instance_call_impl: Variable::like_in(&example, "_call_impl"),
+                instance_forward: Variable::like_in(&example, "forward"),
                 children: Variable::like_in(&example, "_modules"),
                 trace_map: Variable::like_in(&trace_globals, "_trace_module_map"),
                 trace_globals: trace_globals.unbind(),
@@ -98,12 +99,12 @@ pub fn children<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, P
     Ok(children.and_then(|children| children.cast_into().ok()))
 }
 
-/// Whether `value` is a `torch.Tensor`.
+/// True if `value` is a `torch.Tensor`.
 pub fn is_tensor(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     value.is_instance(Torch::get(value.py())?.tensor.bind(value.py()))
 }
 
-/// Whether this thread records gradients.
+/// True if this thread records gradients.
 pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
     Torch::get(py)?
         .is_grad_enabled

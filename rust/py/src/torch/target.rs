@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
-use crate::torch::cache::{CachedClass, CallCache, InstanceCache, Route, calls_forward};
+use crate::torch::cache::{CachedClass, CallCache, CallPath, InstanceCache, calls_forward};
 use crate::torch::hooks::TorchHooks;
 use crate::torch::{Torch, plain_class};
 
@@ -48,11 +48,11 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
             }
         }
-        if let Some(forward) = Self::forward(module, cached, cache.route(torch, &state)?)? {
+        if let Some(forward) = Self::forward(module, cached, cache.path(torch, &state)?)? {
             return Ok(forward);
         }
         // Replacements of torch's own call, by `nn.Module.compile` or somebody else.
-        for variable in [&torch.compiled_call, &torch.own_call_impl] {
+        for variable in [&torch.compiled_call, &torch.instance_call_impl] {
             if through_call
                 && !variable.missing_or_empty(&state)?
                 && let Some(call_impl) = state.get_item(&variable.name)?
@@ -69,11 +69,11 @@ impl<'a, 'py> Target<'a, 'py> {
     fn forward(
         module: &Bound<'py, PyAny>,
         cached: Option<&'a CachedClass>,
-        route: Route,
+        path: CallPath,
     ) -> PyResult<Option<Self>> {
-        Ok(match (route, cached) {
-            (Route::More, _) => None,
-            (Route::Forward, Some(cached)) => Some(Self::Forward(cached)),
+        Ok(match (path, cached) {
+            (CallPath::Slow, _) => None,
+            (CallPath::Direct, Some(cached)) => Some(Self::Forward(cached)),
             _ => {
                 let forward = module.getattr(intern!(module.py(), "forward"))?;
                 Some(Self::Special(forward, TorchHooks::none()))
@@ -137,8 +137,8 @@ fn call_inner<'py>(
         None => calls_forward(torch, &class)?,
     };
     if calls_forward {
-        let route = cache.route(torch, &instance_dict(module)?)?;
-        if let Some(forward) = Target::forward(module, cached, route)? {
+        let path = cache.path(torch, &instance_dict(module)?)?;
+        if let Some(forward) = Target::forward(module, cached, path)? {
             return forward.call(module, args, kwargs);
         }
     }

@@ -158,7 +158,7 @@ fn map_below<'py>(
     }
 }
 
-/// Whether autograd computes a gradient for the tensor.
+/// True if autograd computes a gradient for the tensor.
 pub fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor
         .getattr(intern!(tensor.py(), "requires_grad"))?

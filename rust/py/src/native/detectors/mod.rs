@@ -20,7 +20,7 @@ use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 
 /// What one kind of detector keeps.
 trait Statistics: Clone + Default + Send + Sized + 'static {
-    /// Whether it is about how long the module ran.
+    /// True if it is about how long the module ran.
     const TIMES: bool = false;
 
     /// Adds one turn.
@@ -116,8 +116,8 @@ impl<S: Statistics> Detect for Shared<S> {
 ///
 /// They are registered as any other hook, on one module or on many, by `register` or a
 /// `register_*_hook` method, for the phase that is to be observed: the module's output in `forward`,
-/// its input in `forward_pre`, gradients in the backward phases. They may be called, read and merged
-/// from any number of threads; copies and pickles take the statistics along.
+/// its input in `forward_pre`, gradients in the backward phases. They may be called, read and
+/// merged from any number of threads; copies and pickles take the statistics along.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct NativeDetector {
     detector: Box<dyn Detect>,
