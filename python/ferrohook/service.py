@@ -11,6 +11,13 @@ Examples:
     ...     return Answer(model(body.ids))  # steered; other requests are not
 """
 
+# A request's scope is an async generator dependency: FastAPI runs it in the task of the request,
+# whose context the thread pool copies; it would enter a plain generator in a thread with a context
+# of its own. Metrics are native detectors, read on demand. Each registry counts the hooks that
+# raised (`Registry.errors`), those of scopes and ignored ones included: a scope's hooks are gone
+# before anybody could ask them. A late forward is left by a hook (`check_deadline`), not by
+# abandoning its thread, which would go on using a core.
+
 from __future__ import annotations
 
 import contextlib

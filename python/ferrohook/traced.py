@@ -7,6 +7,12 @@ call after a change of hooks is traced anew. It cannot trace the counting of cal
 `fullgraph=True`: raise).
 """
 
+# The twin is registered with Dynamo when somebody imports that, which takes seconds. A capture
+# stands in the graph as the operator `ferrohook::record`, which asks the context for its recorder
+# when it runs. These break the graph too: native detectors, captures that keep gradients, the
+# graph or structures of several tensors, and backward hooks around list or dict outputs or a call
+# with keywords alone. Backward hooks need compiled autograd, as PyTorch's do.
+
 from __future__ import annotations
 
 import importlib.util

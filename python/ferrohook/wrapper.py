@@ -1,5 +1,11 @@
 """Transparent wrappers: modules that share their `__dict__` with the module inside."""
 
+# Where no common subclass can be generated (another memory layout by `__slots__`, a ScriptModule,
+# a module that has one of the wrapper's own names) the wrapper has its plain class and forwards
+# attributes. A method of the module then runs on the module inside: `self(...)` in it runs no
+# hooks, and under `torch.compile` a hook's `isinstance(module, ThatClass)` is false. `modules()`
+# and `named_modules()` stay the wrapper's own, because the parent holds the wrapper.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast

@@ -1,5 +1,13 @@
 """Detectors and controllers: hooks as objects, by mi_crow's names."""
 
+# A `Hook` is an object whose bound method is the registered callable; a deep copy of a module
+# copies it along. `enabled` is that of its handle. One lock for all `Layers` keeps a hook on one
+# layer at most. A detector collects into a `ContextDict`. A context cannot be told from its copy,
+# so values are never changed in place: each write puts a new key into the dict's context variable,
+# by which the dict finds the contents, weakly. A controller receives the activations themselves,
+# as a copy would double the cost of a call; a write shows in the tensor's version. Inference
+# tensors have no version and Dynamo does not know it: there a controller receives a copy.
+
 from ferrohook.interventions.controllers import Controller as Controller
 from ferrohook.interventions.controllers import FunctionController as FunctionController
 from ferrohook.interventions.detectors import Detector as Detector

@@ -4,6 +4,15 @@ The names and the behaviour are TransformerLens', so that code written for it ru
 import. The migration page lists the differences.
 """
 
+# A `HookPoint` instruments itself when it is created, so it is called, copied, saved and compiled
+# as any instrumented module. `add_hook` registers the `LensHandle` itself, which receives the
+# called point as an argument: copies need no care, and a point's lists of hooks are read from its
+# registry. `hooks` is a scope; with `reset_hooks_end=False` its hooks belong to a frame that
+# stands outermost in the context and is taken out with its last hook. `run_with_cache` registers
+# native recorders in a scope: one collector for all points, or one for each where a conversion or
+# a slice makes them differ. `wrap` registers a hook with each module that sends a tensor through a
+# point.
+
 from ferrohook.points.caching import PointCache as PointCache
 from ferrohook.points.hook_point import HookPoint as HookPoint
 from ferrohook.points.lens_hooks import AliasedHookPoint as AliasedHookPoint
