@@ -273,7 +273,7 @@ class InstallationBase:
     def holds(self) -> bool: ...
     retired: bool
 
-class _Task(Protocol):
+class _LayerKey(Protocol):
     # The place of the key among those of the installation.
     @property
     def key(self) -> int: ...
@@ -289,7 +289,7 @@ class RecordedLayerBase(NativeHook):
     def __new__(
         cls,
         installation: InstallationBase,
-        tasks: Sequence[_Task],
+        keys: Sequence[_LayerKey],
     ) -> Self: ...
     def record(self, call: Call, args: _Args, kwargs: _Kwargs, output: Any) -> None: ...
     @property

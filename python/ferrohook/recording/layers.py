@@ -177,7 +177,7 @@ def uninstall(model: nn.Module) -> None:
             installation.retire()
 
 
-class Task(NamedTuple):
+class LayerKey(NamedTuple):
     """One key that a layer is recorded for, see `_core.pyi`."""
 
     key: int
@@ -195,15 +195,15 @@ class RecordedLayer(RecordedLayerBase):
     def __new__(cls, installation: Installation, targets: list[Target], *, around: bool) -> Self:  # noqa: ARG004 (for __init__)
         """Makes a task for each target."""
         places = {key: place for place, key in enumerate(installation.recorders)}
-        tasks = [
-            Task(
+        keys = [
+            LayerKey(
                 places[key],
                 recorder.index,
                 recorder.capture_initial_hidden_state if key == HIDDEN else None,
             )
             for key, recorder, _ in targets
         ]
-        return super().__new__(cls, installation, tasks)
+        return super().__new__(cls, installation, keys)
 
     def __init__(self, installation: Installation, targets: list[Target], *, around: bool) -> None:
         self._number = installation.number

@@ -1,7 +1,7 @@
 //! Attachments: the modules instrumented and the hooks registered for one purpose.
 //!
 //! Native, since Python runs signal handlers in the middle of its functions: wherever Ctrl-C lands,
-//! a module is instrumented or it is not, and the attachment knows.
+//! a module is either instrumented and in the attachment, or not instrumented.
 
 use parking_lot::Mutex;
 use pyo3::intern;
@@ -14,13 +14,13 @@ use crate::error::{hook_error, is_hook_error};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
 
-/// The modules instrumented and the hooks registered for one purpose, released together and once.
+/// Modules instrumented and hooks registered for one purpose, released together, once.
 ///
-/// Dropping it leaves all as it is.
+/// Dropping it releases nothing.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct Attachment(Mutex<Option<Contents>>);
 
-/// Contents of an attachment that was not released.
+/// Contents of an attachment until its release.
 #[derive(Default)]
 struct Contents {
     modules: Vec<AttachedModule>,
@@ -28,9 +28,9 @@ struct Contents {
 }
 
 struct AttachedModule {
-    /// Weak: scopes have attachments, and outlive models.
+    /// Weak: frames own attachments and may outlive models.
     module: Py<PyWeakrefReference>,
-    /// Instrumented by a call of `instrument`, and not only for a hook or a capture.
+    /// True if instrumented by a call of `instrument`, not just for a hook or a capture.
     explicit: bool,
 }
 
@@ -41,8 +41,8 @@ impl Default for Attachment {
 }
 
 impl Attachment {
-    /// Removes the hooks and gives the modules back, once, whichever threads ask for it. True for
-    /// the call that did so.
+    /// Removes the hooks and restores the modules, once, even if several threads call it. Returns
+    /// true for the call that released it.
     pub fn release(&self, py: Python<'_>) -> PyResult<bool> {
         let Some(contents) = self.0.lock().take() else {
             return Ok(false);
@@ -54,7 +54,7 @@ impl Attachment {
             let module = attached.module.bind(py).upgrade();
             module.map_or(Ok(()), |module| release(&module, attached.explicit))
         });
-        // All of them, whatever becomes of one.
+        // Releases all, even if one fails.
         modules.fold(Ok(()), Result::and).map(|()| true)
     }
 
@@ -107,15 +107,15 @@ impl Attachment {
         Self::default()
     }
 
-    /// Instruments modules, each once more.
+    /// Instruments modules; each counts one reason more.
     ///
     /// Args:
-    ///     modules: the modules. Those that have their hooks elsewhere (wrappers) are left out.
+    ///     modules: the modules. Those whose hooks are stored elsewhere (wrappers) are skipped.
     ///     make_class: makes the class of a module that is not instrumented yet.
-    ///     explicit: by a call of `instrument`, and not only for a hook or a capture.
+    ///     explicit: True for a call of `instrument`, False for a hook or a capture.
     ///
     /// Returns:
-    ///     The modules that could not be instrumented, by their places, each with its `HookError`.
+    ///     The modules that could not be instrumented: (index, `HookError`) each.
     ///
     /// Raises:
     ///     HookError: the attachment was released.
@@ -195,7 +195,7 @@ impl Attachment {
         modules.iter().map(register).collect()
     }
 
-    /// Takes over modules that are instrumented for a hook, and the hooks on them.
+    /// Takes over modules that were instrumented for a hook, and the hooks on them.
     ///
     /// Raises:
     ///     HookError: the attachment was released.
@@ -220,7 +220,7 @@ impl Attachment {
         })
     }
 
-    /// The instrumented modules that are alive, in the order in which they were added.
+    /// The instrumented modules that are alive, in the order of their addition.
     #[getter]
     fn modules<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
         let references: Vec<_> = {
@@ -234,15 +234,15 @@ impl Attachment {
             .collect()
     }
 
-    /// Has this released when a scope is closed.
+    /// Has the attachment released when a scope is closed.
     ///
     /// Raises:
-    ///     HookError: it is closed; this was released.
+    ///     HookError: the scope is closed; the attachment was released.
     fn release_with(slf: Py<Self>, py: Python<'_>, scope: ScopeArg<'_>) -> PyResult<()> {
         scope.0.get().release_at_end(py, Box::new(slf))
     }
 
-    /// Removes the hooks and gives the modules back, once. True for the call that did so.
+    /// Removes the hooks and restores the modules, once. Returns True for the call that did so.
     #[pyo3(name = "release")]
     fn py_release(&self, py: Python<'_>) -> PyResult<bool> {
         self.release(py)
@@ -255,8 +255,8 @@ impl Attachment {
     }
 }
 
-/// The base of context managers that have an attachment and release it at exit.
-// In Python, Ctrl-C might land between the beginning of `__exit__` and the release.
+/// Base of context managers that own an attachment and release it at exit.
+// Native: in Python, Ctrl-C might land between the start of `__exit__` and the release.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct AttachmentContext(Py<Attachment>);
 
@@ -272,15 +272,15 @@ impl AttachmentContext {
         Ok(Self(Py::new(py, Attachment::default())?))
     }
 
-    /// The modules and hooks that are released at exit.
+    /// The attachment that is released at exit.
     #[getter]
     fn attachment<'py>(&self, py: Python<'py>) -> &Bound<'py, Attachment> {
         self.0.bind(py)
     }
 
-    /// Runs first at exit, with True where no exception is on its way; for subclasses.
+    /// Runs first at exit, with True if no exception is being raised; for subclasses.
     #[pyo3(name = "_leaving", signature = (_fine, /))]
-    #[expect(clippy::unused_self, reason = "a method of Python's")]
+    #[expect(clippy::unused_self, reason = "a method for Python subclasses")]
     fn leaving(&self, _fine: bool) {}
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

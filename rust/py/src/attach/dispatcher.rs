@@ -1,4 +1,4 @@
-//! The call of an instrumented module: `__call__` and `_call_impl` of the class that it is given.
+//! `Dispatcher`: the call of an instrumented module, `__call__` and `_call_impl` of its made class.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::{Target, call_plain};
 
-/// The entry of an instrumented module in its `__dict__`: its hooks, and the inline caches of its
+/// Entry of an instrumented module in its `__dict__`: its hooks, and the inline caches of its
 /// calls.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Dispatcher {
@@ -24,25 +24,25 @@ pub struct Dispatcher {
     /// Shared by the modules of a class.
     class_cache: Py<CallCache>,
     cache: InstanceCache,
-    /// How many reasons there are for the module to be instrumented.
+    /// Number of reasons for the module to be instrumented.
     reasons: AtomicUsize,
-    /// How many of them are calls of `instrument`, and not only a hook or a capture.
+    /// Number of these that are calls of `instrument`, not hooks or captures.
     explicit: AtomicUsize,
-    /// For a copy of an instrumented module that still is to be restored.
+    /// True for a copy of an instrumented module that is still to be restored.
     of_copy: AtomicBool,
-    /// True if the hooks are those of the module that this one's is a shallow copy of.
+    /// True if the module is a shallow copy: it shares the hooks of the original.
     shares_hooks: bool,
 }
 
 #[pymethods]
 impl Dispatcher {
-    /// True where `instrument` was called, and not only a hook or a capture needs the dispatcher.
+    /// True if `instrument` was called, not only a hook or a capture needs the dispatcher.
     #[getter]
     pub fn explicit(&self) -> bool {
         self.explicit.load(Ordering::Relaxed) != 0
     }
 
-    /// For a shallow copy of the module, which shares the hooks.
+    /// Makes the dispatcher of a shallow copy of the module, which shares the hooks.
     fn __copy__(&self, py: Python<'_>) -> Self {
         self.for_copy(self.registry.clone_ref(py), true, py)
     }
@@ -53,11 +53,11 @@ impl Dispatcher {
         self.registry.bind(py)
     }
 
-    /// The key in a module's `__dict__`.
+    /// Key of the dispatcher in a module's `__dict__`.
     #[classattr]
     pub const KEY: &'static str = "_ferrohook_dispatcher";
 
-    /// The descriptors `__call__` and `_call_impl` for instances of `module`, which is `nn.Module`.
+    /// Makes the descriptors `__call__` and `_call_impl`; `module` is `nn.Module`.
     #[staticmethod]
     fn methods<'py>(module: &Bound<'py, PyType>) -> PyResult<[Bound<'py, PyAny>; 2]> {
         Ok([
@@ -76,7 +76,7 @@ impl Dispatcher {
         ])
     }
 
-    /// For a deep copy of the module: with copies of the hooks, which act on the copy alone.
+    /// Makes the dispatcher of a deep copy of the module, with copies of the hooks.
     fn __deepcopy__(&self, py: Python<'_>, memo: &Bound<'_, PyAny>) -> PyResult<Self> {
         let options = PyDict::new(py);
         options.set_item("memo", memo)?;
@@ -109,21 +109,22 @@ impl Dispatcher {
 
     /// Counts one more reason for the module to be instrumented; `explicit`: a call of
     /// `instrument`.
+    /// `instrument`.
     pub fn acquire(&self, explicit: bool) {
-        // Relaxed, as below: under the lock of those that change the module's class.
+        // Relaxed, as below: under the lock for changes of class.
         self.reasons.fetch_add(1, Ordering::Relaxed);
         self.explicit
             .fetch_add(usize::from(explicit), Ordering::Relaxed);
     }
 
-    /// Counts one reason less; how many are left.
+    /// Counts one reason less; returns the number left.
     pub fn release(&self, explicit: bool) -> usize {
         self.explicit
             .fetch_sub(usize::from(explicit), Ordering::Relaxed);
         self.reasons.fetch_sub(1, Ordering::Relaxed) - 1
     }
 
-    /// True if its module is a copy that is to be restored: true once.
+    /// Returns true, once, if its module is a copy to restore.
     pub fn take_copy(&self) -> bool {
         self.of_copy.swap(false, Ordering::Relaxed)
     }
@@ -143,8 +144,9 @@ impl Dispatcher {
     }
 }
 
-/// `module(*args, **kwargs)`; through `nn.Module.__call__` where the class overrides that, which
-/// ends in `_call_impl`.
+/// Calls `module(*args, **kwargs)`. A class that overrides `__call__` is called by that, which ends
+/// in
+/// `_call_impl`.
 fn dispatch<'py>(
     module: &Bound<'py, PyAny>,
     args: &Bound<'py, PyTuple>,
@@ -155,9 +157,9 @@ fn dispatch<'py>(
     #[cfg(all(Py_3_12, not(Py_3_14)))]
     let _depth = crate::cpython::depth::Depth::enter(py)?;
     let state = instance_dict(module)?;
-    // What was put there last, more often than not.
+    // Usually the last entry of the dict.
     let Some(dispatcher) = get_last(&state, intern!(py, Dispatcher::KEY))? else {
-        // Restored while the call was on its way here.
+        // The module was restored meanwhile.
         return call_plain(module, args, kwargs);
     };
     let dispatcher = dispatcher.cast_into::<Dispatcher>()?;
@@ -170,11 +172,11 @@ fn dispatch<'py>(
     call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
 }
 
-/// A method descriptor, which the interpreter calls without binding it first.
+/// Makes a method descriptor, which the interpreter calls without binding it first.
 fn method<'py>(
     class: &Bound<'py, PyType>,
     name: &'static CStr,
-    // In CPython's form, with the signature that `inspect` shows.
+    // In CPython's format, with the signature that `inspect` shows.
     doc: &'static CStr,
     function: ffi::PyCFunctionWithKeywords,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -186,10 +188,10 @@ fn method<'py>(
         ml_flags: ffi::METH_VARARGS | ffi::METH_KEYWORDS,
         ml_doc: doc.as_ptr(),
     };
-    // The descriptor refers to it for as long as it lives.
+    // Leaked: the descriptor refers to it.
     let definition = Box::leak(Box::new(definition));
-    // SAFETY: a live class and a definition that lives for ever; a new reference or null with an
-    // exception comes back.
+    // SAFETY: a live class and a leaked definition; returns a new reference, or null with an
+    // exception set.
     unsafe {
         Bound::from_owned_ptr_or_err(
             class.py(),
@@ -227,7 +229,7 @@ unsafe fn call(
     args: *mut ffi::PyObject,
     kwargs: *mut ffi::PyObject,
 ) -> PyResult<*mut ffi::PyObject> {
-    // SAFETY: what the descriptor's flags make the interpreter pass.
+    // SAFETY: by the descriptor's flags the interpreter passes these types.
     unsafe { enter(py, module, args, kwargs, true) }
 }
 
@@ -237,6 +239,6 @@ unsafe fn call_impl(
     args: *mut ffi::PyObject,
     kwargs: *mut ffi::PyObject,
 ) -> PyResult<*mut ffi::PyObject> {
-    // SAFETY: what the descriptor's flags make the interpreter pass.
+    // SAFETY: by the descriptor's flags the interpreter passes these types.
     unsafe { enter(py, module, args, kwargs, false) }
 }

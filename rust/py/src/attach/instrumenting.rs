@@ -1,4 +1,4 @@
-//! Instrumenting modules and giving them back: the change of class, counted.
+//! Instrumenting and restoring modules: the change of class, reference-counted.
 
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use pyo3::exceptions::PyTypeError;
@@ -15,7 +15,7 @@ use crate::error::{hook_error, type_name};
 use crate::registry::Registry;
 use crate::torch;
 
-/// Undoes one `acquire` of a module; the last one gives it back as it was and removes its hooks.
+/// Undoes one `acquire` of a module; the last one restores its class and removes its hooks.
 pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     let py = module.py();
     let state = instance_dict(module)?;
@@ -78,12 +78,13 @@ fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
         if let Some(guard) = CLASSES.try_lock() {
             return guard;
         }
-        // Taken by threads alone that have the interpreter, and so by none across a fork.
+        // Locked only with the interpreter attached, and so by no thread across a fork.
         invoke::detached(py, || drop(CLASSES.lock()));
     }
 }
 
-/// Instruments a module, once more; `make_class` makes its class where it is not instrumented yet.
+/// Instruments a module; it counts one reason more. `make_class` makes the class of one that is not
+/// instrumented yet.
 pub fn acquire(
     module: &Bound<'_, PyAny>,
     make_class: &Bound<'_, PyAny>,
@@ -100,7 +101,7 @@ pub fn acquire(
             return Ok(());
         }
     }
-    // Python code, before anything is changed.
+    // Python code runs here, before any change.
     let class = make_class.call1((module,))?;
     let class_cache = class.getattr(intern!(py, "_call_cache"))?.cast_into()?;
     let registry = Py::new(py, Registry::empty())?;
@@ -118,8 +119,8 @@ pub fn acquire(
     Ok(())
 }
 
-/// True for modules that are never instrumented: wrappers have a registry, and
-/// `HookedRootModule.wrap` has that of the model inside.
+/// True for modules that are never instrumented: wrappers have a registry of their own, and
+/// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     if module.cast::<HookedBase>().is_ok() {
         return Ok(true);
@@ -129,7 +130,7 @@ pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     found.map_or(Ok(false), |found| found.is_truthy())
 }
 
-/// The hooks of a module that is instrumented or wrapped.
+/// Returns the registry of an instrumented or wrapped module.
 pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Registry>> {
     let py = module.py();
     if let Ok(wrapper) = module.cast::<HookedBase>() {
@@ -149,17 +150,17 @@ pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Regis
 
 fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
     let found = state.get_item(intern!(state.py(), Dispatcher::KEY))?;
-    // Where somebody else has saved the dict it came back as None.
+    // None: the dict was pickled and restored by other code.
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// True if the module's class is one that was made for instrumented modules.
+/// True if the module's class was made for instrumented modules.
 fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     let made_from = intern!(module.py(), "_made_from");
     Ok(module.get_type().getattr_opt(made_from)?.is_some())
 }
 
-/// Changes the class itself: `__class__` of an instrumented module is the plain one.
+/// Sets the actual class: `__class__` of an instrumented module reads as the original one.
 fn set_class(module: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<()> {
     static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = module.py();

@@ -1,4 +1,4 @@
-//! Modules and their registries: how a module gets one, and how its call gets there.
+//! Attaching: gives a module its registry, and its calls the way there.
 
 pub mod attachment;
 pub mod dispatcher;

@@ -1,4 +1,4 @@
-//! `HookedBase`: the native part of a `HookedModule`.
+//! `HookedBase`: the native half of a `HookedModule`.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::Target;
 
-/// The call of a `HookedModule`, its registry and the module inside.
+/// Native half of a `HookedModule`: its call, its registry and the module inside.
 ///
 /// A class `(HookedBase, nn.Module)` inherits the call as its `tp_call`: no Python frame stands
 /// between `hooked(x)` and the first hook.
@@ -60,7 +60,7 @@ impl HookedBase {
         options: Options,
         scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
-        // Refused after into_inner, where nothing could ever fire.
+        // Refused after into_inner: the hook could never fire.
         self.inner(hook.py())?;
         let registry = self.registry(hook.py())?;
         registry
@@ -90,7 +90,7 @@ impl HookedBase {
         }
     }
 
-    /// Puts the module inside, once.
+    /// Sets the wrapped module, once.
     fn _wrap(
         slf: &Bound<'_, Self>,
         inner: &Bound<'_, PyAny>,
@@ -108,7 +108,7 @@ impl HookedBase {
         ))
     }
 
-    /// Marks the module as given back.
+    /// Marks the module as released by `into_inner`.
     fn _release(&self) {
         self.released.store(true, Ordering::Release);
     }
@@ -119,7 +119,7 @@ impl HookedBase {
         self.inner(py)
     }
 
-    /// The hooks.
+    /// The registry.
     #[getter]
     fn _registry<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, Registry>> {
         self.registry(py)

@@ -70,7 +70,7 @@ impl<'py> Tap<'py> {
         }))
     }
 
-    /// Taps the gradients of the arguments; None if only deprecated hooks are there.
+    /// Taps the gradients of the arguments; None if no full backward hook wants them.
     pub fn input(
         &self,
         args: &Bound<'py, PyTuple>,
@@ -134,8 +134,8 @@ impl BackwardWalk {
     }
 }
 
-/// Walks a phase, whose hooks may replace `grads` (the gradient of the output for `backward_pre`,
-/// of the input for `backward`); `grad_output` is what the hooks of `backward` see beside it.
+/// Walks a phase. Its hooks may replace `grads`: the gradient of the output for `backward_pre`, of
+/// the input for `backward`, where hooks also get `grad_output`.
 fn walk<'py>(
     registry: &Registry,
     snapshot: Option<Snapshot<Hook>>,

@@ -1,4 +1,4 @@
-//! `Collector`: stores the values of one capture, and says how.
+//! `Collector`: stores the values of one capture, by its options.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -17,28 +17,28 @@ use crate::error;
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
 
-/// How long a captured tensor stays what it was.
+/// Protection of a captured tensor against later changes in place.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CopyMode {
-    /// A reference and its version.
+    /// Stores a reference and its version.
     Checked,
     Clone,
     Ref,
 }
 
-/// What one `capture` keeps, and how.
+/// Values of one `capture`, and its options.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Collector {
     names: Vec<String>,
     detach: bool,
     copy: CopyMode,
-    /// How many calls of a module are kept.
+    /// Number of calls of a module that are stored.
     keep: usize,
     /// Applied to each tensor, and to each gradient.
     convert: Option<Py<PyAny>>,
     gradients: bool,
     max_bytes: Option<usize>,
-    /// The id of the registry of the module whose call ends when all names have run.
+    /// Id of the registry of the module whose call ends once all names have run.
     stop: Option<u64>,
     inference: AtomicBool,
     store: Mutex<Store>,
@@ -87,15 +87,15 @@ impl Collector {
         })
     }
 
-    /// The indices of the names that ran, in the order of their first calls.
+    /// Indices of the names that ran, in the order of their first calls.
     fn ran(&self) -> Vec<usize> {
         self.store.lock().ran.clone()
     }
 
-    /// What the calls of a name left, the oldest first.
+    /// Values of the calls of a name, the oldest first.
     ///
     /// Raises:
-    ///     StaleActivationError: a tensor was changed in place since, unless `stale` allows it.
+    ///     StaleActivationError: a tensor was changed in place since; `stale` allows that.
     #[pyo3(signature = (index, *, stale = false))]
     fn values<'py>(
         &self,
@@ -131,8 +131,8 @@ impl Collector {
         Ok(values)
     }
 
-    /// The gradients of what `values` gives: a list for each call, with an entry for each of its
-    /// tensors, None where no gradient came.
+    /// Gradients of the result of `values`: a list for each call, with an entry for each of its
+    /// tensors, None if it got no gradient.
     fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
         let gradient = |tensor: &KeptTensor| Some(tensor.gradient.as_ref()?.value.bind(py).clone());
@@ -142,7 +142,7 @@ impl Collector {
             .collect()
     }
 
-    /// A forward pre-hook: a call begins of the module whose calls end when all names have run.
+    /// Forward pre-hook of the module to stop: begins one of its calls.
     fn begin(&self, _module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) {
         self.store.lock().calls.push(RootCall {
             thread: thread::current().id(),
@@ -150,7 +150,7 @@ impl Collector {
         });
     }
 
-    /// A forward hook, always called: it is over.
+    /// Forward hook, always called, of the module to stop: ends one of its calls.
     fn end(
         &self,
         _module: &Bound<'_, PyAny>,
@@ -164,10 +164,10 @@ impl Collector {
         }
     }
 
-    /// Lets all go that was kept.
+    /// Drops all stored values.
     fn clear(&self) {
         let fresh = Store::of(self.names.len());
-        // Dropped after the lock was released: tensors run code when they go.
+        // Dropped after the lock is released: destructors of tensors run code.
         let _old = std::mem::replace(&mut *self.store.lock(), fresh);
     }
 
@@ -189,13 +189,13 @@ impl Collector {
 }
 
 impl Collector {
-    /// What its only name is called.
+    /// Its only name.
     pub fn name(&self) -> &str {
         self.names.first().map_or("", String::as_str)
     }
 
-    /// `value` as it is kept under its only name.
-    pub fn kept<'py>(
+    /// Prepares `value` for storage under its only name.
+    pub fn prepare<'py>(
         slf: &Bound<'py, Self>,
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
@@ -208,7 +208,7 @@ impl Collector {
         store.serial
     }
 
-    /// Keeps `value` under a name.
+    /// Stores `value` under a name.
     pub fn record<'py>(
         slf: &Bound<'py, Self>,
         index: usize,
@@ -246,7 +246,7 @@ impl Collector {
         )
     }
 
-    /// The bytes of a tensor, where they are counted.
+    /// Returns the bytes of a tensor; 0 without a budget.
     pub fn bytes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
         if self.max_bytes.is_none() {
             return Ok(0);
@@ -280,7 +280,7 @@ impl Collector {
         }
     }
 
-    /// Keeps a gradient where its tensor is kept; what it replaces.
+    /// Stores a gradient with its tensor. Returns the gradient that it replaces.
     pub fn put_gradient(
         &self,
         slot: &GradientSlot,
@@ -291,7 +291,7 @@ impl Collector {
         let Some(at) = calls.iter().position(|kept| kept.serial == slot.serial) else {
             return Ok(None);
         };
-        // A second backward leaves another.
+        // A second backward brings another.
         let earlier = &calls[at].tensors[slot.position].gradient;
         let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
         if !store.afford(gradient.bytes, freed, self.max_bytes) {
@@ -302,7 +302,7 @@ impl Collector {
         Ok(kept.tensors[slot.position].gradient.replace(gradient))
     }
 
-    /// What `convert` makes of a tensor.
+    /// Applies `convert` to a tensor.
     pub fn converted<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match &self.convert {
             Some(convert) => convert.bind(tensor.py()).call1((tensor,)),
@@ -310,26 +310,27 @@ impl Collector {
         }
     }
 
-    /// True if gradients are kept too.
+    /// True if gradients are stored too.
     pub fn keeps_gradients(&self) -> bool {
         self.gradients
     }
 
-    /// True if an operator in a graph can record for it: neither the graph nor gradients are kept.
+    /// True if an operator in a graph can record for it: it stores detached tensors and no
+    /// gradients.
     pub fn records_in_graph(&self) -> bool {
         self.detach && !self.gradients
     }
 
-    /// Its names.
+    /// The names of the captured modules.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// A tensor as it is to be kept.
+    /// Prepares a tensor for storage: detached, converted or cloned.
     pub fn keep_tensor<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let mut kept = tensor.clone();
-        // What needs no gradient is detached already.
+        // A tensor that requires no gradient is detached already.
         if self.detach && requires_grad(tensor)? {
             kept = kept.call_method0(intern!(py, "detach"))?;
         }
@@ -341,7 +342,7 @@ impl Collector {
         Ok(kept)
     }
 
-    /// The tensor with its version, or a copy where none is counted.
+    /// Returns the tensor with its version, or a copy if it has no version counter.
     pub fn checked<'py>(
         &self,
         tensor: Bound<'py, PyAny>,
@@ -350,7 +351,7 @@ impl Collector {
             return Ok((tensor, None));
         }
         let py = tensor.py();
-        // Inference tensors count no versions. Raising and catching takes longer than asking.
+        // Inference tensors have no version counter. A check is faster than raising and catching.
         if self.inference.load(Ordering::Relaxed)
             && tensor
                 .call_method0(intern!(py, "is_inference"))?
@@ -366,11 +367,11 @@ impl Collector {
     }
 }
 
-/// It would exceed `max_bytes`.
+/// Error: the value would exceed `max_bytes`.
 pub struct OverBudget;
 
-/// What became of what was to be kept. What it holds is dropped after the lock was released:
-/// tensors run code when they go.
+/// Result of storing a value. It owns what has to be dropped after the lock is released:
+/// destructors of tensors run code.
 enum Put {
     Kept {
         ends_call: bool,

@@ -1,4 +1,4 @@
-//! A value on its way into a collector, tensor by tensor, and the gradients that come later.
+//! `Keeping`: stores one value in a collector, tensor by tensor, and its gradients later.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -8,7 +8,7 @@ use crate::capture::collector::{Collector, OverBudget};
 use crate::capture::store::{Gradient, KeptTensor};
 use crate::torch::tensors::{map_tensors, requires_grad};
 
-/// The keeping of one value, tensor by tensor.
+/// Conversion of one value for storage, tensor by tensor.
 pub struct Keeping<'a, 'py> {
     collector: &'a Bound<'py, Collector>,
     index: usize,
@@ -28,7 +28,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
         }
     }
 
-    /// The same structure around tensors as they are to be kept.
+    /// Rebuilds the structure around the stored tensors.
     pub fn keep(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         map_tensors(value, &mut |tensor| self.keep_tensor(tensor))
     }
@@ -56,10 +56,10 @@ impl<'a, 'py> Keeping<'a, 'py> {
     }
 }
 
-/// Takes the gradient of a tensor that was kept.
+/// Hook that receives the gradient of a stored tensor.
 #[pyclass(frozen)]
 pub struct GradientSlot {
-    /// Weak: autograd's graph, which holds this, may outlive what was captured, or be part of it.
+    /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
     pub index: usize,
     pub serial: u64,
@@ -75,7 +75,7 @@ impl GradientSlot {
         };
         let collector = collector.get();
         let mut gradient = collector.converted(gradient)?;
-        // The tensor itself where that is possible: autograd adds in place to what nobody else has.
+        // The tensor itself if possible: autograd accumulates in place only into unshared tensors.
         if requires_grad(&gradient)? {
             gradient = gradient.call_method0(intern!(py, "detach"))?;
         }

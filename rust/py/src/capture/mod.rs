@@ -1,4 +1,4 @@
-//! Captures: recorders, and the collector that stores their values.
+//! Captures: recorders, and the collectors that store their values.
 
 pub mod collector;
 mod keeping;

@@ -16,13 +16,13 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
-/// The native hook: records what a module takes or returns.
+/// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct Recorder {
     collector: Py<Collector>,
     index: usize,
     inputs: bool,
-    /// Records `value[part]` of what passes, or the attribute of that name; None: all of it.
+    /// Records `value[part]`, or the attribute of that name; None: the whole value.
     part: Option<Py<PyAny>>,
 }
 
@@ -47,7 +47,7 @@ impl Recorder {
         Ok((recorder, NativeHook::of::<Self>()))
     }
 
-    /// The phase that it is registered for.
+    /// Phase that it is registered for.
     #[getter(phase)]
     fn phase_name(&self) -> &'static str {
         self.only_phase().name()
@@ -73,7 +73,7 @@ impl Native for Recorder {
         Ok(None)
     }
 
-    /// The part that is recorded, which does not differ from one capture to the next.
+    /// Traces the recorded part, which is the same for every capture.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let (py, this) = (slf.py(), slf.get());
         let part = this.part.as_ref().map(|part| part.bind(py).clone());
@@ -87,7 +87,7 @@ impl Native for Recorder {
 }
 
 impl Recorder {
-    /// Records a value that was picked from what passes.
+    /// Records a value, already the part.
     fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         Collector::record(self.collector.bind(value.py()), self.index, value)
     }
@@ -136,8 +136,8 @@ impl Recorder {
     }
 }
 
-/// Records a value in a compiled region: by the recorder at `position` among those that fire in
-/// this context for the module of the registry with this id.
+/// Records a value in a compiled region, by the recorder at `position` among those that fire in
+/// this context for the module with this registry id.
 #[pyfunction]
 pub fn record(
     py: Python<'_>,
@@ -173,12 +173,8 @@ pub fn record(
     Ok(())
 }
 
-/// Has what instrumented modules take (`inputs`) or return, or the `part` of it, recorded under the
-/// collector's names, in order.
-///
-/// Raises:
-///     HookError: a module is not instrumented, or the scope was left; those before it are
-///         recorded.
+/// Registers recorders of the inputs (`inputs`) or outputs of instrumented modules, or of the
+/// `part` of them, under the collector's names, in order.
 #[pyfunction]
 #[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
 pub fn record_all(

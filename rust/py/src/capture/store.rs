@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
-/// A tensor that was kept, and its version where reading checks that.
+/// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
     pub value: Py<PyAny>,
     pub version: Option<i64>,
@@ -18,7 +18,7 @@ pub struct Gradient {
     pub bytes: usize,
 }
 
-/// What one module's one call left.
+/// Stored value of one call of a module.
 pub struct Kept {
     pub serial: u64,
     pub value: Py<PyAny>,
@@ -28,17 +28,17 @@ pub struct Kept {
 
 #[derive(Default)]
 pub struct Store {
-    /// For each name what its last calls left, the oldest first.
+    /// For each name the values of its last calls, the oldest first.
     pub kept: Vec<VecDeque<Kept>>,
-    /// The names in the order in which they first ran.
+    /// Indices of the names in the order in which they first ran.
     pub ran: Vec<usize>,
     pub serial: u64,
     pub bytes: usize,
-    /// Of the module whose calls are to be ended.
+    /// In-flight calls of the module to stop.
     pub calls: Vec<RootCall>,
 }
 
-/// A call that ends when all names have run in it.
+/// Call that ends once all names have run in it.
 pub struct RootCall {
     pub thread: ThreadId,
     pub ran: FxHashSet<usize>,
@@ -51,11 +51,11 @@ impl Store {
         store
     }
 
-    /// Notes that a name ran; whether that ends a call which is under way on this thread.
+    /// Records that a name ran. Returns true if that ends a call in flight on this thread.
     pub fn ends_call(&mut self, index: usize, names: usize) -> bool {
         let thread = thread::current().id();
         let own = self.calls.iter().rposition(|call| call.thread == thread);
-        // On another thread: what that was started for by the forward counts, and ends nothing.
+        // On a worker thread of the forward: the name counts for the latest call but ends nothing.
         let latest = self.calls.len().checked_sub(1);
         let Some(call) = own.or(latest).map(|at| &mut self.calls[at]) else {
             return false;
@@ -64,8 +64,8 @@ impl Store {
         own.is_some() && call.ran.len() == names
     }
 
-    /// True if `more` bytes in place of `freed` ones stay within the budget, which they then count
-    /// for.
+    /// Counts `more` bytes in place of `freed` ones, if that stays within the budget. Returns true
+    /// if it does.
     pub fn afford(&mut self, more: usize, freed: usize, budget: Option<usize>) -> bool {
         let held = self.bytes - freed + more;
         let affordable = budget.is_none_or(|most| held <= most);

@@ -51,7 +51,7 @@ type Call = unsafe extern "C-unwind" fn(
     *mut ffi::PyObject,
 ) -> *mut ffi::PyObject;
 
-/// Sleeps for ever when the stack is guard past it.
+/// Guard that parks the thread for ever when the stack unwinds past it.
 struct ParkOnUnwind;
 
 impl Drop for ParkOnUnwind {

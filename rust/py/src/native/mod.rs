@@ -1,4 +1,4 @@
-//! Native hooks: implementations of the trait.
+//! Native hooks: implementations of the trait `Native`.
 
 pub mod detectors;
 pub mod point;

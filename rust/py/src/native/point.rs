@@ -1,4 +1,5 @@
-//! Hooks of hook points: native around a Python callable of another form than PyTorch's.
+//! Hooks of hook points: native wrappers of a Python callable of the form `hook(tensor,
+//! hook=point)`.
 
 use std::sync::OnceLock;
 
@@ -17,15 +18,15 @@ use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
-/// The base of what hook points register: a callable of the form `hook(tensor, hook=point)`, and
-/// how it was added.
+/// Base of the hooks of hook points: a callable of the form `hook(tensor, hook=point)` and the
+/// options that it was added with.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct PointHook {
     user_hook: Py<PyAny>,
     is_permanent: bool,
     context_level: Option<Py<PyAny>>,
     aliases: Option<Py<PyAny>>,
-    /// Once it is registered.
+    /// Set when it is registered.
     handle: OnceLock<Py<HookHandle>>,
 }
 
@@ -49,33 +50,33 @@ impl PointHook {
         (hook, NativeHook::of::<Self>())
     }
 
-    /// What was added.
+    /// The callable that was added.
     #[getter]
     fn user_hook<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
         self.user_hook.bind(py)
     }
 
-    /// True if it stays when hooks are removed, unless permanent ones are asked for.
+    /// True if removing hooks leaves it, unless permanent ones are included.
     #[getter]
     fn is_permanent(&self) -> bool {
         self.is_permanent
     }
 
-    /// How many `hooks` contexts were open around it, its own included; None for what was added
-    /// without.
+    /// Number of open `hooks` contexts around it, its own included; None if it was added outside of
+    /// one.
     #[getter]
     fn context_level<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
         Some(self.context_level.as_ref()?.bind(py))
     }
 
-    /// The names that it is called under, in place of the point's own.
+    /// Names that it is called under, in place of the point's own.
     #[getter]
     fn _aliases<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
         Some(self.aliases.as_ref()?.bind(py))
     }
 
-    /// The registry's handle: removes, disables and describes the hook. A removed one until there
-    /// is one.
+    /// The registry's handle, which removes, disables and describes the hook. Before it is
+    /// registered: the handle of a removed hook.
     #[getter]
     fn hook<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, HookHandle>> {
         static NOT_YET: PyOnceLock<Py<HookHandle>> = PyOnceLock::new();
@@ -88,13 +89,13 @@ impl PointHook {
         Ok(handle.bind(py))
     }
 
-    /// Tells it its handle, once.
+    /// Sets its handle, once.
     #[pyo3(name = "_registered")]
     pub fn registered(&self, handle: Py<HookHandle>) {
         let _ = self.handle.set(handle);
     }
 
-    // No `__clear__`: the hook never changes, so a cycle through it has another edge to cut.
+    // No `__clear__`: the hook is immutable, so a cycle through it has another edge to cut.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.user_hook)?;
         visit.call(&self.context_level)?;
@@ -103,7 +104,7 @@ impl PointHook {
 }
 
 impl Native for PointHook {
-    /// Only what hears the point's own name: Python sees to aliases and gradients.
+    /// Native for the point's own name; aliases and gradients are handled in Python.
     fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
         phase == Phase::Forward && slf.get().aliases.is_none()
     }
@@ -114,7 +115,7 @@ impl Native for PointHook {
         let point = turn.module;
         let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
         let result = if conversion.is_some_and(|conversion| !conversion.is_none()) {
-            // In another layout, which Python sees to.
+            // Another layout: converted in Python.
             invoke::call(slf.as_any(), [point, turn.args.as_any(), turn.value])?
         } else {
             let keywords = KEYWORDS.get_or_try_init(py, || {

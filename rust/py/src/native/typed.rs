@@ -1,4 +1,4 @@
-//! Typed hooks: native around a Python callable.
+//! Typed hooks: native wrappers of a Python callable.
 
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -11,7 +11,7 @@ use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::PhaseName;
 use crate::torch;
 
-/// The base of the typed hooks: a callback and the phase that its class belongs to.
+/// Base of the typed hooks: a callback and the phase of its class.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct TypedHook {
     phase: Phase,
@@ -47,7 +47,7 @@ impl TypedHook {
         self.callback.bind(py)
     }
 
-    /// The phase that hooks of this type are registered for.
+    /// Phase that hooks of this class are registered for.
     #[getter]
     fn phase(&self) -> &'static str {
         self.phase.name()
@@ -64,8 +64,8 @@ impl TypedHook {
         (slf.get_type(), (callback,))
     }
 
-    // No `__clear__`: the callback never changes, so a cycle through it has another edge to cut
-    // (a function's closure, an object's attributes).
+    // No `__clear__`: the hook is immutable, so a cycle through it has another edge to cut (a
+    // function's closure, an object's attributes).
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.callback)
     }
@@ -108,7 +108,7 @@ impl Native for TypedHook {
     }
 }
 
-/// The arguments that a `ForwardPreHook` returned, if they have the call's shape.
+/// Converts the result of a `ForwardPreHook` into arguments, if it has the call's arity.
 fn input_of<'py>(turn: &Turn<'_, 'py>, result: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let arity = turn.args.len();
     if let Ok(args) = result.cast::<PyTuple>() {

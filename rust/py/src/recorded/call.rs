@@ -1,4 +1,4 @@
-//! `Call`: one call of a model in progress, and the outputs that it records.
+//! `Call`: an in-flight call of a model, and the outputs that it records.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,38 +19,38 @@ use crate::error;
 use crate::recorded::installation::InstallationBase;
 use crate::torch;
 
-/// One key that a layer is recorded for.
+/// Key that a layer is recorded under.
 #[derive(FromPyObject)]
-pub struct Task {
-    /// Its place among the keys of the installation.
+pub struct LayerKey {
+    /// Index of the key in the installation.
     pub key: usize,
-    /// The item of a tuple that is recorded.
+    /// Index of the recorded item, for an output that is a tuple.
     pub item: isize,
-    /// For hidden states alone: whether they begin with what the first layer took.
+    /// Only for hidden states: true if they begin with the input of the first layer.
     pub initial: Option<bool>,
 }
 
-/// One call of a model in progress, and the outputs that it records, if any.
+/// In-flight call of a model, and the outputs that it records, if any.
 ///
-/// The tag of a frame of its context while it runs; the innermost one of a context records there.
+/// While it runs it is the tag of a frame of its context; the innermost call of a context records.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Call {
     model: Py<PyAny>,
-    /// None where the model never recorded.
+    /// None if the model never recorded.
     installation: Option<Py<InstallationBase>>,
-    /// For each key of the installation, whether it is recorded. Empty where none is.
+    /// For each key of the installation, true if it is recorded. Empty if none is.
     asked: Vec<bool>,
-    /// The places of the hidden states that are stored; None for all.
+    /// Indices of the hidden states that are stored; None for all.
     selected: Option<Vec<usize>>,
-    /// The call that does not record while this one is in progress.
+    /// The enclosing call, which does not record while this one is in flight.
     around: Option<Py<Self>>,
-    /// Until the call ends.
+    /// None once the call has ended.
     arguments: Mutex<Option<Arguments>>,
-    /// The identifier of the thread that makes it.
+    /// Identifier of the calling thread.
     thread: Py<PyAny>,
-    /// The threads that were there before, which run no layers for it.
+    /// Threads that existed before the call: none of them runs layers for it.
     threads: Option<Py<PyAny>>,
-    /// The classes of layers that may be this call's and were not attributed.
+    /// Classes of layers that ran, were not attributed and may be this call's.
     unattributed: Mutex<BTreeSet<String>>,
     recorded: Mutex<Recorded>,
     ended: AtomicBool,
@@ -59,7 +59,7 @@ pub struct Call {
 /// Positional and keyword arguments.
 type Arguments = (Py<PyTuple>, Py<PyDict>);
 
-/// A recorded value, and the place of its key.
+/// A recorded value, and the index of its key.
 struct Value {
     key: usize,
     value: Py<PyAny>,
@@ -67,19 +67,19 @@ struct Value {
 
 #[derive(Default)]
 struct Recorded {
-    /// In the order of the layers' calls.
+    /// Values in the order of the layers' calls.
     values: Vec<Value>,
     /// The input of the first layer.
     initial: Option<Value>,
-    /// The count of hidden states so far, from when the first layer has returned.
+    /// Count of hidden states so far; None until the first layer has returned.
     states: Option<usize>,
-    /// The layers' other outputs: layers on other threads are attributed by them.
+    /// Outputs of layers that are not stored, for attributing layers on other threads.
     others: Vec<Py<PyWeakrefReference>>,
 }
 
 #[pymethods]
 impl Call {
-    /// A call that is to begin.
+    /// Prepares a call.
     #[new]
     fn new<'py>(
         model: Bound<'py, PyAny>,
@@ -119,9 +119,9 @@ impl Call {
         })
     }
 
-    /// Runs the forward: its output, and the recorded values of each key in the order of the
-    /// layers' calls. None, and nothing was run, where the installation was retired meanwhile.
-    // Natively, as Ctrl-C lands in Python's functions alone.
+    /// Runs the forward. Returns its output, and the recorded values of each key in the order of
+    /// the layers' calls; None, without running it, if the installation was retired meanwhile.
+    // Native, since Ctrl-C may interrupt only Python functions.
     fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
         let progress = InProgress::begin(slf)?;
         let ran = slf.get().run_inside(forward);
@@ -136,13 +136,13 @@ impl Call {
         self.model.bind(py)
     }
 
-    /// The identifier of the thread that makes it.
+    /// Identifier of the calling thread.
     #[getter]
     fn thread<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
         self.thread.bind(py)
     }
 
-    /// The threads that were there before it, where it records.
+    /// Threads that existed before the call, if it records.
     #[getter]
     fn threads<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         match &self.threads {
@@ -151,13 +151,13 @@ impl Call {
         }
     }
 
-    /// The call that does not record while this one is in progress.
+    /// The enclosing call, which does not record while this one is in flight.
     #[getter]
     fn around<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, Self>> {
         Some(self.around.as_ref()?.bind(py))
     }
 
-    /// The arguments of the call, by position and by keyword; None when it has ended.
+    /// Positional and keyword arguments of the call; None once it has ended.
     #[getter]
     fn arguments(&self, py: Python<'_>) -> Option<Arguments> {
         let arguments = self.arguments.lock();
@@ -165,7 +165,7 @@ impl Call {
         Some((args.clone_ref(py), kwargs.clone_ref(py)))
     }
 
-    /// The model's recorded layers.
+    /// The installation of the model.
     #[getter]
     pub fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
         Some(self.installation.as_ref()?.bind(py))
@@ -177,21 +177,21 @@ impl Call {
         !self.asked.is_empty()
     }
 
-    /// The classes of layers that ran and may be missing.
+    /// Classes of layers that ran and may be missing.
     #[getter]
     fn unattributed(&self) -> Vec<String> {
         self.unattributed.lock().iter().cloned().collect()
     }
 
-    /// Notes that a layer of that class ran and was not attributed.
+    /// Records that a layer of that class ran and was not attributed.
     fn leave_out(&self, class: String) {
         self.unattributed.lock().insert(class);
     }
 
-    /// The layers' outputs that are alive.
+    /// Lists the layers' outputs that are alive.
     fn outputs<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
         let recorded = self.recorded.lock();
-        let kept = recorded
+        let stored = recorded
             .values
             .iter()
             .map(|value| value.value.bind(py).clone());
@@ -199,7 +199,7 @@ impl Call {
             .others
             .iter()
             .filter_map(|each| each.bind(py).upgrade());
-        kept.chain(others).collect()
+        stored.chain(others).collect()
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -217,13 +217,13 @@ impl Call {
     }
 
     fn __clear__(&self) {
-        // Dropped after the locks were released: tensors run code when they go.
+        // Dropped after the locks are released: destructors of tensors run code.
         let _arguments = self.arguments.lock().take();
         let _recorded = std::mem::take(&mut *self.recorded.lock());
     }
 }
 
-/// The output of a forward, and the recorded values.
+/// Output of a forward, and the recorded values.
 type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
 
 impl Call {
@@ -247,10 +247,10 @@ impl Call {
         Ok(Some((output, recorded)))
     }
 
-    /// Records the output of a layer of the call's installation.
+    /// Records a layer's output under each of its keys.
     pub fn record<'py>(
         &self,
-        tasks: &[Task],
+        keys: &[LayerKey],
         args: &Bound<'py, PyTuple>,
         kwargs: Option<&Bound<'py, PyDict>>,
         output: &Bound<'py, PyAny>,
@@ -262,8 +262,8 @@ impl Call {
         if self.ended.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut kept_as_it_is = false;
-        for &Task { key, item, initial } in tasks {
+        let mut output_is_stored = false;
+        for &LayerKey { key, item, initial } in keys {
             if !self.asked.get(key).is_some_and(|asked| *asked) {
                 continue;
             }
@@ -275,19 +275,19 @@ impl Call {
                     Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
                     _ => args.get_item(0).ok(),
                 };
-                let kept = kept(collector, taken.as_ref().filter(|_| self.keeps(0)))?;
-                self.recorded.lock().initial = Some(Value { key, value: kept });
+                let value = stored(collector, taken.as_ref().filter(|_| self.stores(0)))?;
+                self.recorded.lock().initial = Some(Value { key, value });
             }
             let Some(value) = item_of(collector, output, item)? else {
                 continue;
             };
-            let wanted = initial.is_none() || self.keeps_next();
-            let kept = kept(collector, wanted.then_some(&value))?;
-            kept_as_it_is |= kept.is(main_of(output));
-            let value = Value { key, value: kept };
+            let wanted = initial.is_none() || self.stores_next();
+            let value = stored(collector, wanted.then_some(&value))?;
+            output_is_stored |= value.is(main_of(output));
+            let value = Value { key, value };
             self.recorded.lock().values.push(value);
         }
-        if !kept_as_it_is {
+        if !output_is_stored {
             self.note(output)?;
         }
         Ok(())
@@ -309,7 +309,7 @@ impl Call {
         Ok(())
     }
 
-    /// Notes a layer's output.
+    /// Stores a weak reference to a layer's output.
     fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
         let main = main_of(output);
         if torch::is_tensor(&main)? {
@@ -319,7 +319,7 @@ impl Call {
         Ok(())
     }
 
-    /// True if the layer's input is the first hidden state.
+    /// True if the layer's input is to be the first hidden state.
     fn begins(&self, initial: bool) -> bool {
         let mut recorded = self.recorded.lock();
         let begins = initial && recorded.states.is_none();
@@ -327,30 +327,30 @@ impl Call {
         begins
     }
 
-    /// True if the next hidden state is kept.
-    fn keeps_next(&self) -> bool {
+    /// Counts a hidden state; true if it is stored.
+    fn stores_next(&self) -> bool {
         let mut recorded = self.recorded.lock();
         let place = recorded.states.get_or_insert_default();
         *place += 1;
-        self.keeps(*place - 1)
+        self.stores(*place - 1)
     }
 
-    fn keeps(&self, place: usize) -> bool {
+    fn stores(&self, place: usize) -> bool {
         let selected = self.selected.as_ref();
         selected.is_none_or(|selected| selected.contains(&place))
     }
 }
 
-/// A call that has begun; it ends whatever becomes of the forward.
+/// Guard of a call that has begun: ends it even if the forward raises.
 struct InProgress<'a, 'py> {
     call: &'a Bound<'py, Call>,
-    /// Makes the context's scopes again what they were.
+    /// Restores the context's frames.
     token: Option<Py<PyAny>>,
     ended: bool,
 }
 
 impl<'a, 'py> InProgress<'a, 'py> {
-    /// Gives the context a frame for the call, in place of that of the call around it.
+    /// Enters a frame for the call, in place of the frame of the enclosing call.
     fn begin(call: &'a Bound<'py, Call>) -> PyResult<Self> {
         let (py, this) = (call.py(), call.get());
         if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
@@ -375,7 +375,7 @@ impl<'a, 'py> InProgress<'a, 'py> {
         self.end_once()
     }
 
-    /// It records nothing from now on.
+    /// Ends the call, once: it records nothing from now on.
     fn end_once(&mut self) -> PyResult<()> {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
@@ -407,8 +407,8 @@ impl Drop for InProgress<'_, '_> {
     }
 }
 
-/// All calls in progress: those that record nothing too, as a layer on a helper thread is one of
-/// theirs.
+/// Returns all in-flight calls, also those that record nothing: a layer on a worker thread may
+/// belong to one.
 #[pyfunction]
 pub fn calls_in_progress(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     in_progress(py)?.call_method0(intern!(py, "copy"))
@@ -420,34 +420,38 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
     Ok(all.bind(py))
 }
 
-/// The call that records in this context, or keeps others from it.
+/// Returns the innermost call of this context: the one that records, or that keeps the others from
+/// recording.
 pub fn innermost<'py>(py: Python<'py>, frames: &Frames<'py>) -> PyResult<Option<Bound<'py, Call>>> {
     let frames = frames.entered(py)?.into_iter().flatten();
     Ok(frames.filter_map(|frame| call_of(&frame)).next())
 }
 
-/// The call that a frame is for.
+/// Returns the call that is the tag of a frame.
 fn call_of<'py>(frame: &Bound<'py, PyAny>) -> Option<Bound<'py, Call>> {
     let tag = frame.cast::<Frame>().ok()?.get().tag(frame.py())?;
     tag.cast::<Call>().ok().cloned()
 }
 
-/// A value as it is kept; None in place of what is not.
-fn kept(collector: &Bound<'_, Collector>, value: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
+/// Converts a value for storage; None stands for one that is not stored.
+fn stored(
+    collector: &Bound<'_, Collector>,
+    value: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Py<PyAny>> {
     match value {
-        Some(value) => Collector::kept(collector, value).map(Bound::unbind),
+        Some(value) => Collector::prepare(collector, value).map(Bound::unbind),
         None => Ok(collector.py().None()),
     }
 }
 
-/// The main output of a layer: the first item of a tuple.
+/// Returns the main output of a layer: the first item of a tuple.
 fn main_of<'py>(output: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
     let first = output.cast::<PyTuple>().ok();
     let first = first.and_then(|tuple| tuple.get_item(0).ok());
     first.unwrap_or_else(|| output.clone())
 }
 
-/// The item of a layer's output that is recorded; None where that is None.
+/// Picks the recorded item of a layer's output; None if the item is None.
 fn item_of<'py>(
     collector: &Bound<'py, Collector>,
     output: &Bound<'py, PyAny>,

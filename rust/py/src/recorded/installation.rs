@@ -1,4 +1,4 @@
-//! `InstallationBase`: what recording put into one model.
+//! `InstallationBase`: the recorders attached to one model.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -11,16 +11,16 @@ use pyo3::types::PyDict;
 use crate::capture::collector::Collector;
 use crate::recorded::tree::ModuleTree;
 
-/// The native half of an `Installation`: what recording put into one model.
+/// Native half of an `Installation`: the recorders attached to one model.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct InstallationBase {
-    /// For each key an empty collector of that name, which keeps tensors as the recorders say.
+    /// One empty collector for each key, with the name of the key and the options of its recorders.
     pub keys: Vec<Py<Collector>>,
-    /// The model's modules as they were.
+    /// Snapshot of the model's modules.
     tree: Py<ModuleTree>,
-    /// The copies from GPUs that there may be.
+    /// Pending copies from GPUs, if there may be any.
     copies: Option<Py<PyAny>>,
-    /// How many want the layers watched: where nobody does, they cost nothing.
+    /// Count of users that need the layers watched; at 0 the layers return at once.
     watching: AtomicUsize,
     retired: AtomicBool,
 }
@@ -38,12 +38,12 @@ impl InstallationBase {
         }
     }
 
-    /// True if the model still is as it was.
+    /// True if the model is unchanged.
     fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         self.tree.get().holds(py)
     }
 
-    /// True if it is to be taken out of the model when the calls in progress have ended.
+    /// True if it is to be released once the in-flight calls have ended.
     #[getter(retired)]
     fn py_retired(&self) -> bool {
         self.retired()
@@ -54,10 +54,11 @@ impl InstallationBase {
         self.retired.store(retired, Ordering::Release);
     }
 
-    /// Has the layers watched for good: a graph has their hooks in it.
+    /// Has the layers watched: by a call that records, or for good by a graph that holds their
+    /// hooks.
     pub fn watch(&self) {
-        // Relaxed, as below: the layers of a call run in its own thread, or in those that this one
-        // told of it.
+        // Relaxed, as below: the layers of a call run in its own thread, or in threads that it
+        // synchronised with.
         self.watching.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -69,7 +70,7 @@ impl InstallationBase {
 }
 
 impl InstallationBase {
-    /// True if somebody wants the layers watched: one atomic read.
+    /// True if the layers are watched: one atomic read.
     pub fn watched(&self) -> bool {
         self.watching.load(Ordering::Relaxed) != 0
     }
@@ -90,7 +91,7 @@ impl InstallationBase {
     }
 }
 
-/// What recording put into each model, by the models' ids.
+/// Installations by the ids of their models.
 pub fn installations(py: Python<'_>) -> &Bound<'_, PyDict> {
     static ALL: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
     ALL.get_or_init(py, || PyDict::new(py).unbind()).bind(py)

@@ -1,4 +1,4 @@
-//! `RecordedLayerBase`: the native hook that records a layer for the calls of its model.
+//! `RecordedLayerBase`: the native hook that records a layer's outputs for calls of its model.
 
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -8,39 +8,35 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::contexts::current::Frames;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
-use crate::recorded::call::{Call, Task, innermost};
+use crate::recorded::call::{Call, LayerKey, innermost};
 use crate::recorded::installation::InstallationBase;
 
-/// The native half of a `RecordedLayer`: a hook of a recorded layer, behind all others. In the
-/// phase
-/// `forward_pre` for a layer with other recorded ones inside.
+/// Native half of a `RecordedLayer`: the hook of a recorded layer, behind all others. A layer with
+/// other recorded ones inside has it in the phase `forward_pre` too.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct RecordedLayerBase {
     installation: Py<InstallationBase>,
-    tasks: Vec<Task>,
+    keys: Vec<LayerKey>,
 }
 
-/// The call that a layer runs for.
+/// In-flight call that a layer runs for.
 enum Owner<'py> {
     Call(Bound<'py, Call>),
-    /// One of another model, or one that nobody records.
+    /// A call of another model, or one that is not recorded.
     Other,
-    /// The context has none: Python looks for it.
+    /// The context has no call: Python searches for it.
     Unknown,
 }
 
 #[pymethods]
 impl RecordedLayerBase {
     #[new]
-    fn new(installation: Py<InstallationBase>, tasks: Vec<Task>) -> (Self, NativeHook) {
-        let layer = Self {
-            installation,
-            tasks,
-        };
+    fn new(installation: Py<InstallationBase>, keys: Vec<LayerKey>) -> (Self, NativeHook) {
+        let layer = Self { installation, keys };
         (layer, NativeHook::of::<Self>())
     }
 
-    /// The installation that it is part of.
+    /// The installation that it belongs to.
     #[getter]
     fn installation<'py>(&self, py: Python<'py>) -> &Bound<'py, InstallationBase> {
         self.installation.bind(py)
@@ -49,7 +45,7 @@ impl RecordedLayerBase {
     /// Records the layer's output for a call of the installation.
     ///
     /// Raises:
-    ///     SelectionError: a tuple has no such item.
+    ///     SelectionError: the output is a tuple without that item.
     fn record(
         &self,
         call: &Bound<'_, Call>,
@@ -57,10 +53,10 @@ impl RecordedLayerBase {
         kwargs: &Bound<'_, PyDict>,
         output: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        call.get().record(&self.tasks, args, Some(kwargs), output)
+        call.get().record(&self.keys, args, Some(kwargs), output)
     }
 
-    // No `__clear__`: it never changes, so a cycle through it has another edge to cut.
+    // No `__clear__`: it is immutable, so a cycle through it has another edge to cut.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.installation)
     }
@@ -89,9 +85,9 @@ impl Native for RecordedLayerBase {
         let kwargs = || turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
         match (turn.phase, slf.get().owner(py)?) {
             (Phase::Forward, Owner::Call(call)) => {
-                let tasks = &slf.get().tasks;
+                let keys = &slf.get().keys;
                 call.get()
-                    .record(tasks, turn.args, turn.kwargs, turn.value)?;
+                    .record(keys, turn.args, turn.kwargs, turn.value)?;
             }
             (Phase::Forward, Owner::Unknown) => {
                 let arguments = (turn.module, turn.args, kwargs(), turn.value);
@@ -106,7 +102,7 @@ impl Native for RecordedLayerBase {
         Ok(None)
     }
 
-    // An eager call's outputs are recorded by the native call.
+    // For an eager call the native call records, so the trace is not faithful.
     fn traced<'py>(slf: &Bound<'py, Self>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
         if phase != Phase::Forward {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Recording: outputs of a model's layers, put into what its forward returns.
+//! Recording: outputs of a model's layers, added to the output of its forward.
 
 pub mod call;
 pub mod installation;

@@ -1,4 +1,4 @@
-//! `ModuleTree`: the modules of a model at one time.
+//! `ModuleTree`: snapshot of a model's modules.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -7,21 +7,21 @@ use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
 use crate::cpython::dict::instance_dict;
 use crate::torch;
 
-/// The modules of a model with their children, and what they declare to record. Keeps none of them
-/// alive.
+/// Snapshot of a model's modules, their children and their declarations. It keeps none of the
+/// modules alive.
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct ModuleTree(Vec<Node>);
 
 struct Node {
     module: Py<PyWeakrefReference>,
-    /// Addresses of its children; None for a module that is not looked into. No other object has
-    /// them while the children live, which are nodes too.
+    /// Addresses of its children; None for a module that is not descended into. They are unique
+    /// while the children live, and the children are nodes too.
     children: Option<Box<[usize]>>,
-    /// Its declaration, where it has one of its own.
+    /// Its own declaration, if any.
     declared: Option<Py<PyDict>>,
 }
 
-/// A module as Python passes it.
+/// Module as Python passes it.
 #[derive(FromPyObject)]
 struct Entry<'py> {
     module: Bound<'py, PyAny>,
@@ -31,7 +31,7 @@ struct Entry<'py> {
 
 #[pymethods]
 impl ModuleTree {
-    /// Each module once.
+    /// Takes each module once.
     #[new]
     fn new(modules: Vec<Entry<'_>>) -> PyResult<Self> {
         let nodes = modules.into_iter().map(Node::new);
@@ -40,7 +40,7 @@ impl ModuleTree {
 }
 
 impl ModuleTree {
-    /// True if all modules live, have the same children, and declare the same.
+    /// True if all modules are alive and have the same children and declarations.
     pub fn holds(&self, py: Python<'_>) -> PyResult<bool> {
         for node in &self.0 {
             if !node.holds(py)? {

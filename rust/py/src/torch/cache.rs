@@ -1,4 +1,4 @@
-//! Inline caches of a call's way to `forward`, guarded by CPython's version tags.
+//! Inline caches of the path from a call to `forward`, guarded by CPython's version tags.
 
 use std::ptr;
 use std::sync::OnceLock;
@@ -16,31 +16,31 @@ use crate::torch::{Torch, plain_class};
 
 /// Inline cache for calls of the instances of one class.
 ///
-/// CPython gives a class (its bases included) a new version tag when it changes, and never the same
-/// tag twice: an equal tag means that looking up again would find the same.
+/// CPython gives a class a new version tag when it or a base changes, and never reuses a tag: an
+/// equal tag means that looking up again would find the same.
 #[pyclass(frozen, module = "ferrohook._core")]
 #[derive(Default)]
 pub struct CallCache {
-    /// One entry for each version of the class, in order. When all are used, nothing is cached any
-    /// more.
+    /// One entry for each version of the class, in order. With all used, later versions are not
+    /// cached.
     examined: [OnceLock<CachedClass>; 4],
     latest: AtomicUsize,
 }
 
-/// A class whose `forward` is a plain function.
+/// Cached look-ups on a class whose `forward` is a plain function.
 pub struct CachedClass {
     version: u32,
     pub forward: Py<PyFunction>,
-    /// True if `__call__` is `nn.Module`'s.
+    /// True if `__call__` and `_call_impl` are `nn.Module`'s.
     pub calls_forward: bool,
-    /// True if it is for the class that an instrumented module had before.
+    /// True if they are on the original class of an instrumented module.
     called_by_torch: bool,
-    /// True if `_call_impl` is, there.
+    /// True if `_call_impl` is `nn.Module`'s on that original class.
     call_impl_by_torch: bool,
 }
 
 impl CallCache {
-    /// The entry for `class` as it is now.
+    /// Returns the entry for the current version of `class`.
     pub fn get(&self, torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<Option<&CachedClass>> {
         // Acquire pairs with the release below.
         let latest = self.latest.load(Ordering::Acquire);
@@ -69,7 +69,7 @@ impl CallCache {
         };
         let plain = slot.get_or_init(|| plain);
         self.latest.fetch_max(free, Ordering::Release);
-        // Another thread may have examined another version.
+        // Another thread may have stored another version.
         Ok((plain.version == version(class)).then_some(plain))
     }
 
@@ -92,7 +92,7 @@ impl CallCache {
 }
 
 impl CachedClass {
-    /// True if nothing but `nn.Module`'s own methods stands between a call of the module, or of its
+    /// True if only `nn.Module`'s own methods lie between a call of the module, or of its
     /// `_call_impl`, and `forward`.
     pub fn by_torch(&self, through_call: bool) -> bool {
         if through_call {
@@ -115,7 +115,7 @@ impl CachedClass {
         let calls_forward = calls_forward(torch, class)?;
         let forward = raw_attribute(class, "forward")?;
         Ok(match forward.map(Bound::cast_into::<PyFunction>) {
-            // 0 is the tag of a class that has none.
+            // 0: the class has no tag.
             Some(Ok(forward)) if version_before != 0 && version_before == version(class) => {
                 Some(Self {
                     version: version_before,
@@ -130,7 +130,7 @@ impl CachedClass {
     }
 }
 
-/// True if instances of the class are called by `nn.Module`'s own methods.
+/// True if `__call__` and `_call_impl` of the class are `nn.Module`'s own.
 pub fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
     let call = class.getattr(intern!(class.py(), "__call__"))?;
     Ok(call.is(&torch.module_call) && has_call_impl(torch, class)?)
@@ -141,7 +141,7 @@ fn has_call_impl(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
     Ok(call_impl.is(&torch.module_call_impl))
 }
 
-/// The attribute of the class or the nearest of its bases that has it, unbound.
+/// Looks an attribute up along the MRO, unbound.
 fn raw_attribute<'py>(
     class: &Bound<'py, PyType>,
     name: &str,
@@ -155,22 +155,22 @@ fn raw_attribute<'py>(
     Ok(None)
 }
 
-/// CPython's version tag of a class; 0 where it has none.
+/// Reads CPython's version tag of a class; 0 if it has none.
 fn version(class: &Bound<'_, PyType>) -> u32 {
-    // SAFETY: a `PyTypeObject` is alive behind `class`, and other threads only ever access the
-    // aligned field as one word.
+    // SAFETY: `class` keeps its `PyTypeObject` alive, and other threads access the aligned field
+    // only as one word.
     let version = unsafe { AtomicU32::from_ptr(&raw mut (*class.as_type_ptr()).tp_version_tag) };
-    // Relaxed: a class changed on another thread without synchronisation may be seen as it was.
+    // Relaxed: an unsynchronised change on another thread may be missed.
     version.load(Ordering::Relaxed)
 }
 
-/// The way of a call, by the module's instance dict and torch's own dicts.
+/// Path of a call, by the module's instance dict and torch's global dicts.
 pub enum CallPath {
-    /// `nn.Module.__call__` would do nothing but call the class's `forward`.
+    /// `nn.Module.__call__` would only call the class's `forward`.
     Direct,
-    /// The same with a `forward` that somebody put into the instance dict.
+    /// `nn.Module.__call__` would only call the `forward` in the instance dict.
     InstanceForward,
-    /// There is more to do.
+    /// Everything else: hooks, tracing, replaced methods.
     Slow,
 }
 
@@ -184,17 +184,17 @@ impl CallPath {
     }
 }
 
-/// Inline cache for calls of one module, valid while its instance dict does not change.
+/// Inline cache for calls of one module, valid while its instance dict is unchanged.
 #[derive(Default)]
 pub struct InstanceCache {
     guard: DictGuard,
-    /// The dicts of torch's hooks, and whatever else was neither missing nor None. The instance
+    /// Variables of torch's that were neither missing nor None, mostly hook dicts. The instance
     /// dict keeps them alive.
     present: [AtomicPtr<ffi::PyObject>; 4],
     instance_forward: AtomicBool,
 }
 
-// Relaxed: under the GIL; without it no dict is ever known to be as it was.
+// Relaxed: under the GIL; free-threaded, no guard ever holds.
 impl InstanceCache {
     pub fn path(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<CallPath> {
         let py = state.py();
@@ -211,7 +211,7 @@ impl InstanceCache {
         }
         let empty = self.present.iter().all(|value| {
             let value = value.load(Ordering::Relaxed);
-            // SAFETY: the dict, which is as it was, keeps it alive.
+            // SAFETY: the dict is unchanged and keeps it alive.
             let value = unsafe { Borrowed::from_ptr_or_opt(py, value) };
             value.is_none_or(|value| none_or_empty(&value))
         });

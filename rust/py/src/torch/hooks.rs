@@ -1,11 +1,11 @@
-//! Torch's own hooks: those in its dicts.
+//! Torch's own hooks, read from its dicts.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
 
 use crate::torch::Torch;
 
-/// A hook from one of torch's dicts.
+/// Hook from one of torch's dicts.
 pub struct TorchHook<'py> {
     pub callback: Bound<'py, PyAny>,
     pub with_kwargs: bool,
@@ -13,7 +13,7 @@ pub struct TorchHook<'py> {
 }
 
 impl TorchHook<'_> {
-    /// The warning of `nn.Module` where an `always_call` hook fails after something else did.
+    /// Warns, in `nn.Module`'s words, of an `always_call` hook that raised after another exception.
     pub fn warn_silenced(&self, error: &PyErr) {
         let py = self.callback.py();
         let text = format!(
@@ -29,8 +29,8 @@ impl TorchHook<'_> {
     }
 }
 
-/// The hooks that torch's dicts hold for one module, whose instance dict this is, read when their
-/// phase begins: those for all modules go ahead of its own.
+/// Torch's hooks for the module with this instance dict, read when their phase begins: global ones
+/// first.
 pub struct TorchHooks<'py>(Option<Bound<'py, PyDict>>);
 
 /// Torch's backward hooks for one call.
@@ -38,17 +38,17 @@ pub struct TorchHooks<'py>(Option<Bound<'py, PyDict>>);
 pub struct TorchBackward<'py> {
     pub pre: Vec<Bound<'py, PyAny>>,
     pub full: Vec<Bound<'py, PyAny>>,
-    /// Of the deprecated kind, which hangs on the autograd node that made the output.
+    /// Hooks of the deprecated kind, registered on the autograd node that made the output.
     pub non_full: Vec<Bound<'py, PyAny>>,
 }
 
 impl<'py> TorchHooks<'py> {
-    /// None: the target runs them by itself.
+    /// No hooks: the target runs torch's by itself.
     pub fn none() -> Self {
         Self(None)
     }
 
-    /// Those of the module whose instance dict is `state`.
+    /// Hooks of the module whose instance dict is `state`.
     pub fn of(state: Bound<'py, PyDict>) -> Self {
         Self(Some(state))
     }
@@ -126,14 +126,14 @@ impl<'py> TorchHooks<'py> {
     }
 }
 
-/// The places of the kinds of hooks in [`Torch::global_hooks`] and [`Torch::module_hooks`].
+/// Indices of the kinds of hooks in [`Torch::global_hooks`] and [`Torch::module_hooks`].
 const FORWARD: usize = 0;
 const FORWARD_PRE: usize = 1;
 const BACKWARD: usize = 2;
 const BACKWARD_PRE: usize = 3;
 
 impl Torch {
-    /// The (id, hook) pairs of a kind, for the module whose instance dict is `state`.
+    /// Lists the (id, hook) pairs of a kind, for the module whose instance dict is `state`.
     fn hooks_in<'py>(
         &self,
         state: &Bound<'py, PyDict>,
@@ -149,7 +149,7 @@ impl Torch {
     }
 }
 
-/// True if the dict that `namespace` has under `name` has `id`.
+/// True if the dict `namespace[name]` has the key `id`.
 fn lists(namespace: &Bound<'_, PyDict>, name: &str, id: &Bound<'_, PyAny>) -> PyResult<bool> {
     let ids = dict_in(namespace, PyString::new(namespace.py(), name).as_any())?;
     ids.map_or(Ok(false), |ids| ids.contains(id))
@@ -163,7 +163,7 @@ fn dict_in<'py>(
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// Hangs torch's deprecated backward hooks on the autograd node that made the output.
+/// Registers torch's deprecated backward hooks on the autograd node that made the output.
 pub fn hook_non_full<'py>(
     module: &Bound<'py, PyAny>,
     hooks: &[Bound<'py, PyAny>],

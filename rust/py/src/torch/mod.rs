@@ -1,9 +1,8 @@
-//! torch, as far as this crate knows it. Imported at first use: the extension itself needs no
-//! torch.
+//! Access to torch, imported at first use: the extension itself does not link torch.
 //!
-//! Nothing that can change is relied on from one call to the next. Changes that another library
-//! makes to the module's hook dicts, to torch's global ones, to `forward` on the instance or the
-//! class, or to `nn.Module.__call__` are seen by the next call.
+//! Nothing mutable is cached without a guard. A change by another library to the module's hook
+//! dicts, to torch's global ones, to `forward` on the instance or the class, or to
+//! `nn.Module.__call__` takes effect at the next call.
 
 pub mod cache;
 pub mod hooks;
@@ -20,24 +19,24 @@ use crate::cpython::dict::{Variable, instance_dict};
 pub struct Torch {
     /// `torch.nn.modules.module`.
     module: Py<PyModule>,
-    /// `nn.Module.__call__` as torch defines it, and what that calls.
+    /// `nn.Module.__call__` as torch defines it, and the `_call_impl` that it calls.
     module_call: Py<PyAny>,
     module_call_impl: Py<PyAny>,
     /// `object.__getattribute__`.
     plain_getattribute: Py<PyAny>,
-    /// The dicts of hooks for all modules, which torch changes in place.
+    /// Global hook dicts, which torch changes in place.
     global_hooks: [Py<PyDict>; 4],
-    /// The hooks of one module, in its instance dict.
+    /// Hook dicts of one module, in its instance dict.
     module_hooks: [Variable; 4],
-    /// The attribute that `nn.Module.compile` sets in the instance dict.
+    /// Attribute that `nn.Module.compile` sets in the instance dict.
     compiled_call: Variable,
-    /// One that somebody may have put into the instance dict in place of the class's.
+    /// `_call_impl` in the instance dict, overriding the class's.
     instance_call_impl: Variable,
-    /// A `forward` that somebody put into the instance dict.
+    /// `forward` in the instance dict, overriding the class's.
     instance_forward: Variable,
-    /// A module's children.
+    /// Children of a module.
     children: Variable,
-    /// The variables of `torch.jit._trace`, and the one that is set while it traces.
+    /// Globals of `torch.jit._trace`, and the one that is set while it traces.
     trace_globals: Py<PyDict>,
     trace_map: Variable,
     tensor: Py<PyAny>,
@@ -84,7 +83,7 @@ impl Torch {
     }
 }
 
-/// The class that the modules of an instrumented class had before; any other class itself.
+/// Returns the original class of an instrumented class; any other class itself.
 pub fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyType>> {
     match class.getattr_opt(intern!(class.py(), "_made_from"))? {
         Some(bases) => Ok(bases.get_item(1)?.cast_into()?),
@@ -92,8 +91,7 @@ pub fn plain_class<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyTyp
     }
 }
 
-/// What a module whose instance dict is `state` has as its children; None for one that keeps them
-/// elsewhere.
+/// Returns the children of the module with this instance dict; None if it stores them elsewhere.
 pub fn children<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, PyDict>>> {
     let children = Torch::get(state.py())?.children.get(state)?;
     Ok(children.and_then(|children| children.cast_into().ok()))
@@ -113,7 +111,7 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .is_truthy()
 }
 
-/// What a call returns that a capture has ended.
+/// Returns the value of a call that a capture has ended.
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("ferrohook.activations")?.getattr("STOPPED")
 }

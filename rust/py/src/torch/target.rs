@@ -1,4 +1,4 @@
-//! The target of a call: the code between the hooks before the module and those after.
+//! `Target`: the code that a call runs between its pre-hooks and its forward hooks.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,22 +10,22 @@ use crate::torch::cache::{CachedClass, CallCache, CallPath, InstanceCache, calls
 use crate::torch::hooks::TorchHooks;
 use crate::torch::{Torch, plain_class};
 
-/// The code between the hooks before the module and the hooks after it.
+/// Code that a call runs between its pre-hooks and its forward hooks.
 pub enum Target<'a, 'py> {
-    /// The module inside a wrapper, called as a whole: with its own torch hooks and whatever else.
+    /// The module inside a wrapper, called as a whole, its own torch hooks included.
     Module(&'a Bound<'py, PyAny>, &'a CallCache, &'a InstanceCache),
-    /// The module's own `forward`, which is that of its class.
+    /// The `forward` of the module's class.
     Forward(&'a CachedClass),
-    /// The same, where torch's hooks have to run too or something stands in for `forward`: as
-    /// torch does, what is there before the hooks run.
+    /// A callable in place of `forward`, or `forward` with torch's hooks. As in torch it is looked
+    /// up before the hooks run.
     Special(Bound<'py, PyAny>, TorchHooks<'py>),
-    /// A replacement of `nn.Module.__call__`: it comes back by `_call_impl`, and no
-    /// hook runs around it.
+    /// A replacement of `nn.Module.__call__`. It calls `_call_impl`, which runs the hooks; none
+    /// runs around it.
     Outer(Bound<'py, PyAny>),
 }
 
 impl<'a, 'py> Target<'a, 'py> {
-    /// The target of an instrumented module's call; `state` is its instance dict.
+    /// Finds the target of an instrumented module's call; `state` is its instance dict.
     pub fn of(
         module: &Bound<'py, PyAny>,
         state: Bound<'py, PyDict>,
@@ -51,7 +51,7 @@ impl<'a, 'py> Target<'a, 'py> {
         if let Some(forward) = Self::forward(module, cached, cache.path(torch, &state)?)? {
             return Ok(forward);
         }
-        // Replacements of torch's own call, by `nn.Module.compile` or somebody else.
+        // Replacements of `_call_impl`, by `nn.Module.compile` or another library.
         for variable in [&torch.compiled_call, &torch.instance_call_impl] {
             if through_call
                 && !variable.missing_or_empty(&state)?
@@ -60,12 +60,12 @@ impl<'a, 'py> Target<'a, 'py> {
                 return Ok(Self::Special(call_impl, TorchHooks::none()));
             }
         }
-        // Notes the name of the module while torch.jit traces, and else just calls forward.
+        // Records the module's name while torch.jit traces, else only calls forward.
         let forward = module.getattr(intern!(py, "_slow_forward"))?;
         Ok(Self::Special(forward, TorchHooks::of(state)))
     }
 
-    /// `module.forward`, where calling the module comes down to that.
+    /// Returns `module.forward` as the target, if a call would only run that.
     fn forward(
         module: &Bound<'py, PyAny>,
         cached: Option<&'a CachedClass>,
@@ -100,7 +100,7 @@ impl<'a, 'py> Target<'a, 'py> {
         }
     }
 
-    /// Torch's hooks that run beside the module's own, if any do.
+    /// Torch's hooks that the call has to run.
     pub fn torch_hooks(&self) -> Option<&TorchHooks<'py>> {
         match self {
             Self::Special(_, hooks) => hooks.any().then_some(hooks),
@@ -108,7 +108,7 @@ impl<'a, 'py> Target<'a, 'py> {
         }
     }
 
-    /// The module whose `forward` is called in the end, when `called` is called.
+    /// The module whose `forward` a call of `called` runs in the end.
     pub fn module<'b>(&'b self, called: &'b Bound<'py, PyAny>) -> &'b Bound<'py, PyAny> {
         match self {
             Self::Module(inner, ..) => inner,
@@ -117,11 +117,10 @@ impl<'a, 'py> Target<'a, 'py> {
     }
 }
 
-/// Calls `module` as `module(*args, **kwargs)` does.
+/// Calls `module(*args, **kwargs)`.
 ///
-/// Where that would come down to `module.forward`, goes there without the detour: nothing
-/// overrides `__call__`, no hook of torch's is registered on the module or globally, the
-/// module is not compiled in place and nothing is being traced.
+/// Calls `module.forward` directly if that is equivalent: nothing overrides `__call__`, torch has
+/// no hooks on the module or globally, the module is not compiled in place and nothing is traced.
 fn call_inner<'py>(
     module: &Bound<'py, PyAny>,
     class_cache: &CallCache,
@@ -145,7 +144,7 @@ fn call_inner<'py>(
     invoke::call_with(module, args, kwargs)
 }
 
-/// Calls a module of an instrumented class as its plain class would.
+/// Calls a module of an instrumented class by the `__call__` of its original class.
 pub fn call_plain<'py>(
     module: &Bound<'py, PyAny>,
     args: &Bound<'py, PyTuple>,
@@ -157,7 +156,7 @@ pub fn call_plain<'py>(
     invoke::call_with_first(&call, module, args, kwargs)
 }
 
-/// A method of a class, for one instance.
+/// Binds a method of a class to an instance.
 fn bind<'py>(
     method: &Bound<'py, PyAny>,
     module: &Bound<'py, PyAny>,

@@ -1,4 +1,4 @@
-//! Tensors, and structures of them: tuples, lists, dicts and dataclasses.
+//! Structures of tensors: tuples, lists, dicts and dataclasses.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 
 use crate::torch::is_tensor;
 
-/// Structures below this depth are leaves.
+/// Depth below which structures count as leaves.
 const DEEPEST: usize = 64;
 
 /// One level of a structure.
@@ -15,7 +15,7 @@ enum Structure<'py> {
     Tuple(Bound<'py, PyTuple>),
     List(Bound<'py, PyList>),
     Dict(Bound<'py, PyDict>),
-    /// With the names of the fields that it has.
+    /// The names of its fields that are set.
     Dataclass(Vec<Bound<'py, PyString>>),
     Leaf,
 }
@@ -61,14 +61,15 @@ impl<'py> Structure<'py> {
         }
     }
 
-    /// The same structure around other items.
+    /// Rebuilds the structure around other items.
     fn with_items(
         &self,
         value: &Bound<'py, PyAny>,
         items: Vec<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = value.py();
-        // A copy keeps the class (a transformers ModelOutput is a dict) and spares the model's own.
+        // A copy has the same class (a transformers ModelOutput is a dict) and leaves the model's
+        // own.
         let copy = || py.import("copy")?.call_method1("copy", (value,));
         match self {
             Self::Tensor | Self::Leaf => Ok(value.clone()),
@@ -83,7 +84,7 @@ impl<'py> Structure<'py> {
             }
             Self::Dataclass(names) => {
                 let copy = copy()?;
-                // A frozen one too.
+                // Works for a frozen dataclass too.
                 let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
                 for (name, item) in names.iter().zip(items) {
                     set.call1((&copy, name, item))?;
@@ -107,7 +108,7 @@ fn tuple_with_items<'py>(
     } else if tuple.hasattr(intern!(py, "n_sequence_fields"))? {
         tuple.get_type().call1((items,)) // one of torch.return_types
     } else {
-        Ok(items.into_any()) // how others are made, they alone know
+        Ok(items.into_any()) // constructors of other subclasses are unknown
     }
 }
 
@@ -133,7 +134,7 @@ fn for_each_below<'py>(
     }
 }
 
-/// The same structure around what `change` makes of its tensors.
+/// Rebuilds the structure with each tensor replaced by the result of `change`.
 pub fn map_tensors<'py>(
     value: &Bound<'py, PyAny>,
     change: &mut dyn FnMut(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
@@ -165,7 +166,7 @@ pub fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         .is_truthy()
 }
 
-/// The count of changes in place; an error for an inference tensor, which has none.
+/// Reads the version counter of a tensor; an error for an inference tensor, which has none.
 pub fn version(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
     tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
 }

@@ -1,4 +1,4 @@
-//! Detectors of calls: how many, how long, of what shapes.
+//! Detectors of calls: their count, their latency, the shapes of their tensors.
 
 use ferrohook_statistics::Histogram;
 use pyo3::PyClassInitializer;
@@ -53,14 +53,8 @@ impl Statistics for Calls {
     }
 }
 
-/// Measures how long modules run: a histogram of the seconds from a module's beginning to its
-/// return, without the hooks of the module itself.
-///
-/// `snapshot()` has `calls` and the seconds of `total`, `mean`, `min`, `max`, `p50` and `p99` (None
-/// before the first call), the last two to within 1.6 %, and `histogram`: a list of (from, to,
-/// calls), `to` included, of the ranges in which calls fell.
-///
-/// It observes the phase `forward`. On a GPU a module returns before what it started is computed.
+/// Measures latency: a histogram of the seconds from a module's start to its return, without the
+/// hooks of the module itself.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct LatencyDetector;
 
@@ -72,7 +66,7 @@ impl LatencyDetector {
     }
 }
 
-/// Of nanoseconds.
+/// Histogram of nanoseconds.
 #[derive(Clone, Default)]
 struct Latency(Histogram);
 
@@ -80,7 +74,7 @@ const NANOSECONDS: f64 = 1e9;
 
 #[expect(
     clippy::cast_precision_loss,
-    reason = "half a microsecond in a century"
+    reason = "off by half a microsecond in a century"
 )]
 fn seconds(nanoseconds: u128) -> f64 {
     nanoseconds as f64 / NANOSECONDS
@@ -90,7 +84,7 @@ impl Statistics for Latency {
     const TIMES: bool = true;
 
     fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()> {
-        // None: registered when the module ran already, or that failed.
+        // None: the hook was registered while the module ran, or the module raised.
         if let Some(took) = turn.took {
             let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
             shared.statistics.lock().0.record(nanoseconds);
@@ -138,12 +132,12 @@ impl Statistics for Latency {
 
 /// Counts the shapes of the tensors that pass.
 ///
-/// `snapshot()` has `calls`, `shapes` (from each shape, a tuple, to how many tensors had it) and
-/// `others`, how many tensors had a shape that came after `limit` different ones, or one that is not
-/// of numbers alone (nested tensors).
+/// `snapshot()` has `calls`, `shapes` (from each shape, a tuple, to its count of tensors) and
+/// `others`, the count of tensors whose shape came after `limit` different ones or is not of
+/// ints alone (nested tensors).
 ///
 /// Args:
-///     limit: how many shapes are told apart: a service that meets ever new ones must not grow.
+///     limit: number of shapes counted separately, which bounds the memory.
 ///
 /// Raises:
 ///     HookTypeError: a `limit` that is no int.
@@ -164,7 +158,7 @@ impl ShapeDetector {
     }
 }
 
-/// A number of shapes: an int, and no bool.
+/// Limit of shapes: an int, not a bool.
 struct Limit(usize);
 
 impl<'py> FromPyObject<'_, 'py> for Limit {

@@ -1,12 +1,12 @@
-//! Detectors of the numbers in tensors: those that are none, and how the others are distributed.
+//! Detectors of the numbers in tensors: NaN, infinities, and the distribution of the finite ones.
 //!
-//! Tensors of floating point, complex ones included, are looked at, and no others. What the memory
-//! of a contiguous CPU tensor holds is read here, without the interpreter where that is much; for
-//! everything else torch computes the same, on its device and beside what that computes next.
+//! They read tensors of floating point, complex ones included. A contiguous CPU tensor is read
+//! here, without the interpreter if it is large; for all others torch computes the same, on the
+//! tensor's device and asynchronously.
 
 #![expect(
     clippy::inline_always,
-    reason = "what calls it decides for which processors the loop is compiled"
+    reason = "the caller's target features decide how the loop is compiled"
 )]
 
 use std::collections::VecDeque;
@@ -24,24 +24,24 @@ use crate::cpython::invoke;
 use crate::hooks::native::Turn;
 use crate::torch::tensors;
 
-/// From this many numbers on letting go of the interpreter costs nothing beside reading them.
+/// Count of numbers from which releasing the interpreter costs little beside reading them.
 const MANY: usize = 1 << 14;
 
-/// With so many awaited, those that are there are added.
+/// Count of pending results at which finished ones are added.
 const MANY_AWAITED: usize = 64;
 
-/// With so many awaited, some are waited for: this bounds the memory.
+/// Count of pending results at which the oldest are waited for, which bounds the memory.
 const MOST_AWAITED: usize = 1024;
 
-/// Finds infinities and what is no number.
+/// Finds NaN and infinities.
 ///
-/// `snapshot()` has `tensors` (how many were looked at), `affected` (how many had any), `nan` and
-/// `inf` (how many numbers were which).
+/// `snapshot()` has `tensors` (the count of tensors read), `affected` (the count of those with NaN
+/// or infinities), and the counts `nan` and `inf`.
 ///
-/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
-/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
-/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
-/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
+/// It reads tensors of floating point, complex ones as pairs, and skips others, those without data
+/// (fake ones, on `meta`) and classes that compute nothing. A masked tensor counts where the mask
+/// is true, a `DTensor` by its local shard, and inside `torch.func` everything that is mapped over.
+/// On a GPU it starts kernels, and waits for them only when it is read.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct NonFiniteDetector;
 
@@ -53,16 +53,16 @@ impl NonFiniteDetector {
     }
 }
 
-/// Keeps how the numbers in tensors are distributed.
+/// Measures the distribution of the numbers in tensors.
 ///
-/// `snapshot()` has `tensors` (how many were looked at), `count` (of finite numbers), their `mean`,
-/// `variance` (as `torch.var` has it), `rms`, `min` and `max` (None where there are too few), and
-/// `not_finite`, how many were left out as they are infinite or no number.
+/// `snapshot()` has `tensors` (the count of tensors read), `count` (of finite numbers), their
+/// `mean`, `variance` (as `torch.var`), `rms`, `min` and `max` (None if there are too few), and
+/// `not_finite`, the count of NaN and infinities, which are left out.
 ///
-/// Tensors of floating point are looked at, complex ones as pairs, others passed over, as are those
-/// without numbers (fake ones, on `meta`) and of classes that compute nothing. Of a masked tensor
-/// what the mask lets through counts, of a `DTensor` what this process has, and inside `torch.func`
-/// all that is mapped over. On a GPU it starts kernels and waits for nothing until it is read.
+/// It reads tensors of floating point, complex ones as pairs, and skips others, those without data
+/// (fake ones, on `meta`) and classes that compute nothing. A masked tensor counts where the mask
+/// is true, a `DTensor` by its local shard, and inside `torch.func` everything that is mapped over.
+/// On a GPU it starts kernels, and waits for them only when it is read.
 #[pyclass(frozen, extends = NativeDetector, module = "ferrohook.detectors")]
 pub struct NormDetector;
 
@@ -74,18 +74,18 @@ impl NormDetector {
     }
 }
 
-/// Statistics that are sums over the numbers of tensors.
+/// Statistics of the numbers of tensors.
 trait OfElements: Statistics {
-    /// The function of `ferrohook.reductions` that computes them by torch.
+    /// Name of the function of `ferrohook.reductions` that computes them by torch.
     const BY_TORCH: &str;
 
-    /// What it computes.
+    /// Its result.
     type Reduced: for<'a, 'py> FromPyObject<'a, 'py, Error = PyErr>;
 
-    /// Of one tensor.
+    /// Computes those of one tensor.
     fn of<T: Float>(values: &[T]) -> Self;
 
-    /// Of one tensor that torch has reduced.
+    /// Converts torch's result for one tensor.
     fn of_reduced(reduced: Self::Reduced) -> Self;
 }
 
@@ -125,8 +125,8 @@ impl Statistics for Found {
         observe(shared, turn)
     }
 
-    fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
-        settle(shared, py, true)
+    fn await_pending(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+        add_results(shared, py, true)
     }
 
     fn merge(&mut self, other: &Self) {
@@ -197,8 +197,8 @@ impl Statistics for Norms {
         observe(shared, turn)
     }
 
-    fn settle(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
-        settle(shared, py, true)
+    fn await_pending(shared: &Shared<Self>, py: Python<'_>) -> PyResult<()> {
+        add_results(shared, py, true)
     }
 
     fn merge(&mut self, other: &Self) {
@@ -257,12 +257,12 @@ fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyRe
     }
     let result = memory::reduce(S::BY_TORCH, tensor)?;
     if result.is_none() {
-        return Ok(()); // no numbers of floating point
+        return Ok(()); // nothing to count
     }
     if let Ok(numbers) = result.cast::<PyTuple>() {
         shared.add(&S::of_reduced(numbers.extract()?));
     } else if shared.awaited.push(result.unbind()) >= MANY_AWAITED {
-        settle(shared, py, false)?;
+        add_results(shared, py, false)?;
     }
     Ok(())
 }
@@ -274,9 +274,9 @@ impl<S: Statistics> Shared<S> {
 }
 
 fn read<S: OfElements>(py: Python<'_>, memory: &Memory<'_>) -> S {
-    // SAFETY: no Rust reference to the memory is mutable. A thread that writes the tensor meanwhile,
-    // or resizes its storage, races with this as it would with torch's own kernels, which read
-    // without the interpreter too; that no thread does is asked of those who call a model.
+    // SAFETY: no Rust reference to the memory is mutable. A thread that writes the tensor
+    // meanwhile, or resizes its storage, races with this as with torch's own kernels, which also
+    // read without the interpreter; callers of a model must not do that.
     let numbers = unsafe { memory.numbers() };
     if memory.count() >= MANY {
         invoke::detached(py, || reduce(numbers))
@@ -294,7 +294,7 @@ fn reduce<S: OfElements>(numbers: Numbers<'_>) -> S {
     reduce_by_any(numbers)
 }
 
-/// The same compiled for vectors twice as wide as those that each processor has.
+/// `reduce`, compiled for AVX2: vectors twice as wide as the baseline's.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn reduce_by_avx2<S: OfElements>(numbers: Numbers<'_>) -> S {
@@ -311,9 +311,8 @@ fn reduce_by_any<S: OfElements>(numbers: Numbers<'_>) -> S {
     }
 }
 
-/// Results that devices were asked for, the oldest first: objects of `ferrohook.reductions`, which
-/// know whether theirs is there. Not shown to the garbage collector: they hold nothing that could be
-/// part of a cycle.
+/// Pending results of devices, the oldest first: objects of `ferrohook.reductions`. Not shown to
+/// the garbage collector: they refer to nothing that could be part of a cycle.
 #[derive(Default)]
 pub struct Awaited(Mutex<Waiting>);
 
@@ -324,7 +323,7 @@ struct Waiting {
 }
 
 impl Awaited {
-    /// Notes one more; how many there are.
+    /// Adds a pending result; returns their count.
     fn push(&self, result: Py<PyAny>) -> usize {
         let mut waiting = self.0.lock();
         waiting.serial += 1;
@@ -342,10 +341,10 @@ impl Awaited {
     }
 }
 
-/// Adds the results that are there, or waits for all.
+/// Adds the finished results, or with `wait` all.
 ///
-/// Each stays in the list until it is added, so that whoever reads meanwhile waits for it too.
-fn settle<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyResult<()> {
+/// Each stays in the list until it is added, so that concurrent readers wait for it too.
+fn add_results<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyResult<()> {
     let results = shared.awaited.list(py);
     let too_many = results.len() >= MOST_AWAITED;
     for (number, (serial, result)) in results.into_iter().enumerate() {
@@ -357,7 +356,7 @@ fn settle<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyRe
         }
         let more = S::of_reduced(numbers.extract()?);
         let mut waiting = shared.awaited.0.lock();
-        // Unless another thread was first.
+        // Another thread may have added it.
         if let Some(at) = waiting.results.iter().position(|(each, _)| *each == serial) {
             let removed = waiting.results.remove(at);
             shared.add(&more);

@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-/// What the tensors are made of that are read here.
+/// Classes, layout and dtypes of tensors that can be read here.
 struct Readable {
     classes: [Py<PyAny>; 2],
     layout: Py<PyAny>,
@@ -53,8 +53,8 @@ impl Format {
     }
 }
 
-/// The memory of a tensor that can be read without torch: of a plain, contiguous one on the CPU, of
-/// one of the four formats.
+/// Memory of a tensor that can be read without torch: a plain, contiguous one on the CPU, of one of
+/// the four formats.
 pub struct Memory<'py> {
     format: Format,
     address: usize,
@@ -63,7 +63,7 @@ pub struct Memory<'py> {
     _tensor: Bound<'py, PyAny>,
 }
 
-/// The numbers in a tensor's memory.
+/// Numbers in a tensor's memory.
 #[derive(Clone, Copy)]
 pub enum Numbers<'a> {
     F32(&'a [f32]),
@@ -73,14 +73,14 @@ pub enum Numbers<'a> {
 }
 
 impl<'py> Memory<'py> {
-    /// None for tensors of any other kind, and for those without numbers.
+    /// Finds the memory; None for any other tensor, and for one without data.
     ///
-    /// From `many` numbers on it may be read without the interpreter.
+    /// With `many` numbers or more it may be read without the interpreter.
     pub fn of(tensor: &Bound<'py, PyAny>, many: usize) -> PyResult<Option<Self>> {
         let py = tensor.py();
         let readable = Readable::get(py)?;
         let class = tensor.get_type();
-        // Subclasses may hold their numbers wherever they like.
+        // A subclass may store its numbers elsewhere.
         if !readable.classes.iter().any(|each| class.is(each)) {
             return Ok(None);
         }
@@ -99,18 +99,18 @@ impl<'py> Memory<'py> {
         }
         let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let tensor = if count >= many || cfg!(Py_GIL_DISABLED) {
-            // Another one on the same memory: what other threads assign to the tensor's `data`
-            // meanwhile does not free it.
+            // An alias keeps the memory alive if another thread assigns to the tensor's `data`
+            // meanwhile.
             tensor.call_method0(intern!(py, "detach"))?
         } else {
             tensor.clone()
         };
-        // Raises for the tensors of functorch, which have no memory of their own.
+        // Raises for tensors of functorch, which have no memory of their own.
         let Ok(address) = tensor.call_method0(intern!(py, "data_ptr")) else {
             return Ok(None);
         };
         let address: usize = address.extract()?;
-        // No memory: no numbers, or somebody has freed it (FSDP does) or a part of it.
+        // No memory: an empty tensor, or its storage was freed (by FSDP, say) or cut.
         let offset: usize = tensor
             .call_method0(intern!(py, "storage_offset"))?
             .extract()?;
@@ -138,12 +138,11 @@ impl<'py> Memory<'py> {
 
     /// # Safety
     ///
-    /// Nobody writes the numbers or takes the memory from under the tensor for as long as they are
-    /// used.
+    /// No thread writes the numbers or frees the tensor's memory while they are used.
     pub unsafe fn numbers(&self) -> Numbers<'_> {
-        // SAFETY: torch says that this many numbers of this format stand there and that the storage
-        // has room for them, the address is aligned and not null, the tensor keeps the memory alive;
-        // the rest is the caller's promise.
+        // SAFETY: by torch's account the address has this many numbers of this format and the
+        // storage has room for them; it is aligned and not null, and the tensor keeps the memory
+        // alive. The rest is the caller's promise.
         unsafe {
             match self.format {
                 Format::F32 => Numbers::F32(self.slice()),
@@ -163,8 +162,8 @@ impl<'py> Memory<'py> {
     }
 }
 
-/// What torch makes of a tensor's numbers by a function of `ferrohook.reductions`: a tuple, None
-/// where it has none, or an object to ask for the tuple later.
+/// Has torch reduce a tensor by a function of `ferrohook.reductions`. Returns a tuple, None for a
+/// tensor without numbers, or an object to await the tuple from.
 pub fn reduce<'py>(function: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let reductions = tensor.py().import("ferrohook.reductions")?;
     reductions.call_method1("reduce", (function, tensor))

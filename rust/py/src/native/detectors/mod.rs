@@ -1,4 +1,4 @@
-//! Native detectors: hooks that observe in Rust and keep statistics of the values.
+//! Native detectors: hooks that observe values in Rust and accumulate statistics.
 
 mod counters;
 mod elements;
@@ -18,45 +18,45 @@ pub use elements::{NonFiniteDetector, NormDetector};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 
-/// What one kind of detector keeps.
+/// Statistics of one kind of detector.
 trait Statistics: Clone + Default + Send + Sized + 'static {
-    /// True if it is about how long the module ran.
+    /// True if it needs the run time of the module.
     const TIMES: bool = false;
 
-    /// Adds one turn.
+    /// Adds one invocation.
     fn observe(shared: &Shared<Self>, turn: &Turn<'_, '_>) -> PyResult<()>;
 
-    /// Adds what is still on its way from a device, and waits for it.
-    fn settle(_shared: &Shared<Self>, _py: Python<'_>) -> PyResult<()> {
+    /// Waits for pending results of devices and adds them.
+    fn await_pending(_shared: &Shared<Self>, _py: Python<'_>) -> PyResult<()> {
         Ok(())
     }
 
-    /// Adds those of another detector.
+    /// Adds the statistics of another detector.
     fn merge(&mut self, other: &Self);
 
-    /// Puts them into a dict, for people and for monitoring.
+    /// Writes them into a dict, for `snapshot()`.
     fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()>;
 
-    /// All of it as plain Python data, from which `load` makes the same.
+    /// Converts them to plain Python data, for `load`.
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
 
     fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self>;
 }
 
-/// Statistics that threads add to.
+/// Statistics shared between threads.
 #[derive(Default)]
 struct Shared<S> {
     statistics: Mutex<S>,
-    /// What devices were asked to compute and was not added yet.
+    /// Pending results of devices.
     awaited: elements::Awaited,
 }
 
-/// A detector of any kind.
+/// Detector of any kind (type-erased).
 trait Detect: Send + Sync {
     fn times(&self) -> bool;
     fn observe(&self, turn: &Turn<'_, '_>) -> PyResult<()>;
     fn as_any(&self) -> &(dyn Any + Send + Sync);
-    /// Adds the statistics of another one; false where it is of another kind.
+    /// Adds the statistics of another detector; false if it is of another kind.
     fn merge(&self, py: Python<'_>, other: &dyn Detect) -> PyResult<bool>;
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>>;
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
@@ -64,9 +64,9 @@ trait Detect: Send + Sync {
 }
 
 impl<S: Statistics> Shared<S> {
-    /// The statistics as they are now, complete.
-    fn settled(&self, py: Python<'_>) -> PyResult<S> {
-        S::settle(self, py)?;
+    /// Returns a copy of the statistics, with pending results added.
+    fn complete(&self, py: Python<'_>) -> PyResult<S> {
+        S::await_pending(self, py)?;
         Ok(self.statistics.lock().clone())
     }
 }
@@ -88,20 +88,20 @@ impl<S: Statistics> Detect for Shared<S> {
         let Some(other) = other.as_any().downcast_ref::<Self>() else {
             return Ok(false);
         };
-        // One lock after the other: two that are merged into each other at once wait for nobody.
-        let other = other.settled(py)?;
+        // One lock after the other: two detectors merged into each other at once cannot deadlock.
+        let other = other.complete(py)?;
         self.statistics.lock().merge(&other);
         Ok(true)
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
-        self.settled(py)?.describe(&dict)?;
+        self.complete(py)?.describe(&dict)?;
         Ok(dict)
     }
 
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.settled(py)?.save(py)
+        self.complete(py)?.save(py)
     }
 
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -111,20 +111,15 @@ impl<S: Statistics> Detect for Shared<S> {
     }
 }
 
-/// The base of the native detectors: hooks that observe what passes a module without any Python in
-/// the call, and keep statistics of it.
-///
-/// They are registered as any other hook, on one module or on many, by `register` or a
-/// `register_*_hook` method, for the phase that is to be observed: the module's output in `forward`,
-/// its input in `forward_pre`, gradients in the backward phases. They may be called, read and
-/// merged from any number of threads; copies and pickles take the statistics along.
+/// Base of the native detectors: hooks that observe the values of a module without running Python,
+/// and accumulate statistics.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct NativeDetector {
     detector: Box<dyn Detect>,
 }
 
 impl NativeDetector {
-    /// A detector of class `T`, which adds nothing, with the statistics to begin from.
+    /// Makes a detector of class `T`, which adds no fields, with initial statistics.
     fn with<T, S: Statistics>(class: T, statistics: S) -> PyClassInitializer<T>
     where
         T: PyClass<BaseType = Self>,
@@ -153,7 +148,7 @@ impl Native for NativeDetector {
         Ok(None)
     }
 
-    // It reads memory, of which a graph knows nothing.
+    // It reads memory, which a graph cannot express.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
         Ok(Some(Traced {
             callback: slf.as_any().clone(),
@@ -166,22 +161,21 @@ impl Native for NativeDetector {
 
 #[pymethods]
 impl NativeDetector {
-    /// What was seen so far, as plain data.
+    /// Returns the statistics so far, as plain data.
     ///
-    /// Everything is in it that was seen by calls which have returned; what a GPU still computes is
-    /// waited for.
+    /// It includes every call that has returned, and waits for pending results of a GPU.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.detector.snapshot(py)
     }
 
-    /// Adds what another detector of the same class saw.
+    /// Adds the statistics of another detector of the same class.
     ///
     /// Args:
-    ///     other: another one, of this process or unpickled; it stays as it is.
+    ///     other: the other detector, of this process or unpickled; it is not changed.
     ///
     /// Raises:
-    ///     HookTypeError: of another class.
-    ///     HookError: the detector itself, which would count everything twice.
+    ///     HookTypeError: `other` is of another class.
+    ///     HookError: `other` is the detector itself, which would count everything twice.
     fn merge(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
         if slf.is(other) {
