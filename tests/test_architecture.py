@@ -171,3 +171,112 @@ def test_wrong_arrows_are_found() -> None:
     units = {name: name for name in "abcd"}
     found = upward_arrows({"a": {"b"}, "b": {"c"}}, units, {"a": 0, "b": 0, "c": 1})
     assert found == ["a -> b", "b -> c"]
+
+
+# --- Rust ----------------------------------------------------------------------------------------
+
+RUST = ROOT / "rust"
+# Line by line: a string of ours has no `//` in it that a path stands behind.
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# They stand at the end, and their `super` is the file itself.
+INLINE_TESTS = re.compile(r"#\[cfg\(test\)\]\s*mod \w+ \{.*", re.DOTALL)
+PATH = re.compile(r"\b(?P<root>crate|super(?:::super)*|ferrohook_\w+)::(?P<path>[\w:]*)")
+
+
+def rust_files() -> dict[str, Path]:
+    """The files of all crates by their names: `py`, `py::call`, `py::recording::call`."""
+    files = {}
+    for source in RUST.glob("*/src"):
+        for path in source.rglob("*.rs"):
+            parts = [*path.relative_to(source).with_suffix("").parts]
+            if parts[-1] in {"lib", "mod"}:
+                parts.pop()
+            files["::".join([source.parent.name, *parts])] = path
+    return files
+
+
+def rust_paths(source: str) -> Iterator[tuple[str, list[str]]]:
+    """Each path that a file names: the root of it, and the segments; those of a list one by one."""
+    source = INLINE_TESTS.sub("", COMMENT.sub("", source))
+    for found in PATH.finditer(source):
+        segments = [segment for segment in found["path"].split("::") if segment]
+        if source[found.end()] == "{":
+            for listed in in_braces(source, found.end()):
+                yield found["root"], segments + listed
+        else:
+            yield found["root"], segments
+
+
+def in_braces(source: str, begin: int) -> list[list[str]]:
+    """The paths of a list such as `{a::B, c::{self, D}}`, which begins at its brace."""
+    paths: list[list[str]] = []
+    around: list[list[str]] = []
+    path: list[str] = []
+    for each in re.findall(r"\w+|[{},]", source[begin:]):
+        if each == "{":
+            around.append(path)
+        elif each in {"}", ","}:
+            paths.append(path)
+            path = around.pop() if each == "}" else around[-1]
+        else:
+            path = [*path, each]
+        if not around:
+            break
+    return paths
+
+
+def rust_arrows(files: Mapping[str, str]) -> Arrows:
+    """The files that each file of these sources uses; what is in none of them is in the front."""
+    arrows: Arrows = {}
+    for user, source in files.items():
+        crate, *inside = user.split("::")
+        used = arrows[user] = set()
+        for root, segments in rust_paths(source):
+            if root == "crate":
+                path = [crate, *segments]
+            elif root.startswith("super"):
+                up = root.count("super")
+                if up > len(inside):
+                    continue  # of a module inside of the front
+                path = [crate, *inside[: len(inside) - up], *segments]
+            else:
+                path = [root.removeprefix("ferrohook_"), *segments]
+            while "::".join(path) not in files:
+                path.pop()
+            used.add("::".join(path))
+        # A folder's `mod.rs` is what its files share.
+        arrows[user] = {each for each in used if not f"{user}::".startswith(f"{each}::")}
+    return arrows
+
+
+def rust_unit(module: str) -> str:
+    """A file of the binding or a folder with all in it, `lib` for its front; another crate."""
+    crate, *inside = module.split("::")
+    return crate if crate != "py" else inside[0] if inside else "lib"
+
+
+@pytest.mark.parametrize(
+    ("source", "arrows"),
+    [
+        ("use crate::a::B;", {"py::a"}),
+        ("use crate::a;", {"py::a"}),
+        ("use crate::a::b::{self, C};", {"py::a::b"}),
+        ("use crate::{a::{b::D, E}, c};", {"py::a", "py::a::b", "py::c"}),
+        ("let x = crate::c::f(1);", {"py::c"}),
+        ("// use crate::c;\n/* use crate::a; */", set()),
+        ("use ferrohook_core::{Phase, state::State};", {"core", "core::state"}),
+        ("use super::c;\n#[cfg(test)]\nmod tests {\n    use crate::a;\n}", {"py::c"}),
+    ],
+)
+def test_paths_of_rust_are_found(source: str, arrows: set[str]) -> None:
+    files = dict.fromkeys(["py", "py::a", "py::a::b", "py::c", "core", "core::state"], "")
+    assert rust_arrows(files | {"py::user": source})["py::user"] == arrows
+
+
+def test_rust_uses_what_stands_below_and_has_no_circle() -> None:
+    arrows = rust_arrows({module: path.read_text() for module, path in rust_files().items()})
+    levels = layers("rust")
+    units = {module: rust_unit(module) for module in arrows}
+    assert find_cycle(arrows) == []
+    assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
+    assert upward_arrows(arrows, units, levels) == []

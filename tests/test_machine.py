@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.service import list_hooks
+from ferrohook.hook_info import hooks_of
+from ferrohook.instrumentation import find_registry
 from support.hooks import TYPED
 from support.internals import registry_of
 
@@ -268,7 +269,7 @@ class Instrumented(Ours):
         registry_of(self.modules[index]).clear(phase)
 
     def rows(self, index: int) -> list[fh.HookInfo]:
-        return list_hooks(self.modules[index]).get("", [])
+        return hooks_of(find_registry(self.modules[index]))
 
 
 @dataclass

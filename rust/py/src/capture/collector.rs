@@ -11,8 +11,7 @@ use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
-use crate::capture::keeping::{GradientSlot, Keeping};
-use crate::capture::store::{Gradient, Kept, KeptTensor, RootCall, Store};
+use crate::capture::store::{Gradient, Kept, KeptTensor, RootCall, Store, TensorSlot};
 use crate::error;
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
@@ -194,42 +193,24 @@ impl Collector {
         self.names.first().map_or("", String::as_str)
     }
 
-    /// Prepares `value` for storage under its only name.
-    pub fn prepare<'py>(
-        slf: &Bound<'py, Self>,
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        Keeping::of(slf, 0).keep(value)
-    }
-
     pub fn next_serial(&self) -> u64 {
         let mut store = self.store.lock();
         store.serial += 1;
         store.serial
     }
 
-    /// Stores `value` under a name.
-    pub fn record<'py>(
-        slf: &Bound<'py, Self>,
-        index: usize,
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<()> {
-        let py = value.py();
-        let this = slf.get();
-        let mut keeping = Keeping::of(slf, index);
-        let value = keeping.keep(value)?.unbind();
-        let kept = Kept {
-            serial: keeping.serial,
-            value,
-            tensors: keeping.tensors,
-            bytes: keeping.bytes,
-        };
+    /// Stores the value of a call under a name.
+    ///
+    /// Raises:
+    ///     CaptureBudgetError: it would exceed `max_bytes`.
+    ///     Stop: all modules have run in this call of the model.
+    pub fn store(&self, py: Python<'_>, index: usize, kept: Kept) -> PyResult<()> {
         let bytes = kept.bytes;
-        match this.put(index, kept) {
-            Put::OverBudget(_refused) => Err(this.over_budget(py, index, bytes)),
+        match self.put(index, kept) {
+            Put::OverBudget(_refused) => Err(self.over_budget(py, index, bytes)),
             Put::Kept {
                 ends_call: true, ..
-            } => Err(Stop::new_err((this.stop, torch::stopped(py)?.unbind()))),
+            } => Err(Stop::new_err((self.stop, torch::stopped(py)?.unbind()))),
             Put::Kept { .. } => Ok(()),
         }
     }
@@ -283,7 +264,7 @@ impl Collector {
     /// Stores a gradient with its tensor. Returns the gradient that it replaces.
     pub fn put_gradient(
         &self,
-        slot: &GradientSlot,
+        slot: &TensorSlot,
         gradient: Gradient,
     ) -> Result<Option<Gradient>, OverBudget> {
         let mut store = self.store.lock();

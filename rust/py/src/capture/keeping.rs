@@ -5,20 +5,45 @@ use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::{Collector, OverBudget};
-use crate::capture::store::{Gradient, KeptTensor};
+use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::torch::tensors::{map_tensors, requires_grad};
 
+/// Prepares `value` for storage under the collector's only name.
+pub fn prepare<'py>(
+    collector: &Bound<'py, Collector>,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    Keeping::of(collector, 0).keep(value)
+}
+
+/// Stores `value` under a name.
+pub fn record<'py>(
+    collector: &Bound<'py, Collector>,
+    index: usize,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let mut keeping = Keeping::of(collector, index);
+    let value = keeping.keep(value)?.unbind();
+    let kept = Kept {
+        serial: keeping.serial,
+        value,
+        tensors: keeping.tensors,
+        bytes: keeping.bytes,
+    };
+    collector.get().store(collector.py(), index, kept)
+}
+
 /// Conversion of one value for storage, tensor by tensor.
-pub struct Keeping<'a, 'py> {
+struct Keeping<'a, 'py> {
     collector: &'a Bound<'py, Collector>,
     index: usize,
-    pub serial: u64,
-    pub tensors: Vec<KeptTensor>,
-    pub bytes: usize,
+    serial: u64,
+    tensors: Vec<KeptTensor>,
+    bytes: usize,
 }
 
 impl<'a, 'py> Keeping<'a, 'py> {
-    pub fn of(collector: &'a Bound<'py, Collector>, index: usize) -> Self {
+    fn of(collector: &'a Bound<'py, Collector>, index: usize) -> Self {
         Self {
             collector,
             index,
@@ -29,7 +54,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
     }
 
     /// Rebuilds the structure around the stored tensors.
-    pub fn keep(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    fn keep(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         map_tensors(value, &mut |tensor| self.keep_tensor(tensor))
     }
 
@@ -40,9 +65,11 @@ impl<'a, 'py> Keeping<'a, 'py> {
         if this.keeps_gradients() && requires_grad(tensor)? {
             let slot = GradientSlot {
                 collector: PyWeakrefReference::new(self.collector)?.unbind(),
-                index: self.index,
-                serial: self.serial,
-                position: self.tensors.len(),
+                tensor: TensorSlot {
+                    index: self.index,
+                    serial: self.serial,
+                    position: self.tensors.len(),
+                },
             };
             tensor.call_method1(intern!(py, "register_hook"), (Bound::new(py, slot)?,))?;
         }
@@ -58,12 +85,10 @@ impl<'a, 'py> Keeping<'a, 'py> {
 
 /// Hook that receives the gradient of a stored tensor.
 #[pyclass(frozen)]
-pub struct GradientSlot {
+struct GradientSlot {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
-    pub index: usize,
-    pub serial: u64,
-    pub position: usize,
+    tensor: TensorSlot,
 }
 
 #[pymethods]
@@ -84,9 +109,9 @@ impl GradientSlot {
             value: gradient.unbind(),
             bytes,
         };
-        match collector.put_gradient(self, gradient) {
+        match collector.put_gradient(&self.tensor, gradient) {
             Ok(_replaced) => Ok(()),
-            Err(OverBudget) => Err(collector.over_budget(py, self.index, bytes)),
+            Err(OverBudget) => Err(collector.over_budget(py, self.tensor.index, bytes)),
         }
     }
 }

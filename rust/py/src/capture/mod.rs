@@ -1,6 +1,6 @@
 //! Captures: recorders, and the collectors that store their values.
 
 pub mod collector;
-mod keeping;
+pub mod keeping;
 pub mod recorder;
 mod store;

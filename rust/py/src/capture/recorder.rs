@@ -8,6 +8,7 @@ use pyo3::types::PyString;
 
 use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
+use crate::capture::keeping;
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
@@ -89,7 +90,7 @@ impl Native for Recorder {
 impl Recorder {
     /// Records a value, already the part.
     fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        Collector::record(self.collector.bind(value.py()), self.index, value)
+        keeping::record(self.collector.bind(value.py()), self.index, value)
     }
 
     pub fn only_phase(&self) -> Phase {

@@ -26,6 +26,15 @@ pub struct Kept {
     pub bytes: usize,
 }
 
+/// Place of a tensor in a store.
+pub struct TensorSlot {
+    /// That of the name.
+    pub index: usize,
+    /// That of the call's value.
+    pub serial: u64,
+    pub position: usize,
+}
+
 #[derive(Default)]
 pub struct Store {
     /// For each name the values of its last calls, the oldest first.
