@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable
 
+    from ferrohook.hook_info import HookInfo
+
 PHASES = ("forward_pre", "forward", "backward_pre", "backward")
 ACTIONS = (
     "observe",
@@ -211,7 +213,7 @@ class Ours(Side):
     def clear(self, index: int, phase: str | None) -> None:
         raise NotImplementedError
 
-    def rows(self, index: int) -> list[fh.HookInfo]:
+    def rows(self, index: int) -> list[HookInfo]:
         raise NotImplementedError
 
     def register(self, index: int, spec: Spec) -> None:
@@ -253,7 +255,7 @@ class Wrapped(Ours):
     def clear(self, index: int, phase: str | None) -> None:
         self.modules[index].clear_hooks(phase)
 
-    def rows(self, index: int) -> list[fh.HookInfo]:
+    def rows(self, index: int) -> list[HookInfo]:
         return self.modules[index].hooks()
 
 
@@ -268,7 +270,7 @@ class Instrumented(Ours):
     def clear(self, index: int, phase: str | None) -> None:
         registry_of(self.modules[index]).clear(phase)
 
-    def rows(self, index: int) -> list[fh.HookInfo]:
+    def rows(self, index: int) -> list[HookInfo]:
         return hooks_of(find_registry(self.modules[index]))
 
 
