@@ -1,4 +1,4 @@
-# What the Rust extension offers; held against it by stubtest.
+# Stubs of the Rust extension, checked against it by stubtest.
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -53,7 +53,7 @@ _Handles: TypeAlias = list[tuple[Any, HookHandle]]
 _OnError: TypeAlias = Literal["raise", "disable", "ignore"]
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-# PyTorch's contracts. The module is Any: which class a hook expects is the hook's business.
+# PyTorch's contracts. The module is Any, since a hook may expect any class of module.
 _PlainForwardPreHook: TypeAlias = (
     Callable[[Any, _Args], Any] | Callable[[Any, _Args, _Kwargs], tuple[Any, _Kwargs] | None]
 )
@@ -66,14 +66,14 @@ _PlainBackwardHook: TypeAlias = Callable[[Any, Any, Any], Any]
 _PhaseT_co = TypeVar("_PhaseT_co", covariant=True)
 
 class _Typed(Protocol[_PhaseT_co]):
-    # A typed hook of one phase: a subclass of TypedHook that says so.
+    # A typed hook of one phase: a subclass of TypedHook with that phase in its type.
     @property
     def fn(self) -> Callable[..., Any]: ...
     @property
     def phase(self) -> _PhaseT_co: ...
 
 class _HostCopies(Protocol):
-    # Copies from GPUs that a collector has started.
+    # Pending copies from GPUs that a collector has started.
     def finish(self) -> None: ...
 
 @disjoint_base
@@ -274,13 +274,13 @@ class InstallationBase:
     retired: bool
 
 class _LayerKey(Protocol):
-    # The place of the key among those of the installation.
+    # Index of the key in the installation.
     @property
     def key(self) -> int: ...
-    # The item of a tuple that is recorded.
+    # Index of the recorded item, for an output that is a tuple.
     @property
     def item(self) -> int: ...
-    # Of hidden states alone: whether they begin with what the first layer took.
+    # Only for hidden states: True if they begin with the input of the first layer.
     @property
     def initial(self) -> bool | None: ...
 

@@ -1,7 +1,7 @@
-"""Recording: the outputs that a model declares, put into what its forward returns.
+"""Recording: outputs of layers that a model declares, added to the output of its forward.
 
 Names and behaviour are those of transformers' `capture_outputs`; any `nn.Module` class can declare
-what it records.
+its records.
 """
 
 # The first recording of a model makes an installation: a native hook (`RecordedLayer`) behind all

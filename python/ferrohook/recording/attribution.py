@@ -1,4 +1,4 @@
-"""Attribution of layers that run where the context has no call: on worker threads, say."""
+"""Attribution of layers to in-flight calls where the context has none (worker threads, say)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class AttributedLayer(NamedTuple):
-    """A layer that runs for a call of another thread; None where no call was found."""
+    """A layer on a worker thread, and the call that it runs for; None if none was found."""
 
     module: nn.Module
     call: Call | None
 
 
 class _Attributed(threading.local):
-    """The layers that this thread runs for calls of other threads, the outermost first."""
+    """Stack of the layers that this thread runs for calls of other threads."""
 
     def __init__(self) -> None:
         self._layers: list[AttributedLayer] = []
@@ -35,7 +35,7 @@ class _Attributed(threading.local):
         self._layers.append(AttributedLayer(module, call))
 
     def leave(self, module: nn.Module) -> Call | None:
-        """The call that the layer was entered for."""
+        """Pops the layer. Returns the call that it was entered for."""
         for place in reversed(range(len(self._layers))):
             layer = self._layers[place]
             if layer.module is module:
@@ -44,9 +44,9 @@ class _Attributed(threading.local):
         return None
 
     def around(self, module: nn.Module) -> AttributedLayer | None:
-        """The layer around one that begins."""
+        """Returns the innermost entered layer that encloses `module`."""
         layers = self._layers
-        # Those above it raised, and were not left.
+        # Layers above it raised and were never left.
         while layers and (
             layers[-1].module is module
             or not any(module is each for each in layers[-1].module.modules())
@@ -58,19 +58,19 @@ class _Attributed(threading.local):
 ATTRIBUTED = _Attributed()
 
 
-def owner_of(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
+def find_owner(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
     """Finds the in-flight call of `model` that owns `layer`.
 
-    The one that knows the tensor which the layer takes. Failing that, the only one in progress, if
-    this thread is its own or was started during it.
+    That is the call that shares memory with a tensor which the layer takes. Failing that, the only
+    call in flight, if this thread makes it or was started during it.
     """
-    calls = _running(model)
+    calls = _in_flight(model)
     if not any(call.records for call in calls):
         return None
     if torch._C._current_graph_task_id() != -1:
-        return None  # checkpointing runs it again in a backward
+        return None  # a rerun in a backward: checkpointing
     tensors = [*tensors_in(taken)]
-    owners = [call for call in calls if _knows(call, tensors)]
+    owners = [call for call in calls if _shares_memory(call, tensors)]
     here = threading.current_thread()
     if (
         not owners
@@ -80,24 +80,24 @@ def owner_of(model: nn.Module, layer: nn.Module, taken: Any) -> Call | None:
         owners = calls
     if len(owners) == 1:
         return owners[0]
-    # Of those that record nothing the layers are not watched all the time: it may well be theirs.
+    # The layer may belong to a call that records nothing: that one's layers are not all watched.
     if all(call.records for call in calls):
         for call in calls:
             call.leave_out(type(layer).__name__)
     return None
 
 
-def _running(model: nn.Module) -> list[Call]:
-    """The calls of a model in progress, but for those that wait for one of a sub-model."""
+def _in_flight(model: nn.Module) -> list[Call]:
+    """Lists the in-flight calls of a model, except those that enclose a call of a sub-model."""
     calls = calls_in_progress()
     around = {id(call.around) for call in calls}
     return [call for call in calls if call.model is model and id(call) not in around]
 
 
-def _knows(call: Call, tensors: list[Tensor]) -> bool:
-    """True where an argument of the call, or an output of its layers, shares one's memory."""
-    known = [*tensors_in(call.arguments), *call.outputs()]
-    return any(share_memory(each, tensor) for tensor in tensors if tensor.numel() for each in known)
+def _shares_memory(call: Call, tensors: list[Tensor]) -> bool:
+    """True if an argument of the call or an output of its layers shares memory with a tensor."""
+    own = [*tensors_in(call.arguments), *call.outputs()]
+    return any(share_memory(each, tensor) for tensor in tensors if tensor.numel() for each in own)
 
 
 def warn_unattributed(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""What a model declares that it can record, and the modules that this means."""
+"""Declarations of a model's recorded outputs, and the modules that they match."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ HIDDEN = "hidden_states"
 
 @dataclasses.dataclass(frozen=True)
 class OutputRecorder:
-    """Which modules' outputs are recorded, and which part of them (transformers' class).
+    """Selector of modules whose outputs are recorded, with options (transformers' class).
 
-    A module is recorded that is an instance of `target_class`, or whose class or path ends in
-    `class_name`. The recorders of one key keep their tensors in the same way.
+    It matches instances of `target_class`, and modules whose class or path ends in `class_name`.
+    The recorders of one key share `detach`, `device` and `dtype`.
 
     Args:
-        target_class: a subclass of `nn.Module`, or None where `class_name` tells.
-        index: which item of a tuple is recorded; an output that is none is recorded whole.
-        layer_name: only modules with these segments in their path, such as `self_attn`.
+        target_class: a subclass of `nn.Module`, or None to match by `class_name` alone.
+        index: the recorded item of an output that is a tuple; other outputs are recorded whole.
+        layer_name: match only modules with these segments in their path, such as `self_attn`.
         class_name: the end of the class's name, or of the module's path.
-        capture_initial_hidden_state: begin `hidden_states` with what the first layer took.
-        num_hidden_layers_key: the config's attribute that counts the layers, for negative indices
-            in `output_hidden_states`.
-        detach: from autograd's graph.
-        device: where the tensors are moved to, see `capture`.
-        dtype: what tensors of floating point are cast to.
+        capture_initial_hidden_state: begin `hidden_states` with the input of the first layer.
+        num_hidden_layers_key: the config's attribute with the number of layers, for negative
+            indices in `output_hidden_states`.
+        detach: detach the tensors from autograd's graph.
+        device: the device to move the tensors to, see `capture`.
+        dtype: the dtype to cast tensors of floating point to.
 
     Raises:
         HookTypeError: neither class nor suffix, or one of the wrong type.
-        RuntimeError: `device` is none.
+        RuntimeError: `device` is no device.
     """
 
     target_class: type[nn.Module] | None
@@ -54,7 +54,7 @@ class OutputRecorder:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be recorded by."""
+        """Validates the fields."""
         target = self.target_class
         if target is None and not self.class_name:
             msg = "an OutputRecorder names a target_class or a class_name, this one neither"
@@ -74,11 +74,11 @@ class OutputRecorder:
 
     @property
     def kept(self) -> tuple[object, ...]:
-        """How its tensors are kept."""
+        """Options of storage, equal for all recorders of a key."""
         return self.detach, self.device, self.dtype
 
     def fits(self, module: nn.Module, path: str) -> bool:
-        """Whether the module is recorded; `path` begins with a dot."""
+        """True if it matches the module; `path` begins with a dot."""
         cls = plain_class(type(module))
         ends = self.class_name is not None and (
             cls.__name__.endswith(self.class_name) or path.endswith(self.class_name)
@@ -89,7 +89,7 @@ class OutputRecorder:
 
 
 class Target(NamedTuple):
-    """A module that is recorded."""
+    """A recorded module."""
 
     key: str
     recorder: OutputRecorder
@@ -97,15 +97,15 @@ class Target(NamedTuple):
 
 
 def declares(module: nn.Module) -> bool:
-    """Whether a module or its class says what it records, if only that it is nothing."""
+    """True if a module or its class has a declaration, even an empty one."""
     return DECLARATION in vars(module) or hasattr(type(module), DECLARATION)
 
 
 def declared_by(module: nn.Module) -> dict[str, Any]:
-    """What a module declares, as it does.
+    """Reads the declaration of a module; an empty dict if it has none.
 
     Raises:
-        HookTypeError: it is no dict.
+        HookTypeError: the declaration is no dict.
     """
     declared = getattr(module, DECLARATION, None) or {}
     if not isinstance(declared, (dict, Mapping)):
@@ -115,34 +115,34 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
 
 
 def _recorders(module: nn.Module) -> dict[str, list[OutputRecorder]]:
-    """What a module declares, in one form."""
+    """Parses the declaration of a module."""
     return {
-        key: [_recorder(key, each) for each in (given if isinstance(given, list) else [given])]
-        for key, given in declared_by(module).items()
+        key: [_parsed(key, each) for each in (value if isinstance(value, list) else [value])]
+        for key, value in declared_by(module).items()
     }
 
 
-def _recorder(key: str, given: Any) -> OutputRecorder:
-    if isinstance(given, OutputRecorder):
-        return given
-    # As transformers picks: attentions come second, behind what the layer computes.
+def _parsed(key: str, declared: Any) -> OutputRecorder:
+    if isinstance(declared, OutputRecorder):
+        return declared
+    # transformers' default: attentions are the second item, behind the layer's main output.
     index = 0 if HIDDEN in key else 1
     try:
-        if isinstance(given, str):
-            return OutputRecorder(None, index=index, class_name=given)
-        if isinstance(given, type):
-            return OutputRecorder(given, index=index)
-        if hasattr(given, "target_class"):  # transformers' own recorder
+        if isinstance(declared, str):
+            return OutputRecorder(None, index=index, class_name=declared)
+        if isinstance(declared, type):
+            return OutputRecorder(declared, index=index)
+        if hasattr(declared, "target_class"):  # transformers' own recorder
             names = [field.name for field in dataclasses.fields(OutputRecorder)]
             return OutputRecorder(
-                **{name: getattr(given, name) for name in names if hasattr(given, name)}
+                **{name: getattr(declared, name) for name in names if hasattr(declared, name)}
             )
     except HookTypeError as error:
         msg = f"{DECLARATION}[{key!r}]: {error}"
         raise HookTypeError(msg) from error
     msg = (
         f"{DECLARATION}[{key!r}] is a subclass of nn.Module, the end of a class's name, an "
-        f"OutputRecorder or a list of these, got {describe(given)}"
+        f"OutputRecorder or a list of these, got {describe(declared)}"
     )
     raise HookTypeError(msg)
 
@@ -150,7 +150,7 @@ def _recorder(key: str, given: Any) -> OutputRecorder:
 class TreeEntry(NamedTuple):
     """A module as `ModuleTree` takes it.
 
-    `children` is None for one that is not looked into, `declared` for one without a declaration.
+    `children` is None if it is not descended into, `declared` if it has no declaration of its own.
     """
 
     module: nn.Module
@@ -159,7 +159,7 @@ class TreeEntry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The layers that a model records at one time."""
+    """Recorded layers of a model, with a snapshot of its modules."""
 
     targets: dict[str, list[Target]]
     modules: list[nn.Module]
@@ -167,7 +167,7 @@ class Plan(NamedTuple):
 
     @property
     def recorders(self) -> dict[str, OutputRecorder]:
-        """For each key the recorder that says how its tensors are kept."""
+        """For each key a recorder with the options of storage."""
         return {
             key: found[0].recorder if found else OutputRecorder(nn.Module)
             for key, found in self.targets.items()
@@ -175,27 +175,27 @@ class Plan(NamedTuple):
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Finds what is recorded; a sub-model with a declaration of its own goes by that."""
+    """Finds the recorded layers. A sub-model with a declaration of its own uses that one."""
     targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
-    seen: set[int] = set()
+    visited: set[int] = set()
     tree: list[TreeEntry] = []
 
     def walk(
         module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]] | None
     ) -> None:
-        """`recorders` are those of what is around it; None for one that declares its own."""
+        """Descends; `recorders` are inherited, None for a module with its own declaration."""
         # TorchScript runs its modules outside of Python.
         scripted = isinstance(module, jit.ScriptModule)
         children = {} if scripted else dict(module._modules)
         declared = dict(declared_by(module)) if recorders is None else None
         recorders = _recorders(module) if recorders is None else recorders
-        seen.add(id(module))
+        visited.add(id(module))
         tree.append(TreeEntry(module, None if scripted else list(children.values()), declared))
         for name, child in children.items():
-            if child is not None and id(child) not in seen:
+            if child is not None and id(child) not in visited:
                 walk(child, f"{path}.{name}", None if declares(child) else recorders)
-        for key, given in recorders.items():
-            for recorder in given:
+        for key, each in recorders.items():
+            for recorder in each:
                 if recorder.fits(module, path):
                     targets.setdefault(key, []).append(Target(key, recorder, module))
 
@@ -212,7 +212,7 @@ def _check_alike(targets: dict[str, list[Target]]) -> None:
 
 
 def unmatched(model: nn.Module, key: str) -> SelectionError:
-    """The error for a key whose recorders match none of the model's modules."""
+    """Makes the error for a key whose recorders match none of the model's modules."""
     named = [
         recorder.class_name or getattr(recorder.target_class, "__name__", "")
         for recorder in _recorders(model)[key]

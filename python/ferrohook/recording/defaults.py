@@ -1,4 +1,4 @@
-"""`merge_with_config_defaults`: arguments that a config has where the caller has none."""
+"""`merge_with_config_defaults`: defaults of a forward's arguments, from the model's config."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _LOG = logging.getLogger("ferrohook")
 
 
 def merge_with_config_defaults(func: F) -> F:
-    """Gives a forward what its caller left out as `self.config` has it (transformers').
+    """Fills in arguments that the caller of a forward left out, from `self.config` (transformers').
 
-    That is `use_cache`, `vision_feature_layer`, `vision_feature_select_strategy`,
+    They are `use_cache`, `vision_feature_layer`, `vision_feature_select_strategy`,
     `vision_aspect_ratio` and `is_causal`. None counts as left out. `use_cache` is off where
     `self.gradient_checkpointing` is on while training. An `is_causal` that differs from the
-    config's stands in the config too for as long as the call takes, because masks are made by that:
-    other threads see it.
+    config's is set in the config too during the call, as masks are made from it: other threads see
+    it.
 
     The forward raises:
         ValueError: a `vision_feature_select_strategy` other than default and full.
@@ -53,17 +53,17 @@ def merge_with_config_defaults(func: F) -> F:
     @functools.wraps(func)
     def merged_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
-        given = list(args)
+        positionals = list(args)
         for name in _WITH_DEFAULTS:
-            place = places.get(name, len(given))
-            positional = place < len(given)
-            value = given[place] if positional else kwargs.get(name)
+            place = places.get(name, len(positionals))
+            positional = place < len(positionals)
+            value = positionals[place] if positional else kwargs.get(name)
             value = getattr(config, name, None) if value is None else value
             if value is None or not (positional or names is None or name in names):
                 continue
             value = _checked_default(self, name, value)
             if positional:
-                given[place] = value
+                positionals[place] = value
             else:
                 kwargs[name] = value
         if names is None or "is_causal" in names:
@@ -71,8 +71,8 @@ def merge_with_config_defaults(func: F) -> F:
             if causal is not None:
                 kwargs["is_causal"] = causal
                 with _in_config(config, "is_causal", causal):
-                    return func(self, *given, **kwargs)
-        return func(self, *given, **kwargs)
+                    return func(self, *positionals, **kwargs)
+        return func(self, *positionals, **kwargs)
 
     return cast("F", merged_forward)
 
@@ -84,19 +84,19 @@ def _checked_default(model: nn.Module, name: str, value: Any) -> Any:
     checkpointed = model.training and getattr(model, "gradient_checkpointing", False)
     if name == "use_cache" and value and checkpointed:
         if not torch.compiler.is_compiling():
-            _say_no_cache()
+            _warn_no_cache()
         return False
     return value
 
 
 @functools.cache
-def _say_no_cache() -> None:
+def _warn_no_cache() -> None:
     _LOG.warning("use_cache=True does not go with gradient checkpointing: use_cache is off")
 
 
 @contextlib.contextmanager
 def _in_config(config: Any, name: str, value: Any) -> Iterator[None]:
-    """Has the config say so, unless it does; one that is None says nothing."""
+    """Sets an attribute of the config, unless it is None, and restores it at exit."""
     if config is None or getattr(config, name, None) == value:
         yield
         return

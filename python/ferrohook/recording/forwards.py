@@ -1,4 +1,4 @@
-"""`capture_outputs`: a forward that returns what its model declares."""
+"""`capture_outputs`: a forward whose output includes the records that its model declares."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 FLAG = "output_"
 ATTENTIONS = "attentions"
 CROSS = "cross_attentions"
-# Recorded for `output_attentions`, as transformers does it.
+# Recorded for `output_attentions` too, as in transformers.
 WITH_ATTENTIONS = (CROSS, "mask_decoder_attentions")
 SELF_AND_CROSS = 2
 
@@ -49,31 +49,31 @@ def capture_outputs(
     func: None = None, *, tie_last_hidden_states: bool = True
 ) -> Callable[[F], F]: ...
 def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) -> Any:
-    """Makes a forward return what its model declares, where it is asked for (transformers').
+    """Adds the records that a model declares to its forward's output, on request (transformers').
 
     The class declares it in `_can_record_outputs`: a dict from keys to a subclass of `nn.Module`,
     the end of a class's name, an `OutputRecorder`, or a list of these. Each key has a flag, the
-    keyword argument `output_<key>` or, where that is not given, the attribute of that name of
-    `self.config`; what was recorded is put under the key into the mapping or dataclass that the
-    forward returns, as a tuple in the order of the layers' calls. `hidden_states` begin with what
-    the first layer took. `output_hidden_states` also takes an index or several, and keeps None in
-    place of the others. `output_attentions` asks for `cross_attentions` and
-    `mask_decoder_attentions` too. `return_dict=False` makes it a tuple.
+    keyword argument `output_<key>` or, without it, the attribute of that name of `self.config`. The
+    recorded values are added under the key to the mapping or dataclass that the forward returns, as
+    a tuple in the order of the layers' calls. `hidden_states` begin with the input of the first
+    layer. `output_hidden_states` also takes an index or several, and stores None for the others.
+    `output_attentions` requests `cross_attentions` and `mask_decoder_attentions` too.
+    `return_dict=False` makes the output a tuple.
 
-    Only calls made in the context of the forward are recorded, and calls of its layers on helper
-    threads as far as they can be told (see the guide to migrating); a sub-model with a decorated
-    forward records for itself.
+    Calls in the context of the forward are recorded; calls of its layers on worker threads are if
+    they can be attributed (see the guide to migrating). A sub-model with a decorated forward
+    records for itself.
 
     Args:
         func: the forward; None to decorate with options.
-        tie_last_hidden_states: the last of the hidden states is the output's `last_hidden_state`,
-            or `vision_hidden_states`. `config.tie_last_hidden_states` goes first.
+        tie_last_hidden_states: replace the last hidden state by the output's `last_hidden_state`
+            or `vision_hidden_states`. `config.tie_last_hidden_states` takes precedence.
 
     The forward raises:
-        HookTypeError: an unknown `output_` flag; a declaration of the wrong type; an output that
-            nothing can be put into.
-        SelectionError: a declaration that was asked for matches no module, or its index is outside
-            of what a layer returned.
+        HookTypeError: an unknown `output_` flag; a declaration of the wrong type; an output that is
+            no mapping or dataclass.
+        SelectionError: a requested declaration matches no module, or its index is out of range of a
+            layer's output.
         HookError: a layer cannot be instrumented.
 
     Examples:
@@ -97,8 +97,8 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             around = innermost()
             traced = torch.compiler.is_compiling() and around is None
             if around is not None or TRACED.call is not None:
-                asked = []  # a model around this one passed them on
-            if names is not None:  # a forward need not know of flags
+                asked = []  # passed on by an enclosing model
+            if names is not None:  # drops flags that the forward does not take
                 kwargs = {
                     name: value
                     for name, value in kwargs.items()
@@ -111,7 +111,9 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             if recorded:
                 tie = getattr(config, "tie_last_hidden_states", None)
                 tie = tie_last_hidden_states if tie is None else tie
-                outputs = _put(outputs, _arranged(outputs, recorded, declared, tie=tie))
+                outputs = _add_to_output(
+                    outputs, _match_output(outputs, recorded, declared, tie=tie)
+                )
             return _as_tuple(outputs) if return_dict is False else outputs
 
         return recorded_forward
@@ -123,9 +125,9 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
 
 
 def innermost() -> Call | None:
-    """The call that records in this context, or keeps others from it.
+    """Returns the innermost call of this context: it records, or keeps others from recording.
 
-    Its native twin asks for each layer; Dynamo follows this one.
+    Native layers use the native twin; Dynamo traces this one.
     """
     for frame in frames.get():
         if type(frame.tag) is Call:
@@ -134,16 +136,16 @@ def innermost() -> Call | None:
 
 
 def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names that it takes as keywords; None if it takes any."""
+    """Returns the names that it takes as keywords; None if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _while_traced(function: F) -> F:
-    """Has Dynamo run a function while it traces, and see the result alone."""
-    # What `torch.compiler.assume_constant_result` does, which would import Dynamo.
+def _as_constant(function: F) -> F:
+    """Has Dynamo run a function while it traces, and treat the result as a constant."""
+    # `torch.compiler.assume_constant_result` does the same but imports Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -151,77 +153,78 @@ def _while_traced(function: F) -> F:
 def _flags(
     model: nn.Module, declared: dict[str, Any], config: object, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys that are asked for, with what their flags say; those asked for by their keyword.
+    """Returns the requested keys with their flags, and the keys requested by a keyword argument.
 
-    Refuses a flag that asks for what nobody knows.
+    Raises:
+        HookTypeError: an unknown flag.
     """
     flags, by_keyword = {}, []
     for key in declared:
         with_attentions = key in WITH_ATTENTIONS
         name = FLAG + (ATTENTIONS if with_attentions else key)
-        given = name in kwargs
-        value = kwargs[name] if given else getattr(config, name, False)
+        explicit = name in kwargs
+        value = kwargs[name] if explicit else getattr(config, name, False)
         if value:
             flags[key] = value
-            if given and not with_attentions:
+            if explicit and not with_attentions:
                 by_keyword.append(key)
     for name, value in kwargs.items():
         if not name.startswith(FLAG) or value is None or value is False:
             continue
         if name.removeprefix(FLAG) not in declared and not hasattr(config, name):
-            _check_known(model, name)
+            _check_flag(model, name)
     return flags, by_keyword
 
 
-@_while_traced
-def _check_known(model: nn.Module, name: str) -> None:
-    # A model around this one passes on what it got.
-    models = [model, *_around(model)]
-    if any(name in _known_flags(each) for each in models):
+@_as_constant
+def _check_flag(model: nn.Module, name: str) -> None:
+    # An enclosing model passes on its flags.
+    models = [model, *_callers(model)]
+    if any(name in _flags_of(each) for each in models):
         return
     for each in models:
-        _KNOWN_FLAGS.pop(each, None)  # it may have got a sub-model since
-    if any(name in _known_flags(each) for each in models):
+        _FLAGS.pop(each, None)  # stale if a sub-model was added
+    if any(name in _flags_of(each) for each in models):
         return
-    flags = sorted(_known_flags(model))
+    flags = sorted(_flags_of(model))
     closest = ", ".join(closest_to(name, flags) or flags)
     msg = f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
     raise HookTypeError(msg)
 
 
-def _around(model: nn.Module) -> Iterator[nn.Module]:
-    """The models whose methods run on this thread, with this one inside them."""
+def _callers(model: nn.Module) -> Iterator[nn.Module]:
+    """Finds the models that contain this one and whose methods run on this thread."""
     frame = inspect.currentframe()
     while frame is not None:
-        caller = _traced_by(frame.f_locals.get("self"))
+        caller = _unwrap_traced(frame.f_locals.get("self"))
         if isinstance(caller, nn.Module) and any(each is model for each in caller.modules()):
             yield caller
         frame = frame.f_back
 
 
-def _traced_by(caller: Any) -> Any:
-    """The `self` of the frame that one of Dynamo's stands for, while that traces it."""
+def _unwrap_traced(caller: Any) -> Any:
+    """Returns the traced `self` if `caller` is a Dynamo object that stands for a frame."""
     variable: Any = getattr(caller, "symbolic_locals", {}).get("self")
     variable = variable.unwrap() if hasattr(variable, "unwrap") else variable
     return getattr(variable, "value", caller)
 
 
-def _known_flags(model: nn.Module) -> frozenset[str]:
-    """The flags that the model or one inside declares, or a forward takes."""
+def _flags_of(model: nn.Module) -> frozenset[str]:
+    """Returns the flags that the model or a sub-module declares, or a forward takes."""
     with contextlib.suppress(KeyError):
-        return _KNOWN_FLAGS[model]
-    known: set[str] = set()
+        return _FLAGS[model]
+    declared_flags: set[str] = set()
     for module in model.modules():
-        known.update(FLAG + key for key in declared_by(module))
+        declared_flags.update(FLAG + key for key in declared_by(module))
         with contextlib.suppress(TypeError, ValueError):  # without a signature
-            known |= _parameters_of_class(plain_class(type(module)))
-    if FLAG + CROSS in known or FLAG + "mask_decoder_attentions" in known:
-        known.add(FLAG + ATTENTIONS)
-    _KNOWN_FLAGS[model] = frozenset(known)
-    return _KNOWN_FLAGS[model]
+            declared_flags |= _parameters_of_class(plain_class(type(module)))
+    if FLAG + CROSS in declared_flags or FLAG + "mask_decoder_attentions" in declared_flags:
+        declared_flags.add(FLAG + ATTENTIONS)
+    _FLAGS[model] = frozenset(declared_flags)
+    return _FLAGS[model]
 
 
-_KNOWN_FLAGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+_FLAGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -230,17 +233,17 @@ def _parameters_of_class(cls: type[nn.Module]) -> frozenset[str]:
     return frozenset(name for name in names if name.startswith(FLAG))
 
 
-def _arranged(
+def _match_output(
     outputs: Any, recorded: dict[str, tuple[Any, ...]], declared: dict[str, Any], *, tie: bool
 ) -> dict[str, tuple[Any, ...]]:
-    """What was recorded as the output has it: the last state tied, attentions by their kind."""
-    arranged = {}
+    """Matches recorded values to the output: ties the last state, splits attentions by kind."""
+    matched = {}
     for key, values in recorded.items():
-        arranged[key] = values
+        matched[key] = values
         if key == HIDDEN and tie and values and values[-1] is not None:
             for name in ("vision_hidden_states", "last_hidden_state"):
                 if _has(outputs, name):
-                    arranged[key] = (*values[:-1], _get(outputs, name))
+                    matched[key] = (*values[:-1], _get(outputs, name))
                     break
         elif (
             key == ATTENTIONS
@@ -249,9 +252,9 @@ def _arranged(
             and CROSS not in declared
             and _has(outputs, CROSS)
         ):
-            # A layer's self-attention and its cross-attention, in turn.
-            arranged[key], arranged[CROSS] = values[0::2], values[1::2]
-    return arranged
+            # A layer's self-attention and its cross-attention alternate.
+            matched[key], matched[CROSS] = values[0::2], values[1::2]
+    return matched
 
 
 def _has(outputs: Any, name: str) -> bool:
@@ -262,7 +265,7 @@ def _get(outputs: Any, name: str) -> Any:
     return getattr(outputs, name) if hasattr(outputs, name) else outputs[name]
 
 
-def _put(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
+def _add_to_output(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
     if isinstance(outputs, (dict, MutableMapping)):
         for key, values in recorded.items():
             outputs[key] = values
@@ -279,7 +282,7 @@ def _put(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
         raise HookTypeError(msg)
     outputs = copy.copy(outputs)
     for key, values in recorded.items():
-        object.__setattr__(outputs, key, values)  # it may be frozen
+        object.__setattr__(outputs, key, values)  # works for a frozen dataclass too
     return outputs
 
 
@@ -294,7 +297,7 @@ def _as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-def _begin(  # noqa: PLR0913, PLR0917 (the state of a call)
+def _make_call(  # noqa: PLR0913, PLR0917 (the state of a call)
     model: nn.Module,
     around: Call | None,
     args: tuple[Any, ...],
@@ -302,23 +305,23 @@ def _begin(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> Call:
-    """Installs, and makes the call that is to run."""
+    """Installs the recorders and makes the call."""
     installation = install(model) if flags else installation_of(model)
-    selected = _selected(model, flags, asked, installation) if installation and flags else None
+    selected = _select_states(model, flags, asked, installation) if installation and flags else None
     return Call(model, installation, flags, selected, around, args, kwargs)
 
 
 never_trace(
     sys.modules[__name__],
-    "_begin",
+    "_make_call",
     "a forward that records runs eagerly, and this one is inside of it",
 )
 
 
-def _selected(
+def _select_states(
     model: nn.Module, flags: dict[str, Any], asked: list[str], installation: Installation
 ) -> list[int] | None:
-    """The places of the hidden states that are asked for, None for all; others select nothing."""
+    """Returns the indices of the requested hidden states, None for all."""
     for key in asked:
         if not installation.layers[key]:
             raise unmatched(model, key)
@@ -349,15 +352,15 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """Runs the forward and gives what it returned and what was recorded."""
+    """Runs the forward. Returns its output and the recorded values."""
     traced = TRACED.call
     if traced is not None:
         TRACED.call = None
     try:
         while True:
-            call = _begin(model, around, args, kwargs, flags, asked)
+            call = _make_call(model, around, args, kwargs, flags, asked)
             ran = call.run(forward)
-            if ran is not None:  # else another thread has uninstalled meanwhile
+            if ran is not None:  # None: another thread has uninstalled meanwhile
                 break
     finally:
         if traced is not None:
@@ -367,20 +370,20 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     return ran
 
 
-def _constant(flag: Any) -> Any:
-    """A flag without the numbers that Dynamo made dynamic, since they differ between calls."""
+def _static_flag(flag: Any) -> Any:
+    """Converts a flag to plain ints: Dynamo makes those that differ between calls dynamic."""
     if isinstance(flag, (list, tuple)):
         return [operator.index(each) for each in flag]
     return operator.index(flag) if isinstance(flag, int) and not isinstance(flag, bool) else flag
 
 
-@_while_traced
-def _prepared(
+@_as_constant
+def _install_for_trace(
     model: nn.Module, flags: dict[str, Any], asked: list[str]
 ) -> tuple[str, tuple[int, ...] | None]:
-    """Installs."""
+    """Installs for a trace. Returns the installation's number and the selected states."""
     installation = install(model, traced=True)
-    selected = _selected(model, flags, asked, installation)
+    selected = _select_states(model, flags, asked, installation)
     installation.watch()
     return installation.number, None if selected is None else tuple(selected)
 
@@ -393,15 +396,15 @@ def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
     flags: dict[str, Any],
     asked: list[str],
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """The same as `_call`, for Dynamo."""
+    """`_call` for Dynamo: runs the forward and records in the trace."""
     outer = TRACED.call
     if not flags and outer is None:
         return forward(model, *args, **kwargs), {}
     if not torch.compiler.is_compiling() and outer is None:  # the graph broke: this is Python
         return _call(model, None, forward, args, kwargs, flags, asked)
     if HIDDEN in flags:
-        flags = {**flags, HIDDEN: _constant(flags[HIDDEN])}
-    number, selected = _prepared(model, flags, asked) if flags else ("", None)
+        flags = {**flags, HIDDEN: _static_flag(flags[HIDDEN])}
+    number, selected = _install_for_trace(model, flags, asked) if flags else ("", None)
     call = TracedCall(number, list(flags), selected)
     TRACED.call = call
     try:

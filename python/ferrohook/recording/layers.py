@@ -1,4 +1,4 @@
-"""Recorded layers: the hooks of one model's layers, and what a model has of them."""
+"""Recorded layers: the hooks of one model's layers, and their installation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ferrohook.arguments import expect_module
 from ferrohook.conversion import converter
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, make_class
-from ferrohook.recording.attribution import ATTRIBUTED, owner_of
+from ferrohook.recording.attribution import ATTRIBUTED, find_owner
 from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
 from ferrohook.traced import never_trace
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from ferrohook._core import Call
     from ferrohook.recording.declarations import Plan, Target
 
-# Never held while code of the user's runs. A finaliser may come in between.
+# Never held while user code runs. Recursive, as a finaliser may run while it is held.
 _LOCK = threading.RLock()
 _NUMBERS = itertools.count()
 
 
 class Installation(InstallationBase):
-    """The recorded layers of one model, as its modules and declarations were at one time.
+    """Recorded layers of one model, for one state of its modules and declarations.
 
-    It is found by the model's id and keeps no module alive: copies and files have nothing of it.
+    It is looked up by the model's id and keeps no module alive; copies and pickles exclude it.
     """
 
     def __new__(cls, _model: nn.Module, plan: Plan, _former: Installation | None) -> Self:
@@ -54,16 +54,16 @@ class Installation(InstallationBase):
         return super().__new__(cls, keys, plan.tree, copies if moved else None)
 
     def __init__(self, model: nn.Module, plan: Plan, former: Installation | None) -> None:
-        # No later model is taken for this one when it gets its id.
-        self.model = weakref.ref(model, functools.partial(_forget, installations, id(model)))
-        # Graphs know it by this, and those that follow it.
+        # Removes the entry with the model: a later model may get the same id.
+        self.model = weakref.ref(model, functools.partial(_remove, installations, id(model)))
+        # Identifies it, and its successors, in graphs.
         self.number: str = str(next(_NUMBERS)) if former is None else former.number
         self.recorders = plan.recorders
         self.layers = {key: len(found) for key, found in plan.targets.items()}
         self._attachment = Attachment()
 
     def attach(self, plan: Plan, *, all_modules: bool) -> None:
-        """Records the layers of the plan; has the model's other modules called natively too.
+        """Instruments the layers of the plan and, with `all_modules`, the model's other modules.
 
         Raises:
             HookError: a layer cannot be instrumented.
@@ -82,26 +82,26 @@ class Installation(InstallationBase):
             if around:
                 self._attachment.register([module], "forward_pre", layer)
             self._attachment.register([module], "forward", layer)
-        # Where they can be: PyTorch's way to call a module costs more, and its code would drive
-        # that of the layers out of the processor's caches.
+        # Best effort: PyTorch's own call costs more, and its code evicts that of the layers from
+        # the processor's caches.
         if all_modules:
             others = [module for module in plan.modules if id(module) not in layers]
             self._attachment.instrument(others, make_class, explicit=False)
 
     def retire(self) -> None:
-        """Releases the model, when the calls in progress have ended."""
+        """Releases the model once the in-flight calls have ended."""
         self.retired = True
         self.release_when_idle()
 
     def release_when_idle(self) -> None:
-        """Releases a retired model, once, if no call is in progress."""
+        """Releases a retired model, once, if no call is in flight."""
         with _LOCK:
             if any(call.installation is self for call in calls_in_progress()):
                 return
         self.release()
 
     def release(self) -> None:
-        """Releases the model, whoever records."""
+        """Releases the model, even during a call."""
         self._attachment.release()
 
 
@@ -119,8 +119,8 @@ def _collector(key: str, recorder: OutputRecorder, copies: HostCopies) -> Collec
     )
 
 
-# At the interpreter's end modules have no variables any more, neither this one nor others.
-def _forget(
+# `ending` is a default argument: at finalization a module's globals may be gone.
+def _remove(
     installed: dict[int, Installation],
     key: int,
     _model: object,
@@ -132,14 +132,14 @@ def _forget(
 
 
 def installation_of(model: nn.Module) -> Installation | None:
-    """The model's installation, if it has one."""
+    """Looks up the installation of a model."""
     return installations.get(id(model))
 
 
 def install(model: nn.Module, *, traced: bool = False) -> Installation:
-    """The model's installation, made anew where there is none or the model has changed.
+    """Returns the installation of a model, a new one if there is none or the model has changed.
 
-    Where Dynamo traces the model, no classes change but those of the layers.
+    `traced`: Dynamo traces the model, so only the classes of the layers change.
     """
     former = installation_of(model)
     if former is not None and former.holds():
@@ -162,9 +162,9 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Takes out what recording put into a model and its sub-models; recording puts it back.
+    """Releases the recorded layers of a model and its sub-models; recording installs them again.
 
-    Layers that nothing else instruments are plain modules again. Calls in progress on other threads
+    Layers that nothing else instruments are plain modules again. In-flight calls on other threads
     record to their end.
 
     Raises:
@@ -178,7 +178,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 class LayerKey(NamedTuple):
-    """One key that a layer is recorded for, see `_core.pyi`."""
+    """Key that a layer is recorded under, see `_core.pyi`."""
 
     key: int
     item: int
@@ -193,7 +193,7 @@ class RecordedLayer(RecordedLayerBase):
     """
 
     def __new__(cls, installation: Installation, targets: list[Target], *, around: bool) -> Self:  # noqa: ARG004 (for __init__)
-        """Makes a task for each target."""
+        """Makes a `LayerKey` for each target."""
         places = {key: place for place, key in enumerate(installation.recorders)}
         keys = [
             LayerKey(
@@ -208,13 +208,13 @@ class RecordedLayer(RecordedLayerBase):
     def __init__(self, installation: Installation, targets: list[Target], *, around: bool) -> None:
         self._number = installation.number
         self._recorders = tuple((target.key, target.recorder) for target in targets)
-        # True where other recorded layers are inside.
+        # True if other recorded layers are inside.
         self._around = around
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Records the layer's output, where `torch.compile` traces it."""
+        """Records the layer's output in a trace of `torch.compile`."""
         traced = TRACED.call
         if traced is not None and traced.number == self._number:
             for key, recorder in self._recorders:
@@ -222,32 +222,32 @@ class RecordedLayer(RecordedLayerBase):
                     traced.take(key, recorder, first_of(args, kwargs), output)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Finds the call for the layer and for those inside, where the context has none."""
+        """Finds the call for the layer and those inside, if the context has none."""
         if TRACED.call is None:
-            ATTRIBUTED.enter(module, self._owner(module, args, kwargs))
+            ATTRIBUTED.enter(module, self._find_owner(module, args, kwargs))
 
     def end(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Records the layer's output, where the context has no call."""
+        """Records the layer's output, if the context has no call."""
         if TRACED.call is not None:
             self(module, args, kwargs, output)
             return
-        call = ATTRIBUTED.leave(module) if self._around else self._owner(module, args, kwargs)
+        call = ATTRIBUTED.leave(module) if self._around else self._find_owner(module, args, kwargs)
         if call is not None and call.installation is self.installation:
             self.record(call, args, kwargs, output)
 
-    def _owner(
+    def _find_owner(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
-        """The call of the layer around this one, or the one that is found."""
+        """Returns the call of the enclosing layer, else searches for one."""
         outer = ATTRIBUTED.around(module)
         if outer is not None:
             return outer.call
         model = self.installation.model()
-        return None if model is None else owner_of(model, module, first_of(args, kwargs))
+        return None if model is None else find_owner(model, module, first_of(args, kwargs))
 
 
-# Dynamo would compile what the native call of a compiled piece calls.
+# Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(RecordedLayer, "begin", "native code calls it")
 never_trace(RecordedLayer, "end", "native code calls it")

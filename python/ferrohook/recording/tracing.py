@@ -1,6 +1,6 @@
-"""A call of a model that `torch.compile` traces.
+"""Recording in a call that `torch.compile` traces.
 
-What it records are outputs of the graph: nothing is shared between the threads that run it.
+Recorded values are outputs of the graph: threads that run it share nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a layer takes, as far as hidden states go."""
+    """Returns the first argument of a layer: its hidden states."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _picked(key: str, output: Any, index: int) -> Any:
-    """What is recorded of a layer's output."""
+    """Picks the recorded part of a layer's output."""
     if not isinstance(output, tuple):
         return output
     if not -len(output) <= index < len(output):
@@ -36,7 +36,7 @@ def _picked(key: str, output: Any, index: int) -> Any:
 
 
 class TracedCall:
-    """A call of a model that Dynamo traces: what is recorded becomes outputs of the graph."""
+    """A call of a model that Dynamo traces: recorded values become outputs of the graph."""
 
     def __init__(self, number: str, keys: list[str], selected: tuple[int, ...] | None) -> None:
         self.number = number
@@ -44,7 +44,7 @@ class TracedCall:
         self._selected = selected
 
     def take(self, key: str, recorder: OutputRecorder, taken: Any, output: Any) -> None:
-        """Records what a layer returned, and what the first one took."""
+        """Records the output of a layer, and the input of the first one."""
         value = _picked(key, output, recorder.index)
         if key == HIDDEN and recorder.capture_initial_hidden_state and not self.recorded[key]:
             self._append(key, recorder, taken)
@@ -70,14 +70,14 @@ def _traced_keep(recorder: OutputRecorder) -> Callable[[Tensor], Tensor]:
 
 
 class _Traced(threading.local):
-    """The call that this thread traces, or runs between two graphs of it.
+    """Call that this thread traces, or runs between two graphs of it.
 
-    Dynamo follows a thread's own variable, and not the setting of a context's; a forward is left by
-    the thread that entered it.
+    A thread-local, since Dynamo traces assignments to one but not to a context variable; a forward
+    is left by the thread that entered it.
     """
 
     def __init__(self) -> None:
-        # Of each thread's own from the start: Dynamo guards on its being there.
+        # Set in each thread from the start: Dynamo guards on its presence.
         self.call: TracedCall | None = None
 
 

@@ -39,8 +39,8 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     Ok(())
 }
 
-/// Undoes the `acquire` that a copy of an instrumented module was made with, once. True for the
-/// call that did so.
+/// Undoes, once, the `acquire` that a copy of an instrumented module inherited. Returns True for
+/// the call that did so.
 #[pyfunction]
 pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     match dispatcher_in(&instance_dict(module)?)? {
@@ -51,8 +51,8 @@ pub fn release_copy(module: &Bound<'_, PyAny>) -> PyResult<bool> {
     }
 }
 
-/// Gives a module another class: `plain`, or `instrumented`, which is made from it, where the
-/// module is instrumented. False where that is so and none was given.
+/// Assigns a module the class `plain` or, if the module is instrumented, `instrumented`, which is
+/// made from it. Returns False if the module is instrumented and `instrumented` is None.
 #[pyfunction]
 pub fn assign_class(
     module: &Bound<'_, PyAny>,
@@ -70,8 +70,8 @@ pub fn assign_class(
     class.map_or(Ok(false), |class| set_class(module, class).map(|()| true))
 }
 
-/// One thread at a time changes classes. Recursive: what is allocated meanwhile may have the
-/// garbage collector run a finaliser, which does so too.
+/// Locks changes of class. Recursive: an allocation meanwhile may have the garbage collector run a
+/// finaliser, which changes a class too.
 fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
     static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
     loop {

@@ -176,6 +176,10 @@ pub fn record(
 
 /// Registers recorders of the inputs (`inputs`) or outputs of instrumented modules, or of the
 /// `part` of them, under the collector's names, in order.
+///
+/// Raises:
+///     HookError: a module is not instrumented, or the scope was left; those before it are
+///         recorded.
 #[pyfunction]
 #[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
 pub fn record_all(

@@ -113,6 +113,11 @@ impl<S: Statistics> Detect for Shared<S> {
 
 /// Base of the native detectors: hooks that observe the values of a module without running Python,
 /// and accumulate statistics.
+///
+/// They are registered like any other hook, on one module or on many, by `register` or a
+/// `register_*_hook` method, for the phase to observe: the module's output in `forward`, its input
+/// in `forward_pre`, gradients in the backward phases. Any number of threads may call, read and
+/// merge them; copies and pickles include the statistics.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct NativeDetector {
     detector: Box<dyn Detect>,
