@@ -423,8 +423,8 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
 /// Returns the innermost call of this context: the one that records, or that keeps the others from
 /// recording.
 pub fn innermost<'py>(py: Python<'py>, frames: &Frames<'py>) -> PyResult<Option<Bound<'py, Call>>> {
-    let frames = frames.entered(py)?.into_iter().flatten();
-    Ok(frames.filter_map(|frame| call_of(&frame)).next())
+    let mut frames = frames.entered(py)?.into_iter().flatten();
+    Ok(frames.find_map(|frame| call_of(&frame)))
 }
 
 /// Returns the call that is the tag of a frame.
