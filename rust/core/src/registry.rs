@@ -209,7 +209,7 @@ impl Active {
     ///
     /// # Errors
     ///
-    /// Those of [`Registry::quiesce`].
+    /// Errors of [`Registry::quiesce`].
     pub fn wait_idle(&self, timeout: Option<Duration>) -> Result<(), WaitError> {
         let deadline = deadline(timeout);
         // Checked before the first wait: other waiters may depend on a hook that this thread is in.

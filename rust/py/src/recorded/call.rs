@@ -12,7 +12,6 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
-use crate::capture::keeping;
 use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
@@ -424,8 +423,8 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
 /// Returns the innermost call of this context: the one that records, or that keeps the others from
 /// recording.
 pub fn innermost<'py>(py: Python<'py>, frames: &Frames<'py>) -> PyResult<Option<Bound<'py, Call>>> {
-    let frames = frames.entered(py)?.into_iter().flatten();
-    Ok(frames.into_iter().find_map(|frame| call_of(&frame)))
+    let mut frames = frames.entered(py)?.into_iter().flatten();
+    Ok(frames.find_map(|frame| call_of(&frame)))
 }
 
 /// Returns the call that is the tag of a frame.
@@ -440,7 +439,7 @@ fn stored(
     value: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Py<PyAny>> {
     match value {
-        Some(value) => keeping::prepare(collector, value).map(Bound::unbind),
+        Some(value) => Collector::prepare(collector, value).map(Bound::unbind),
         None => Ok(collector.py().None()),
     }
 }
