@@ -125,8 +125,6 @@ class WrappedModel(TransparentWrapper):
         self._model, self._created_points, self._attached = model, points, attached
         self.setup()
 
-    _calls_inner = True
-
     if not TYPE_CHECKING:  # type checkers use nn.Module's
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (nn.Module's)

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyType};
 
 use crate::attach::dispatcher::Dispatcher;
 use crate::attach::wrapper::HookedBase;
@@ -122,12 +122,9 @@ pub fn acquire(
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if module.cast::<HookedBase>().is_ok() {
-        return Ok(true);
-    }
-    let calls_inner = intern!(module.py(), "_calls_inner");
-    let found = module.get_type().getattr_opt(calls_inner)?;
-    found.map_or(Ok(false), |found| found.is_truthy())
+    static WRAPPER: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let wrapper = WRAPPER.import(module.py(), "ferrohook.wrapper", "TransparentWrapper")?;
+    module.get_type().is_subclass(wrapper)
 }
 
 /// Returns the registry of an instrumented or wrapped module.

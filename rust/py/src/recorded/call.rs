@@ -12,6 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
+use crate::capture::keeping;
 use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
@@ -439,7 +440,7 @@ fn stored(
     value: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Py<PyAny>> {
     match value {
-        Some(value) => Collector::prepare(collector, value).map(Bound::unbind),
+        Some(value) => keeping::prepare(collector, value).map(Bound::unbind),
         None => Ok(collector.py().None()),
     }
 }
