@@ -31,7 +31,7 @@ impl Work {
         self.0 & phase.bit() != 0
     }
 
-    /// True if a [`Watch`] covers `phase`: other registries may have hooks for it.
+    /// True if a [`Watch`](crate::Watch) covers `phase`: other registries may have hooks for it.
     #[must_use]
     #[inline]
     pub const fn watched(self, phase: Phase) -> bool {
