@@ -10,6 +10,7 @@
 
 from ferrohook.stores.local import LocalStore as LocalStore
 from ferrohook.stores.memory import MemoryStore as MemoryStore
+from ferrohook.stores.store import DamagedBatch as DamagedBatch
 from ferrohook.stores.store import Store as Store
 
-__all__ = ["LocalStore", "MemoryStore", "Store"]
+__all__ = ["DamagedBatch", "LocalStore", "MemoryStore", "Store"]
