@@ -71,19 +71,18 @@ def _add_text(digest: Any, text: str) -> None:
 
 
 def _add_object(digest: Any, value: Any, above: frozenset[int]) -> None:
-    items = value.items() if isinstance(value, Mapping) else parts(value)
     if isinstance(value, Mapping):
-        items = sorted(value.items(), key=lambda item: repr(item[0]))
+        kind, items = "mapping", sorted(value.items(), key=lambda item: repr(item[0]))
     elif isinstance(value, AbstractSet):
-        items = enumerate(sorted(map(fingerprint, value)))
-    if items is None:
-        _add_text(digest, type(value).__qualname__)
-        items = enumerate(_state(value))
-    _add_text(digest, "(")
+        kind, items = "set", list(enumerate(sorted(map(fingerprint, value))))
+    elif (inside := parts(value)) is not None:
+        kind, items = "structure", list(inside)
+    else:
+        kind, items = type(value).__qualname__, list(enumerate(_state(value)))
+    _add_text(digest, f"{kind} of {len(items)}")
     for key, item in items:
         _add_text(digest, repr(key))
         _add(digest, item, above)
-    _add_text(digest, ")")
 
 
 def _state(value: Any) -> list[Any]:
@@ -105,7 +104,9 @@ def _add_tensor(digest: Any, tensor: Tensor, above: frozenset[int]) -> None:
     if is_lazy(tensor):
         _add_text(digest, "uninitialised")
         return
-    _add_text(digest, f"{tensor.dtype} {tuple(tensor.shape)}")
+    # The symbolic size of a nested tensor is another in each.
+    shape = [size if type(size) is int else None for size in tensor.shape]
+    _add_text(digest, f"{tensor.dtype} {shape}")
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__"):  # DTensor, quantised or nested
         for name in tensor.__tensor_flatten__()[0]:
