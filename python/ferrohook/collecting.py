@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +45,8 @@ class Collected(NamedTuple):
     """Batches that were complete in the store before."""
 
 
-class _Claim:
-    """Exclusive use of a run by one call; ends with the last reference to it."""
-
-
-_LOCK = threading.Lock()
-_claims: WeakKeyDictionary[Store, WeakValueDictionary[str, _Claim]] = WeakKeyDictionary()
+_in_progress: WeakKeyDictionary[Store, dict[str, object]] = WeakKeyDictionary()
+"""The runs that calls are collecting into, each with a token of its call."""
 
 
 def collect(  # noqa: PLR0913 (the options by keyword)
@@ -116,9 +111,12 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     call = forward or _batch_caller(model)
     ran = skipped = 0
     bar = _progress(batches, run) if progress else _no_progress()
-    claim = _Claim()
+    token = object()
+    runs = _in_progress.setdefault(store, {})
     try:
-        _enforce(claim, store, run)
+        if runs.setdefault(run, token) is not token:
+            msg = f"run {run!r} is being collected by another call: wait for it, or pass another"
+            raise ResumeError(msg)
         made_of = manifest(model, (text for it in sources for text in it.contents()), forward)
         stored = _Stored.of(store, run, made_of)
         if stored.unverified:
@@ -144,20 +142,12 @@ def collect(  # noqa: PLR0913 (the options by keyword)
                     ran += 1
                 advance()
     finally:
-        # No call, which Ctrl-C could interrupt. The traceback of an exception keeps this frame.
-        del claim
+        if run in runs and runs[run] is token:  # without a call, which Ctrl-C might interrupt
+            del runs[run]
     silent = [name for source in sources for name in source.silent()]
     if ran and silent:
         warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
     return Collected(ran, skipped)
-
-
-def _enforce(claim: _Claim, store: Store, run: str) -> None:
-    with _LOCK:
-        owner = _claims.setdefault(store, WeakValueDictionary()).setdefault(run, claim)
-    if owner is not claim:
-        msg = f"run {run!r} is being collected by another call: wait for it, or pass another run"
-        raise ResumeError(msg)
 
 
 class _Stored(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.classes import plain_class
@@ -27,6 +28,7 @@ def manifest(
         forward: the function that runs a batch; it counts by its name.
     """
     modules = select(model)
+    _reshard(modules.values())
     return {
         "selection": sorted(selection),
         "options": {
@@ -36,6 +38,14 @@ def manifest(
         "modules": {name: _name(plain_class(type(it))) for name, it in modules.items()},
         "tensors": fingerprints_of(_parameters_and_buffers(modules)),
     }
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Shards the parameters that FSDP2 left whole behind a forward, as before the first one."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in modules if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _name(value: object) -> str:
