@@ -133,6 +133,10 @@ def test_objects_without_a_state_count_by_their_class() -> None:
     around.append(around)
     assert fingerprint(around) == fingerprint(around)
     assert list(other) == [1]
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert fingerprint(deep) == fingerprint([deep]) != fingerprint([])
 
 
 def test_fingerprints_are_those_of_another_process() -> None:

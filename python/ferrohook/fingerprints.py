@@ -11,6 +11,7 @@ import hashlib
 import types
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ BLOCK = 512
 """Words of 8 bytes that are summed."""
 SAMPLE = 2**12
 """Least number of words that are sampled."""
+DEPTH = 100
+"""Levels of a structure that count."""
 
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
@@ -36,7 +39,8 @@ def fingerprint(value: object) -> str:
     strings and bytes by their value; functions, classes and modules by their name; other objects
     by the state that `pickle` would store, or by their class if they have none. All of the
     contents of a tensor up to 64 KiB is hashed; of a larger one the sum of each 4 KiB, and every
-    n-th of its words, some 4,000 in all. Tensors without memory (`meta`) count by their shape.
+    n-th of its words, some 4,000 in all. Tensors without such memory (`meta`, quantised) count by
+    their shape and dtype.
     """
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, value, frozenset())
@@ -58,7 +62,7 @@ def _add(digest: Any, value: Any, above: frozenset[int]) -> None:
         _add_tensor(digest, value, above)
     elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
         _add_text(digest, f"{type(value).__name__} {value!r}")
-    elif id(value) in above:
+    elif id(value) in above or len(above) == DEPTH:
         _add_text(digest, "cycle")
     elif isinstance(value, _NAMED):
         _add_text(digest, value.__name__)
@@ -113,9 +117,10 @@ def _add_tensor(digest: Any, tensor: Tensor, above: frozenset[int]) -> None:
             _add(digest, getattr(tensor, name), above)
     elif tensor.layout != torch.strided:
         _add_object(digest, tensor, above | {id(tensor)})
-    elif not (tensor.is_meta or tensor.is_quantized):
-        for words in _words(tensor.resolve_conj().resolve_neg().contiguous()):
-            digest.update(words.cpu().numpy())
+    elif not tensor.is_meta:
+        with suppress(RuntimeError, NotImplementedError, TypeError):  # no memory: fake, quantised
+            for words in _words(tensor.resolve_conj().resolve_neg().contiguous()):
+                digest.update(words.cpu().numpy())
 
 
 def _words(tensor: Tensor) -> list[Tensor]:
