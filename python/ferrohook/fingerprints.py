@@ -112,8 +112,9 @@ def _add_tensor(digest: Any, tensor: Tensor, above: frozenset[int]) -> None:
     shape = [size if type(size) is int else None for size in tensor.shape]
     _add_text(digest, f"{tensor.dtype} {shape}")
     tensor = tensor.detach()
-    if hasattr(tensor, "__tensor_flatten__"):  # DTensor, quantised or nested
-        for name in tensor.__tensor_flatten__()[0]:
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:  # DTensor, quantised or nested
+        for name in flatten()[0]:
             _add(digest, getattr(tensor, name), above)
     elif tensor.layout != torch.strided:
         _add_object(digest, tensor, above | {id(tensor)})

@@ -42,10 +42,13 @@ def manifest(
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
     """Shards the parameters that FSDP2 left whole behind a forward, as before the first one."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in modules if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (takes seconds)
+
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            FSDPModule.reshard(module)
 
 
 def _name(value: object) -> str:
