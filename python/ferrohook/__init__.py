@@ -16,10 +16,12 @@ from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
+from ferrohook.errors import ResumeError as ResumeError
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
 from ferrohook.errors import StoreError as StoreError
 from ferrohook.errors import UnattributedWarning as UnattributedWarning
+from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
 from ferrohook.typed import BackwardHook as BackwardHook
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
     from ferrohook.selection import select as select
+    from ferrohook.stores import DamagedBatch as DamagedBatch
     from ferrohook.stores import LocalStore as LocalStore
     from ferrohook.stores import MemoryStore as MemoryStore
     from ferrohook.stores import Store as Store
@@ -55,6 +58,7 @@ __all__ = [
     "BackwardHook",
     "CaptureBudgetError",
     "Collected",
+    "DamagedBatch",
     "ForwardHook",
     "ForwardPreHook",
     "HandleGroup",
@@ -66,12 +70,14 @@ __all__ = [
     "MemoryStore",
     "NeverFiredWarning",
     "NotInstrumentedWarning",
+    "ResumeError",
     "Scope",
     "SelectionError",
     "StaleActivationError",
     "Store",
     "StoreError",
     "UnattributedWarning",
+    "UnverifiedWarning",
     "__version__",
     "capture",
     "collect",
@@ -96,7 +102,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "selection": ("select",),
-    "stores": ("LocalStore", "MemoryStore", "Store"),
+    "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
 _MODULES = ("detectors", "interventions", "patching", "points", "recording")

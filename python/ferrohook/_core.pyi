@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from threading import Thread
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, final
 
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "Attachment",
@@ -35,6 +35,7 @@ __all__ = [
     "__version__",
     "assign_class",
     "calls_in_progress",
+    "crc32",
     "frames",
     "installations",
     "record",
@@ -244,6 +245,7 @@ class AttachmentContext:
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
 def release_copy(module: Any) -> bool: ...
+def crc32(data: Buffer, value: int = 0, /) -> int: ...
 def assign_class(module: Any, plain: type, instrumented: type | None) -> bool: ...
 
 @disjoint_base

@@ -125,6 +125,10 @@ class CaptureSession:
             only_last=self._options.only_last,
         )
 
+    def names(self) -> list[str]:
+        """Returns the names of the modules."""
+        return list(self._modules)
+
     def clear(self) -> None:
         """Drops the activations captured so far."""
         self._collector.clear()

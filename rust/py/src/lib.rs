@@ -5,6 +5,7 @@
 mod attach;
 mod call;
 mod capture;
+mod checksum;
 mod contexts;
 mod cpython;
 mod error;
@@ -32,6 +33,8 @@ mod _core {
     use crate::capture::collector::Collector;
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all};
+    #[pymodule_export]
+    use crate::checksum::crc32;
     #[pymodule_export]
     use crate::contexts::frame::Frame;
     #[pymodule_export]
