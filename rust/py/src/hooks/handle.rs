@@ -137,7 +137,7 @@ impl HookHandle {
         let placeholder = py.get_type::<PyString>();
         let registry = ferrohook_core::Registry::new();
         let options = OnError::Raise.into();
-        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry)?;
+        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry, None)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
         Ok(Self(handle))
