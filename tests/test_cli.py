@@ -339,7 +339,9 @@ def test_the_doctor_works_without_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
-    assert re.search(r"^torch +not installed", capsys.readouterr().out, re.MULTILINE)
+    told = capsys.readouterr().out
+    assert re.search(r"^torch +not installed", told, re.MULTILINE)
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_the_console_script_is_installed() -> None:

@@ -522,15 +522,20 @@ def test_a_printed_summary_has_no_addresses(model: nn.Sequential, x: Tensor) -> 
 
     fh.register(model, "1.1", Steer())
     fh.register(model, "1.1", functools.partial(ignore, 1))
-    fh.register(model, "1.1", CallCounter(), priority=-1)
-    model(x)
+    fh.register(model, ["0", "1.1"], CallCounter(), priority=-1)
+    model[1](x)
     printed = str(fh.summary(model)).splitlines()
-    assert printed[:3] == ["Sequential", "└── 1 Sequential", "    └── 1 ReLU"]
-    assert "Steer object" in printed[3]
-    assert "partial" in printed[4]
-    assert printed[5].endswith("forward CallCounter(calls=1) (1 calls, priority -1)")
+    assert printed[:4] == [
+        "Sequential",
+        "├── 0 Linear",
+        "│   └── forward CallCounter(calls=0) (0 calls, priority -1)",
+        "└── 1 Sequential",
+    ]
+    assert "Steer object" in printed[5]
+    assert "partial" in printed[6]
+    assert printed[7].endswith("forward CallCounter(calls=1) (1 calls, priority -1)")
     assert "0x" not in str(printed)
-    assert len(printed) == 6
+    assert len(printed) == 8
 
 
 def test_the_summary_shows_the_time_of_timed_hooks(model: nn.Sequential, x: Tensor) -> None:

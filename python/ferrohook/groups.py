@@ -67,6 +67,8 @@ class HandleGroup(AttachmentContext):
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
         """Removes the hooks, and restores modules that were instrumented for them.
 
+        A removed hook is not started any more; a thread that is inside it goes on to its end.
+
         Args:
             wait: return only when no thread is still inside any of the hooks.
             timeout: seconds to wait at most, for each hook.

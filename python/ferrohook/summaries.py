@@ -6,6 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING
 
+from ferrohook._core import NativeDetector
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
 from ferrohook.hook_info import timed_hooks
@@ -64,7 +65,7 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
         title = _title(last, module)
         nodes[name] = nodes[parent].add(title) if name else summary_class(title)
         for hook in hooks[name]:
-            nodes[name].add(_line(*hook))
+            nodes[name].add(_line(name, *hook))
     return nodes[""]
 
 
@@ -87,8 +88,11 @@ def _title(name: str, module: nn.Module) -> str:
     return f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
 
 
-def _line(hook: HookInfo, seconds: float | None) -> str:
-    name = getattr(hook.hook, "__qualname__", None) or _ADDRESS.sub("", repr(hook.hook))
+def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
+    shown = hook.hook
+    if isinstance(shown, NativeDetector):
+        shown = shown.modules.get(module, shown)
+    name = getattr(shown, "__qualname__", None) or _ADDRESS.sub("", repr(shown))
     details = [f"{hook.calls} calls"]
     if seconds is not None:
         details.append(f"{seconds * 1e3:.3f} ms")

@@ -62,12 +62,12 @@ def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[An
 
 
 def leaves_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields tensors and other leaves in order, each with the Python expression of its path."""
-    inside = () if isinstance(value, Tensor) else [*(parts(value) or ())]
-    if not inside:
+    """Yields tensors and parts without tensors, each with the Python expression of its path."""
+    if isinstance(value, Tensor) or not any(True for _ in tensors_in(value)):
         yield path, value
+        return
     by_key = isinstance(value, tuple | list | dict)
-    for key, item in inside:
+    for key, item in parts(value) or ():
         yield from leaves_by_path(item, f"{path}[{key!r}]" if by_key else f"{path}.{key}")
 
 

@@ -96,7 +96,7 @@ def test_nbytes_and_repr(acts: fh.ActivationCache) -> None:
 
 def test_the_repr_shows_parts_of_structures() -> None:
     x = torch.ones(1)
-    value = {"a": [(x, {"b": torch.ones(2)}), None], "d": Data(x, Named(x, ())), "n": 3}
+    value = {"a": [(x, {"b": torch.ones(2)}), None], "d": Data(x, Named(x, [1, 2])), "n": 3}
     assert repr(fh.ActivationCache(value)).splitlines() == [
         "name  part         shape  dtype     bytes",
         "a     [0][0]       (1,)   float32       4",
@@ -104,7 +104,7 @@ def test_the_repr_shows_parts_of_structures() -> None:
         "a     [1]          -      NoneType      -",
         "d     .first       (1,)   float32       4",
         "d     .second[0]   (1,)   float32       4",
-        "d     .second[1]   -      tuple         -",
+        "d     .second[1]   -      list          -",
         "n                  -      int           -",
     ]
 

@@ -151,16 +151,16 @@ def test_threads_that_register_share_the_detector_of_a_module() -> None:
     assert detector.modules["0"].snapshot() == detector.snapshot() == {"calls": threads * calls}
 
 
+MOMENTS = "mean=1, variance=0, rms=1, min=1, max=1"
+
+
 @pytest.mark.parametrize(
     ("cls", "shown"),
     [
         (CallCounter, "CallCounter(calls=2)"),
         (ShapeDetector, "ShapeDetector(calls=2, shapes={(2,): 2}, others=0)"),
         (NonFiniteDetector, "NonFiniteDetector(tensors=2, affected=1, nan=0, inf=1, first='1')"),
-        (
-            NormDetector,
-            "NormDetector(tensors=2, count=3, mean=1, variance=0, rms=1, min=1, max=1, not_finite=1)",
-        ),
+        (NormDetector, f"NormDetector(tensors=2, count=3, {MOMENTS}, not_finite=1)"),
     ],
 )
 def test_a_repr_has_the_numbers(cls: type[NativeDetector], shown: str) -> None:

@@ -61,7 +61,9 @@ impl HookHandle {
         self.0.set_priority(priority.0);
     }
 
-    /// Removes the hook. Removing it again does nothing.
+    /// Removes the hook: it is not started any more. A thread that is inside it goes on to its end.
+    ///
+    /// Removing it again does nothing.
     ///
     /// Args:
     ///     wait: return once no thread is inside the hook, so that its resources can be freed.
