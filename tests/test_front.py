@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import pydoc
-import rlcompleter
 import subprocess
 import sys
 
 import ferrohook as fh
 
-# In a process of its own, as other tests import the names that this one has not looked up yet.
-FRESH = """
+# In a process of their own, as other tests look up lazy names.
+LISTS = """
 import sys, ferrohook as fh
 names = dir(fh)
 assert not {"torch", "ferrohook.points"} & set(sys.modules)
-print(*set(fh.__all__) - set(names))
+print(sorted(set(fh.__all__) - set(names)))
+"""
+COMPLETES = """
+import rlcompleter, ferrohook as fh
+print(rlcompleter.Completer({"fh": fh}).complete("fh.capt", 0))
 """
 
 
+def printed(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True
+    ).stdout.strip()
+
+
 def test_dir_lists_public_names_without_importing_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout.strip() == ""
+    assert printed(LISTS) == "[]"
     assert dir(fh) == sorted(set(dir(fh)))
 
 
 def test_completion_finds_lazy_names() -> None:
-    completer = rlcompleter.Completer({"fh": fh})
-    found = completer.complete("fh.capt", 0)
-    assert found is not None
-    assert found.startswith("fh.capture")
+    assert printed(COMPLETES).startswith("fh.capture")
 
 
 def test_help_describes_lazy_names() -> None:

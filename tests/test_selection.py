@@ -338,7 +338,8 @@ DEEPER = {
     "*.mlp": "layers.*.mlp",
     "?.mlp": "layers.?.mlp",
     "tok*": "embed.tok*",
-    "mlp.*": None,
+    "mlp.*": "**.mlp.*",
+    "nope.*": None,
     "att*": "**.att*",
 }
 
