@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from ferrohook import reductions
 from ferrohook.detectors import (
     CallCounter,
     LatencyDetector,
@@ -181,6 +182,21 @@ def test_the_repr_of_a_latency_has_no_histogram() -> None:
     module(1)
     assert repr(detector).startswith("LatencyDetector(calls=1, total=")
     assert "histogram" not in repr(detector)
+
+
+def test_a_pending_result_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pending:
+        def numbers(self, wait: bool) -> tuple[int, int] | None:
+            return (1, 0) if wait else None
+
+    monkeypatch.setattr(reductions, "reduce", lambda *_: Pending())
+    # The first is read by torch, as it is not contiguous; the second at once.
+    model = nn.Sequential(nn.Identity(), Returning(torch.Tensor.contiguous))
+    detector = NonFiniteDetector()
+    with fh.register(model, "*", detector):
+        model(torch.full((2, 3), math.nan).t())
+    assert detector.modules["1"].snapshot()["nan"] == 6
+    assert detector.first == "0"
 
 
 @pytest.mark.cuda
