@@ -119,3 +119,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"ferrohook.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

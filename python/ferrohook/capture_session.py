@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from ferrohook._core import Attachment, Collector, Frame, HookHandle, record_all
 from ferrohook.errors import SelectionError
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.tensors import as_leaf, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,23 +21,64 @@ if TYPE_CHECKING:
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
     """Makes the error for a name without a captured value."""
-    return SelectionError(f"{name!r} {state} the captured modules: {', '.join(names) or 'nothing'}")
+    captured = ", ".join(map(repr, names)) or "nothing"
+    if not isinstance(name, str):
+        got = f"{type(name).__name__} {name!r}"
+        return SelectionError(f"a module's name is a str, got {got}; captured: {captured}")
+    return SelectionError(f"{name!r} {state} the captured modules: {captured}")
+
+
+class _Recorded(NamedTuple):
+    """Outputs or inputs in a collector, by place."""
+
+    collector: Collector
+    copies: HostCopies
+
+    def ran(self) -> list[int]:
+        return self.collector.ran()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        values = self.collector.values(place, stale=stale)
+        self.copies.finish()
+        return values
+
+
+class _RecordedGradients(_Recorded):
+    """Gradients in a collector, by place."""
+
+    __slots__ = ()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        del stale  # gradients have no version tag
+        calls = self.collector.gradients(place)
+        self.copies.finish()
+        values = self.collector.values(place, stale=True)
+        # Not strict: another thread may end a call between the two reads.
+        return [
+            gradients[0] if isinstance(value, Tensor) else gradients
+            for value, gradients in zip(values, calls, strict=False)
+        ]
+
+
+class _Copied(dict[int, list[Any]]):
+    """Values of a copy, by place; nothing but its reader writes to them."""
+
+    def ran(self) -> list[int]:
+        return list(self)
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        del stale
+        return self.get(place, [])
 
 
 class Activations(Mapping[str, Any]):
-    """View of a collector's values by module name."""
+    """View of captured values by module name."""
 
     def __init__(
-        self,
-        places: dict[str, int],
-        collector: Collector,
-        read: Callable[..., list[Any]],
-        *,
-        only_last: bool,
+        self, places: dict[str, int], values: _Recorded | _Copied, *, only_last: bool
     ) -> None:
         self._places = places
-        self._collector = collector
-        self._read = read
+        self._values = values
         self._only_last = only_last
 
     def __getitem__(self, name: str) -> Any:
@@ -49,7 +90,7 @@ class Activations(Mapping[str, Any]):
 
     def _value(self, name: str, **options: bool) -> Any:
         place = self._places.get(name)
-        values = [] if place is None else self._read(place, **options)
+        values = [] if place is None else self._values.read(place, **options)
         if not values:
             state = "was not selected" if place is None else "never ran"
             raise not_captured(name, f"{state} and is not among", self)
@@ -60,10 +101,15 @@ class Activations(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         names = list(self._places)
-        return iter([names[place] for place in self._collector.ran()])
+        return iter([names[place] for place in self._values.ran()])
 
     def __len__(self) -> int:
-        return len(self._collector.ran())
+        return len(self._values.ran())
+
+    def __getstate__(self) -> dict[str, Any]:
+        ran = self._values.ran()
+        values = _Copied({place: map_tensors(as_leaf, self._values.read(place)) for place in ran})
+        return {**vars(self), "_values": values}
 
 
 class Options(NamedTuple):
@@ -114,20 +160,24 @@ class CaptureSession:
         if root is not None:
             last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope}
             root.register("forward", collector.end, **last)
-        gradients = self._read(_gradients) if options.collector["grads"] else None
-        return self._read(_values), gradients
+        gradients = self._view(_RecordedGradients) if options.collector["grads"] else None
+        return self._view(_Recorded), gradients
 
-    def _read(self, read: Callable[..., list[Any]]) -> Activations:
+    def _view(self, recorded: type[_Recorded]) -> Activations:
         return Activations(
             {name: place for place, name in enumerate(self._modules)},
-            self._collector,
-            functools.partial(read, self._options.copies, self._collector),
+            recorded(self._collector, self._options.copies),
             only_last=self._options.only_last,
         )
 
     def names(self) -> list[str]:
         """Returns the names of the modules."""
         return list(self._modules)
+
+    @property
+    def per_call(self) -> bool:
+        """True if a value is a list with an entry per call."""
+        return not self._options.only_last
 
     def clear(self) -> None:
         """Drops the activations captured so far."""
@@ -142,22 +192,3 @@ class CaptureSession:
             for index, (name, handle) in enumerate(zip(self._modules, self._handles, strict=True))
             if index not in ran and not handle.calls
         ]
-
-
-def _values(
-    copies: HostCopies, collector: Collector, place: int, *, stale: bool = False
-) -> list[Any]:
-    values = collector.values(place, stale=stale)
-    copies.finish()
-    return values
-
-
-def _gradients(copies: HostCopies, collector: Collector, place: int, **_options: bool) -> list[Any]:
-    calls = collector.gradients(place)
-    copies.finish()
-    values = collector.values(place, stale=True)
-    # Not strict: another thread may end a call between the two reads.
-    return [
-        gradients[0] if isinstance(value, Tensor) else gradients
-        for value, gradients in zip(values, calls, strict=False)
-    ]

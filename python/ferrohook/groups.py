@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
-from ferrohook.activations import ActivationCache
+from ferrohook.activations import begin_capture
 from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
@@ -39,7 +39,9 @@ class HandleGroup(AttachmentContext):
     def _register(
         self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
     ) -> None:
-        handles = self.attachment.register([*modules.values()], phase, hook, **options)
+        handles = self.attachment.register(
+            [*modules.values()], phase, hook, names=[*modules], **options
+        )
         self._handles.update(zip(modules, handles, strict=True))
 
     def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
@@ -64,6 +66,8 @@ class HandleGroup(AttachmentContext):
 
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
         """Removes the hooks, and restores modules that were instrumented for them.
+
+        A removed hook is not started any more; a thread that is inside it goes on to its end.
 
         Args:
             wait: return only when no thread is still inside any of the hooks.
@@ -240,7 +244,7 @@ def run(
     session = None if capture is None else _capture(model, capture).tag.session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if session is None else ActivationCache(*session.begin(own))
+        acts = None if session is None else begin_capture(session, own)
         output = model(*args, **kwargs)
         texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
     if session is not None and (silent := session.silent()):

@@ -61,7 +61,10 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     for segment in path.split(".") if path else ():
         if found is None:
             break
-        found = found._modules.get(segment)
+        children = found._modules
+        # The children of a scripted module are in no dict.
+        children = children if isinstance(children, dict) else dict(children.items())
+        found = children.get(segment)
     return found
 
 
@@ -204,10 +207,28 @@ def _no_match_message(tree: _Tree, what: object) -> str:
     msg = f"nothing in {tree.model._get_name()} matches {selector}"
     if len(tree.named) == 1:
         return f"{msg}: it has no submodules"
+    if isinstance(what, str) and (deeper := _deeper_glob(tree, what)):
+        return f"{msg}; {deeper!r} does"
     names = list(dict.fromkeys(names))
     closest = closest_to(unknown, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))
     return f"{msg}; the {'closest' if closest else 'first'} {kind} in it are {listed}"
+
+
+def _deeper_glob(tree: _Tree, glob: str) -> str | None:
+    """Returns the glob with the prefix under which it matches."""
+    if not set(glob) & set("*?["):
+        return None
+    prefixes = set()
+    for name in tree.named:
+        segments = name.split(".")
+        for depth in range(1, len(segments)):
+            if _glob_matches(glob, ".".join(segments[depth:])):
+                prefixes.add(".".join(segments[:depth]))
+                break
+    if not prefixes:
+        return None
+    return f"{prefixes.pop() if len(prefixes) == 1 else '**'}.{glob}"
 
 
 def _title(value: object) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ferrohook._core import crc32
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.tensors import parts
+from ferrohook.texts import missing_package, with_article
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,8 +34,7 @@ def safetensors_library() -> ModuleType:
     try:
         import safetensors.torch  # noqa: PLC0415 (an extra)
     except ModuleNotFoundError as error:
-        msg = "reading needs the package safetensors: install ferrohook[safetensors]"
-        raise HookError(msg) from error
+        raise HookError(missing_package("reading", "safetensors")) from error
     return safetensors
 
 
@@ -188,7 +188,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {"value": value}
     inside = value.items() if isinstance(value, Mapping) else parts(value)
     if inside is None:
-        msg = f"{path}: a {type(value).__name__} cannot be saved, only tensors and plain data"
+        msg = f"{path}: {with_article(value)} cannot be saved, only tensors and plain data"
         raise HookTypeError(msg)
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"

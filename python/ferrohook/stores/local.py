@@ -40,7 +40,7 @@ class LocalStore(Store):
     One store writes to a folder at a time; any number may read it meanwhile. Reading flushes this
     store first. A store that is not closed is closed at the end of the process.
 
-    Reading needs the package safetensors (`ferrohook[safetensors]`).
+    Reading needs the package safetensors.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ impl Registry {
         self.hooks.work()
     }
 
-    /// Adds a hook, or returns an error and changes nothing.
+    /// Adds a hook, or returns an error and changes nothing. `name` is the module's, if known.
     pub fn register(
         &self,
         phase: Phase,
@@ -79,9 +79,10 @@ impl Registry {
         placement: Placement,
         options: Options,
         scope: Option<&ScopeArg<'_>>,
+        name: Option<&str>,
     ) -> PyResult<HookHandle> {
         let py = hook.py();
-        let hook = Hook::new(hook, phase, options, &self.hooks)?;
+        let hook = Hook::new(hook, phase, options, &self.hooks, name)?;
         let Some(ScopeArg(scope)) = scope else {
             return Ok(HookHandle(hook.register(phase, placement, &self.hooks)));
         };
@@ -210,7 +211,7 @@ impl Registry {
             timed,
         };
         let placement = priority.place(prepend);
-        self.register(phase.0, hook, placement, options, scope.as_ref())
+        self.register(phase.0, hook, placement, options, scope.as_ref(), None)
     }
 
     /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
@@ -275,7 +276,7 @@ impl Registry {
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
-            Hook::new(&copied, phase, hook.options, fork)
+            Hook::new(&copied, phase, hook.options, fork, hook.module_name())
         })?;
         Ok(Self::new(hooks))
     }

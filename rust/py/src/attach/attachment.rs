@@ -142,7 +142,7 @@ impl Attachment {
 
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
-    /// The options are those of `ferrohook.register`.
+    /// The options are those of `ferrohook.register`; `names` are those of the modules.
     ///
     /// Returns:
     ///     The handles, in the order of the modules.
@@ -152,8 +152,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None, names = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None, names=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -173,6 +173,7 @@ impl Attachment {
         on_error: OnError,
         timed: bool,
         scope: Option<ScopeArg<'_>>,
+        names: Option<Vec<String>>,
     ) -> PyResult<Vec<Py<HookHandle>>> {
         let options = Options {
             with_kwargs,
@@ -181,10 +182,14 @@ impl Attachment {
             timed,
         };
         let placement = priority.place(prepend);
-        let register = |module: &Bound<'_, PyAny>| {
+        let names = names.unwrap_or_default();
+        let register = |(place, module): (usize, &Bound<'_, PyAny>)| {
             let registry = registry_of(module)?;
-            let registry = registry.get();
-            let handle = registry.register(phase.0, hook, placement, options, scope.as_ref())?;
+            let name = names.get(place).map(String::as_str);
+            let scope = scope.as_ref();
+            let handle = registry
+                .get()
+                .register(phase.0, hook, placement, options, scope, name)?;
             let handle = Py::new(py, handle)?;
             self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
                 .inspect_err(|_| {
@@ -192,7 +197,7 @@ impl Attachment {
                 })?;
             Ok(handle)
         };
-        modules.iter().map(register).collect()
+        modules.iter().enumerate().map(register).collect()
     }
 
     /// Takes over modules that were instrumented for a hook, and the hooks on them.

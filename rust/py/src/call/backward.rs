@@ -172,7 +172,6 @@ fn invoke<'py>(
     grad_output: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let (py, hook) = (site.module.py(), site.entry.hook());
-    let callback = hook.object().bind(py);
     if let Some(native) = hook.native() {
         let turn = Turn {
             phase: site.entry.phase(),
@@ -184,8 +183,9 @@ fn invoke<'py>(
             took: None,
             describe: &|| site.describe(),
         };
-        return native.run(callback, &turn);
+        return native.run(hook.target().bind(py), &turn);
     }
+    let callback = hook.object().bind(py);
     let result = match grad_output {
         Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
         None => invoke::call(callback, [site.module, grads]),

@@ -335,7 +335,7 @@ impl<'py> Call<'_, 'py> {
             took: self.took,
             describe: &|| self.site(entry).describe(),
         };
-        native.run(entry.hook().object().bind(self.module.py()), &turn)
+        native.run(entry.hook().target().bind(self.module.py()), &turn)
     }
 
     /// Calls a hook of PyTorch's contract.

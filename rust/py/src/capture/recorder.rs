@@ -198,7 +198,14 @@ pub fn record_all(
         let placement = priority.place(false);
         let registry = registry_of(module)?;
         let registry = registry.get();
-        registry.register(phase, recorder.as_any(), placement, options, Some(&scope))
+        registry.register(
+            phase,
+            recorder.as_any(),
+            placement,
+            options,
+            Some(&scope),
+            None,
+        )
     };
     modules.iter().enumerate().map(record).collect()
 }

@@ -18,6 +18,15 @@ pub struct Hook {
     native: Option<&'static dyn AnyNative>,
     pub options: Options,
     times: Option<Box<Times>>,
+    /// None if `object` itself runs.
+    for_module: Option<Box<ForModule>>,
+}
+
+/// Native hook that runs in place of the registered one, for one module.
+struct ForModule {
+    name: String,
+    /// It refers to no other object, so the garbage collector need not see it.
+    hook: Py<PyAny>,
 }
 
 /// Clocks of a hook, which few need.
@@ -44,12 +53,13 @@ impl Drop for Timer<'_> {
 
 impl Hook {
     /// Validates `object` as a hook of `phase` with `options`. A hook that needs it has calls timed
-    /// by `registry`, the module's registry for every context.
+    /// by `registry`, the module's registry for every context. `name` is the module's, if known.
     pub fn new(
         object: &Bound<'_, PyAny>,
         phase: Phase,
         options: Options,
         registry: &Registry<Self>,
+        name: Option<&str>,
     ) -> PyResult<Self> {
         let py = object.py();
         let native = match object.cast::<NativeHook>() {
@@ -91,6 +101,13 @@ impl Hook {
             Some(native) => native.times(object)?,
             None => false,
         };
+        let for_module = match (native, name) {
+            (Some(native), Some(name)) => native.for_module(object, name)?.map(|hook| {
+                let name = name.to_owned();
+                Box::new(ForModule { name, hook })
+            }),
+            _ => None,
+        };
         Ok(Self {
             object: object.clone().unbind(),
             native,
@@ -101,6 +118,7 @@ impl Hook {
                     _module: times.then(|| registry.time()),
                 })
             }),
+            for_module,
         })
     }
 
@@ -122,6 +140,19 @@ impl Hook {
     #[inline]
     pub fn object(&self) -> &Py<PyAny> {
         &self.object
+    }
+
+    /// The object that runs: the registered one, or the one that it has for the module.
+    pub fn target(&self) -> &Py<PyAny> {
+        match &self.for_module {
+            None => &self.object,
+            Some(for_module) => &for_module.hook,
+        }
+    }
+
+    /// Name of the module, if the hook has one of its own for it.
+    pub fn module_name(&self) -> Option<&str> {
+        Some(&self.for_module.as_ref()?.name)
     }
 
     /// Native implementation; None for a callable of PyTorch's contract.

@@ -101,6 +101,11 @@ pub trait Native: PyClass {
         false
     }
 
+    /// Returns the hook that runs for the module of this name; None if it runs itself.
+    fn for_module<'py>(_slf: &Bound<'py, Self>, _name: &str) -> PyResult<Option<Bound<'py, Self>>> {
+        Ok(None)
+    }
+
     /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
@@ -119,6 +124,7 @@ pub trait AnyNative: Send + Sync {
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -141,6 +147,11 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(T::times(hook.cast()?))
+    }
+
+    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>> {
+        let hook = T::for_module(hook.cast()?, name)?;
+        Ok(hook.map(|hook| hook.into_any().unbind()))
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

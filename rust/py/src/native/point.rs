@@ -148,7 +148,14 @@ pub fn register_all(
         let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
         let registry = registry_of(point)?;
         let registry = registry.get();
-        let handle = registry.register(phase.0, hook.as_any(), placement, options, Some(&scope))?;
+        let handle = registry.register(
+            phase.0,
+            hook.as_any(),
+            placement,
+            options,
+            Some(&scope),
+            None,
+        )?;
         hook.get().registered(Py::new(py, handle)?);
     }
     Ok(())
