@@ -166,6 +166,7 @@ impl Native for NativeDetector {
             kind: "detector",
             with_kwargs: false,
             faithful: false,
+            operator: None,
         }))
     }
 }
