@@ -11,7 +11,8 @@ call after a change of hooks is traced anew. It cannot trace the counting of cal
 # stands in the graph as the operator `ferrohook::record`, which asks the context for its recorders
 # when it runs: graphs traced in a capture have the operators of all modules that were captured
 # before. These break the graph too: native detectors, captures that keep gradients, the graph or
-# structures of several tensors. Backward hooks need compiled autograd, as PyTorch's do.
+# structures of several tensors, and backward hooks around list or dict outputs or a call with
+# keywords alone. Backward hooks need compiled autograd, as PyTorch's do.
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.fx.node import has_side_effect
 from torch.nn.modules import module as module_globals
+from torch.utils.hooks import BackwardHook
 
 from ferrohook._core import HookedBase, record
 from ferrohook.backward import BackwardPass
@@ -108,14 +110,21 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     args, kwargs = _forward_pre(self, registry, forward_pre, args, kwargs)
     tap = None
     if taps:
-        tap = BackwardPass(
+        tap = BackwardHook(
             self,
-            [hook for hook, _, _ in backward_pre],
             [_plain_backward(hook) if kind == "typed" else hook for hook, kind, _ in backward],
+            [hook for hook, _, _ in backward_pre],
         )
-        args, kwargs = tap.tap_inputs(args, kwargs)
+        if args or not kwargs:
+            args = tap.setup_input_hook(args)
+        else:
+            args, kwargs = BackwardPass.tap_inputs(tap, args, kwargs)  # breaks the graph
     output = _forward(self, registry, forward, args, kwargs, target(*args, **kwargs))
-    return output if tap is None else tap.tap_outputs(output)
+    if tap is None:
+        return output
+    if isinstance(output, torch.Tensor | tuple):
+        return tap.setup_output_hook(output)
+    return BackwardPass.tap_outputs(tap, output)  # breaks the graph
 
 
 def _forward_pre(
@@ -241,16 +250,23 @@ def trace_as(native: Any, twin: Any) -> None:
     _after_dynamo_import(substitute)
 
 
-def never_trace(
-    owner: type | ModuleType, name: str, reason: str, *, recursive: bool = True
-) -> None:
-    """Excludes a function of a class or a module from tracing; `recursive`: all it calls too."""
+def never_trace(owner: type | ModuleType, name: str, reason: str) -> None:
+    """Excludes a function of a class or a module, and all that it calls, from tracing."""
 
     def disable() -> None:
-        disabled = torch.compiler.disable(vars(owner)[name], recursive=recursive, reason=reason)
+        disabled = torch.compiler.disable(vars(owner)[name], reason=reason)
         setattr(owner, name, disabled)
 
     _after_dynamo_import(disable)
+
+
+def never_trace_frame(function: Callable[..., Any]) -> None:
+    """Excludes a function from tracing, but nothing that it calls; it gets no slower."""
+
+    def skip() -> None:
+        torch._dynamo.decorators.skip(function)
+
+    _after_dynamo_import(skip)
 
 
 def _after_dynamo_import(callback: Callable[[], object]) -> None:
@@ -296,9 +312,13 @@ class _DynamoImportHook(MetaPathFinder, Loader):
             _CALLBACKS.pop(0)()
 
 
-_THIS = sys.modules[__name__]
-never_trace(_THIS, "call_untraced", "a trace cannot do what this call has to", recursive=False)
-never_trace(_THIS, "record_untraced", "the operator takes a single tensor")
+for _function in (
+    call_untraced,
+    record_untraced,
+    BackwardPass.tap_inputs,
+    BackwardPass.tap_outputs,
+):
+    never_trace_frame(_function)
 trace_as(HookedBase.__call__, traced_call)
 _after_dynamo_import(patch_dynamo)
 if _DYNAMO not in sys.modules:
