@@ -36,8 +36,9 @@ class BackwardPass(BackwardHook):
         """
         super().__init__(module, full, pre)
 
+    # `self` is any BackwardHook; its own methods have no types.
     def tap_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call's arguments, put through the autograd node of the inputs.
 
@@ -49,7 +50,7 @@ class BackwardPass(BackwardHook):
         tapped = self.setup_input_hook(tuple(kwargs.values()))
         return (), dict(zip(kwargs, tapped, strict=True))
 
-    def tap_outputs(self, output: Any) -> Any:
+    def tap_outputs(self: Any, output: Any) -> Any:
         """Returns the output (tensor, tuple, list or dict), put through the outputs' node."""
         if isinstance(output, torch.Tensor | tuple):
             return self.setup_output_hook(output)

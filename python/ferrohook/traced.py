@@ -1,10 +1,10 @@
 """Python twin of the native call, which `torch.compile` traces in its place.
 
 Dynamo reads the hooks from `HookedModule._registry.traced` and guards on the result, so the next
-call after a change of hooks is traced anew. It cannot trace the counting of calls: inside a compiled
-region `HookHandle.calls` does not increase, and `HookHandle.traced` is true. Hooks with `always_call` or an
-`on_error` other than `raise`, and hooks that raise while traced, break the graph (with
-`fullgraph=True`: raise).
+call after a change of hooks is traced anew. It cannot trace the counting of calls: inside a
+compiled region `HookHandle.calls` does not increase, and `HookHandle.traced` is true. Hooks with
+`always_call` or an `on_error` other than `raise`, and hooks that raise while traced, break the
+graph (with `fullgraph=True`: raise).
 """
 
 # The twin is registered with Dynamo when somebody imports that, which takes seconds. A capture

@@ -3,8 +3,8 @@
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
-use pyo3::prelude::*;
 use pyo3::intern;
+use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
 use crate::attach::instrumenting::registry_of;

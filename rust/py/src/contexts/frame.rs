@@ -344,7 +344,9 @@ pub fn hooks(
 
 /// True if one of `frames` has hooks for which operators stand in graphs.
 pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
-    frames
-        .iter_borrowed()
-        .any(|frame| frame.cast::<Frame>().is_ok_and(|frame| frame.get().operators.load(Ordering::Relaxed)))
+    frames.iter_borrowed().any(|frame| {
+        frame
+            .cast::<Frame>()
+            .is_ok_and(|frame| frame.get().operators.load(Ordering::Relaxed))
+    })
 }
