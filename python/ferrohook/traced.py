@@ -104,7 +104,7 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
         (*torchs, *ours) for torchs, ours in zip(torch_hooks, phases, strict=True)
     )
     taps = (backward_pre or backward) and torch.is_grad_enabled()
-    if taps and not torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+    if taps and not _compiles_backward():
         torch._dynamo.graph_break("backward hooks are traced with compiled autograd alone")
         return call_untraced(native, self, args, kwargs)
     args, kwargs = _forward_pre(self, registry, forward_pre, args, kwargs)
@@ -125,6 +125,12 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     if isinstance(output, torch.Tensor | tuple):
         return tap.setup_output_hook(output)
     return BackwardPass.tap_outputs(tap, output)  # breaks the graph
+
+
+def _compiles_backward() -> bool:
+    # Dynamo imports the submodule itself.
+    autograd: Any = torch._dynamo.compiled_autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(autograd.compiled_autograd_enabled)
 
 
 def _forward_pre(
