@@ -416,3 +416,68 @@ def test_restoring_takes_effect_in_compiled_calls(instrumented: Compiled) -> Non
     assert close(instrumented.check(), plain + 1)
     fh.restore(instrumented.model)
     assert close(instrumented.check(), plain)
+
+
+# --- Nested graph breaks: Dynamo splits the traced twin of the call -----------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.linear(x)
+        return y, {"twice": y * 2}
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x.sin()]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.listed, self.linear = Pair(), Listed(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x=x)[0] * self.listed(x)[0] + self.linear(x)
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+@pytest.mark.parametrize("name", ["linear", "pair", "pair.linear", "listed"])
+def test_backward_hooks_fire_with_nested_graph_breaks(name: str, compiled_autograd: bool) -> None:
+    model = Mixed()
+    x = torch.randn(3, 4, requires_grad=True)
+    seen: list[Tensor] = []
+    with (
+        fh.instrument(model),
+        fh.register(model, name, lambda _m, gi, _go: seen.append(gi[0]), phase="backward"),
+        torch._dynamo.config.patch(nested_graph_breaks=True, compiled_autograd=compiled_autograd),
+    ):
+        for call in (model, torch.compile(model, backend="eager")):
+            call(x).sum().backward()
+    eager, compiled = seen
+    assert close(compiled, eager)
+
+
+def test_hooks_that_break_the_graph_do_so_with_nested_graph_breaks() -> None:
+    model, x = Mixed(), torch.randn(3, 4)
+    with fh.instrument(model), torch._dynamo.config.patch(nested_graph_breaks=True):
+        compiled = torch.compile(model, backend="eager")
+        with fh.register(model, "pair", lambda *_: None, always_call=True) as always:
+            assert close(compiled(x), model(x))
+            assert always.calls == 2
+        with fh.capture(model, "pair") as acts:
+            compiled(x)
+        first, rest = acts["pair"]
+        assert torch.equal(rest["twice"], first * 2)
+        with fh.capture(model, "linear", grads=True) as acts:
+            compiled(x).sum().backward()
+        assert torch.equal(acts.grads["linear"], torch.ones(3, 4))
+        with (
+            fh.capture(model, "pair", output_index=5),
+            pytest.raises(fh.SelectionError, match="no output_index 5"),
+        ):
+            compiled(x)

@@ -115,11 +115,11 @@ class HandleGroup(AttachmentContext):
 
     def _silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
-        # A disabled or removed hook has not counted its module's calls.
+        # A disabled or removed hook has not counted its module's calls, nor has a compiled one.
         return [
             name
             for name, handle in self._handles.items()
-            if not handle.calls and handle.enabled and not handle.removed
+            if not (handle.calls or handle.traced) and handle.enabled and not handle.removed
         ]
 
     def _warning_text(self, silent: list[str]) -> str:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 _KEY = Dispatcher.KEY
 _CALL, _CALL_IMPL = Dispatcher.methods(nn.Module)
-trace_as(_CALL, traced_dispatch)
-trace_as(_CALL_IMPL, traced_dispatch)
+trace_as(_CALL, traced_dispatch(_CALL))
+trace_as(_CALL_IMPL, traced_dispatch(_CALL_IMPL))
 # `object`'s descriptor: `__class__` of an instrumented module returns the plain class.
 _CLASS = vars(object)["__class__"]
 # For code that pickles a module's `__dict__` directly.

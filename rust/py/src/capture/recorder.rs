@@ -3,8 +3,9 @@
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyInt, PyString};
 
 use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
@@ -74,15 +75,19 @@ impl Native for Recorder {
         Ok(None)
     }
 
-    /// Traces the recorded part, which is the same for every capture.
+    const OPERATOR: bool = true;
+
+    /// Traces the operator of the recorded part, which is the same for every capture.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let (py, this) = (slf.py(), slf.get());
-        let part = this.part.as_ref().map(|part| part.bind(py).clone());
+        let key = this.key(py)?;
+        let callback = (&this.part, &key).into_pyobject(py)?;
         Ok(Some(Traced {
-            callback: part.unwrap_or_else(|| py.None().into_bound(py)),
+            callback: callback.into_any(),
             kind: "recorder",
             with_kwargs: false,
             faithful: this.collector.get().records_in_graph(),
+            operator: Some(key),
         }))
     }
 }
@@ -99,6 +104,18 @@ impl Recorder {
         } else {
             Phase::Forward
         }
+    }
+
+    /// Returns the key of the operator for the recorded part: the same only for equal parts.
+    fn key(&self, py: Python<'_>) -> PyResult<String> {
+        let Some(part) = &self.part else {
+            return Ok(String::new());
+        };
+        let part = part.bind(py);
+        if part.is_exact_instance_of::<PyString>() || part.is_exact_instance_of::<PyInt>() {
+            return Ok(part.repr()?.to_string());
+        }
+        Ok(format!("object at {:p}", part.as_ptr()))
     }
 
     fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -137,15 +154,18 @@ impl Recorder {
     }
 }
 
-/// Records a value in a compiled region, by the recorder at `position` among those that fire in
-/// this context for the module with this registry id.
+/// Runs an operator in a compiled region: the recorders with this key that fire in this context for
+/// the module with this registry id record a copy of the tensor, as compiled code may reuse it.
+/// With `whole` the value is that of the module, which is recorded as in an eager call.
 #[pyfunction]
+#[pyo3(signature = (module, phase, key, value, *, whole = false))]
 pub fn record(
     py: Python<'_>,
     module: u64,
     phase: PhaseName,
-    position: usize,
+    key: &str,
     value: &Bound<'_, PyAny>,
+    whole: bool,
 ) -> PyResult<()> {
     let frames = Frames::default();
     let Some(frames) = frames.entered(py)? else {
@@ -154,22 +174,24 @@ pub fn record(
     let snapshots: Vec<_> = frame::hooks(frames, module)
         .map(|hooks| hooks.snapshot(phase.0))
         .collect();
-    let merged = Snapshot::merged(&snapshots);
-    let recorder = |entry| {
-        let recorder = Entry::<Hook>::hook(entry)
-            .object()
-            .bind(py)
-            .cast::<Recorder>();
-        let fires = entry.enabled() && !entry.removed();
-        recorder
-            .ok()
-            .filter(|_| fires)
-            .map(|recorder| (entry, recorder))
-    };
-    if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
-        && let Some(_invocation) = entry.enter(&Inside::here())
-    {
-        return recorder.get().record_picked(value);
+    if snapshots.is_empty() {
+        return Ok(());
+    }
+    let inside = Inside::here();
+    for entry in Snapshot::merged(&snapshots).iter() {
+        let object = Entry::<Hook>::hook(entry).object().bind(py);
+        if let Ok(recorder) = object.cast::<Recorder>()
+            && recorder.get().key(py)? == key
+            && let Some(_invocation) = entry.enter(&inside)
+        {
+            if whole {
+                recorder.get().record(value)?;
+                continue;
+            }
+            let detached = value.call_method0(intern!(py, "detach"))?;
+            let copy = detached.call_method0(intern!(py, "clone"))?;
+            recorder.get().record_picked(&copy)?;
+        }
     }
     Ok(())
 }

@@ -38,6 +38,8 @@ pub struct Frame {
     /// True once it was entered.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
+    /// True once it has a hook for which operators stand in graphs.
+    operators: AtomicBool,
     /// Released on close.
     attachments: Mutex<Vec<Box<dyn Release>>>,
 }
@@ -124,6 +126,12 @@ impl Frame {
             ));
         }
         Ok(())
+    }
+
+    /// Has the operators run in graphs that contexts with this frame trace.
+    pub fn use_operators(&self) {
+        // Relaxed: the context that reads it entered the frame, or registered here.
+        self.operators.store(true, Ordering::Relaxed);
     }
 
     /// Looks up the registry for the module with this id.
@@ -332,4 +340,13 @@ pub fn hooks(
     frames
         .iter_borrowed()
         .filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
+}
+
+/// True if one of `frames` has hooks for which operators stand in graphs.
+pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
+    frames.iter_borrowed().any(|frame| {
+        frame
+            .cast::<Frame>()
+            .is_ok_and(|frame| frame.get().operators.load(Ordering::Relaxed))
+    })
 }

@@ -50,6 +50,12 @@ impl HookHandle {
         self.0.calls()
     }
 
+    /// True once `torch.compile` has the hook in a trace, where it may run without being counted.
+    #[getter]
+    fn traced(&self) -> bool {
+        self.0.traced()
+    }
+
     /// Priority: higher fires first. It can be set; phases that have begun keep their order.
     #[getter]
     fn priority(&self) -> i64 {

@@ -183,6 +183,11 @@ impl Hook {
         }))
     }
 
+    /// True if an [operator](Traced::operator) stands for it in graphs.
+    pub fn operator(&self) -> bool {
+        self.native.is_some_and(AnyNative::operator)
+    }
+
     /// Starts a timer, if the hook is `timed`.
     #[inline]
     pub fn start(&self) -> Option<Timer<'_>> {

@@ -3,5 +3,6 @@
 pub mod handle;
 pub mod hook;
 pub mod native;
+pub mod operators;
 pub mod options;
 pub mod site;

@@ -66,6 +66,8 @@ pub struct Traced<'py> {
     pub with_kwargs: bool,
     /// True if a graph with it behaves like an eager call.
     pub faithful: bool,
+    /// Key of the operator that stands in the graph for hooks of this form.
+    pub operator: Option<String>,
 }
 
 impl<'py> Traced<'py> {
@@ -76,6 +78,7 @@ impl<'py> Traced<'py> {
             kind: "plain",
             with_kwargs,
             faithful: true,
+            operator: None,
         }
     }
 }
@@ -85,6 +88,9 @@ pub trait Native: PyClass {
     /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
     /// copied, and its errors are not attributed to a hook.
     const LAST: bool = false;
+
+    /// True if an [operator](Traced::operator) stands for it in graphs.
+    const OPERATOR: bool = false;
 
     /// Returns the only phase that it can be registered for; None for any.
     fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
@@ -121,6 +127,7 @@ pub trait Native: PyClass {
 /// [`Native`] for an object of any class (type-erased).
 pub trait AnyNative: Send + Sync {
     fn last(&self) -> bool;
+    fn operator(&self) -> bool;
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
@@ -135,6 +142,10 @@ struct Class<T>(PhantomData<fn() -> T>);
 impl<T: Native> AnyNative for Class<T> {
     fn last(&self) -> bool {
         T::LAST
+    }
+
+    fn operator(&self) -> bool {
+        T::OPERATOR
     }
 
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>> {

@@ -104,6 +104,7 @@ impl Native for TypedHook {
             kind: "typed",
             with_kwargs: false,
             faithful: true,
+            operator: None,
         }))
     }
 }

@@ -111,6 +111,24 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .is_truthy()
 }
 
+/// True if Dynamo traces backward passes, with backward hooks in them.
+pub fn compiles_backward(py: Python<'_>) -> PyResult<bool> {
+    let compiled_autograd = py.import("torch._dynamo.compiled_autograd")?;
+    compiled_autograd
+        .getattr("compiled_autograd_enabled")?
+        .is_truthy()
+}
+
+/// Makes a tensor of an int, which no mode of the current context (a trace's, say) sees.
+pub fn plain_int_tensor(py: Python<'_>, value: u64) -> PyResult<Bound<'_, PyAny>> {
+    let modes = py.import("torch.utils._python_dispatch")?;
+    let disabled = modes.getattr("_disable_current_modes")?.call0()?;
+    disabled.call_method0("__enter__")?;
+    let tensor = py.import("torch")?.call_method1("tensor", (value,));
+    disabled.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+    tensor
+}
+
 /// Returns the value of a call that a capture has ended.
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("ferrohook.activations")?.getattr("STOPPED")

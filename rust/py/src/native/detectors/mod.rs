@@ -246,6 +246,7 @@ impl Native for NativeDetector {
             kind: "detector",
             with_kwargs: false,
             faithful: false,
+            operator: None,
         }))
     }
 }
