@@ -4,13 +4,13 @@ use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
 use crate::attach::dispatcher::Dispatcher;
 use crate::attach::wrapper::HookedBase;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::error::{hook_error, type_name};
 use crate::registry::Registry;
 use crate::torch;
@@ -122,7 +122,7 @@ pub fn acquire(
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    static WRAPPER: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    static WRAPPER: Once<Py<PyType>> = Once::new();
     let wrapper = WRAPPER.import(module.py(), "ferrohook.wrapper", "TransparentWrapper")?;
     module.get_type().is_subclass(wrapper)
 }
@@ -159,7 +159,7 @@ fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// Sets the actual class: `__class__` of an instrumented module reads as the original one.
 fn set_class(module: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<()> {
-    static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static CLASS: Once<Py<PyAny>> = Once::new();
     let py = module.py();
     let own = CLASS.get_or_try_init(py, || {
         let object = py.get_type::<PyAny>();
