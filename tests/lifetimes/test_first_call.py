@@ -24,7 +24,8 @@ def call():
 hooked = fh.HookedModule(nn.Linear(2, 2))
 hooked.register_full_backward_hook(lambda *_: None)
 def call():
-    hooked(x).sum().backward()
+    with torch.enable_grad():
+        hooked(x)
 """,
     "a failing hook": """
 hooked = fh.HookedModule(nn.Linear(2, 2))
@@ -36,9 +37,10 @@ def call():
 """,
     "captured": """
 model = nn.Linear(2, 2)
+capture = fh.capture
 def call():
-    with fh.capture(model, "", grads=True) as acts:
-        model(x).sum().backward()
+    with torch.enable_grad(), capture(model, "", grads=True) as acts:
+        model(x)
     acts[""]
 """,
     "detected": """
@@ -47,6 +49,14 @@ hooked = fh.HookedModule(nn.Linear(2, 2))
 hooked.register_forward_hook(NonFiniteDetector())
 def call():
     hooked(x)
+""",
+    "detected by torch": """
+from ferrohook.detectors import NonFiniteDetector
+hooked = fh.HookedModule(nn.Identity())
+hooked.register_forward_hook(NonFiniteDetector())
+integers = torch.ones(2, dtype=torch.int32)
+def call():
+    hooked(integers)
 """,
     "a point": """
 from ferrohook.points import HookedRootModule
