@@ -215,17 +215,6 @@ def test_layer_of_a_name_without_one_raises(name: str | None) -> None:
         point.layer()
 
 
-def test_backward_hooks_that_cannot_fire_warn(model: Model, x: torch.Tensor) -> None:
-    fired: list[Any] = []
-    with pytest.warns(UserWarning, match="removed at the end of run_with_hooks"):
-        loss = model.run_with_hooks(x, bwd_hooks=[(MID, noting(fired, 1))])
-    loss.backward()
-    assert fired == []
-    with model.hooks(bwd_hooks=[(MID, noting(fired, 1))]):
-        model(x).backward()
-    assert fired == [1]
-
-
 def test_a_named_point_that_never_ran_warns(model: Model, x: torch.Tensor) -> None:
     model.hook_spare = HookPoint()
     model.setup()

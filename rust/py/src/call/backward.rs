@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::contexts::current::Frames;
+use crate::contexts::frame::only_open;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::hooks::hook::Hook;
@@ -48,7 +49,7 @@ impl<'py> Tap<'py> {
         let phases = [Phase::BackwardPre, Phase::Backward];
         for ((phase, hooks), fires) in phases.into_iter().zip([&mut pre, &mut full]).zip(fires) {
             if fires {
-                let entered = frames.entered(py)?.cloned();
+                let entered = frames.entered(py)?.map(only_open).transpose()?;
                 let walk = BackwardWalk {
                     registry: registry.clone().unbind(),
                     frames: entered.unwrap_or_else(|| PyTuple::empty(py)).unbind(),
