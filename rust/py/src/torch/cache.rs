@@ -185,7 +185,7 @@ impl CallPath {
 #[derive(Default)]
 pub struct InstanceCache {
     /// Hooks, and replacements of `_call_impl`.
-    nothing: EmptyCache,
+    nothing: EmptyCache<4>,
     forward: AtomicBool,
 }
 

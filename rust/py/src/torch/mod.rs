@@ -23,7 +23,7 @@ pub struct Torch {
     /// Globals of `torch.nn.modules.module`, and the hook dicts for all modules among them.
     globals: Py<PyDict>,
     global_hooks: [Variable; 4],
-    no_global_hooks: EmptyCache,
+    no_global_hooks: EmptyCache<4>,
     /// Hook dicts of one module, in its instance dict.
     module_hooks: [Variable; 4],
     /// Attribute that `nn.Module.compile` sets in the instance dict.
@@ -37,7 +37,7 @@ pub struct Torch {
     /// Globals of `torch.jit._trace`, and the one that is set while it traces.
     trace_globals: Py<PyDict>,
     trace_map: [Variable; 1],
-    not_traced: EmptyCache,
+    not_traced: EmptyCache<1>,
     tensor: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
 }
