@@ -11,7 +11,7 @@ import torch
 import ferrohook as fh
 from ferrohook import points
 from ferrohook.points import HookedRootModule, HookPoint
-from support.points import MID, Model, noting, observe
+from support.points import MID, Model, observe
 
 
 def test_a_wrong_direction_is_refused(model: Model) -> None:

@@ -29,8 +29,8 @@ impl<T> Once<T> {
 
     #[cold]
     fn init(&self, py: Python<'_>, make: impl FnOnce() -> PyResult<T>) -> PyResult<&T> {
-        let made = make()?;
-        Ok(self.0.get_or_init(py, || made))
+        let value = make()?;
+        Ok(self.0.get_or_init(py, || value))
     }
 }
 
