@@ -119,10 +119,14 @@ signal.alarm(30)
 x = torch.ones(1, 2)
 signal.signal(signal.SIGUSR1, lambda *_: call())
 initialise = nn.Module.__init__
+interrupts = []
 def interrupted(module, *args, **kwargs):
-    signal.raise_signal(signal.SIGUSR1)
+    if not interrupts:
+        interrupts.append(1)
+        signal.raise_signal(signal.SIGUSR1)
     initialise(module, *args, **kwargs)
 nn.Module.__init__ = interrupted
 call()
+assert interrupts
 """
     assert_ends_well(run_with_torch(FIRST_CALLS["wrapped"] + code))
