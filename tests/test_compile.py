@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.modules import module as torch_global
 
 import ferrohook as fh
 from support.compiling import compiles
@@ -316,6 +319,19 @@ def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Com
         inner, lambda module, args, kwargs: ((args[0] * 0,), kwargs), with_kwargs=True
     )
     assert close(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
+
+
+@pytest.mark.parametrize("phase", ["forward_pre", "forward"])
+def test_a_global_hook_dict_that_is_replaced_takes_effect(
+    instrumented: Compiled, phase: str
+) -> None:
+    plain = instrumented.check()
+    hooks: dict[Any, Any] = OrderedDict(zero=lambda _module, *values: values[-1] * 0)
+    if phase == "forward_pre":
+        hooks = OrderedDict(zero=lambda _module, args: (args[0] * 0,))
+    with mock.patch.object(torch_global, f"_global_{phase}_hooks", hooks):
+        assert not close(instrumented.check(), plain)
+    assert close(instrumented.check(), plain)
 
 
 def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:

@@ -21,6 +21,7 @@ from ferrohook._core import NativeDetector as NativeDetector
 from ferrohook._core import NonFiniteDetector as NonFiniteDetector
 from ferrohook._core import NormDetector as NormDetector
 from ferrohook._core import ShapeDetector as ShapeDetector
+from ferrohook.reductions import reduce as _reduce  # noqa: F401 (native detectors import it)
 
 __all__ = [
     "CallCounter",

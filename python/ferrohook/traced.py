@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "Sequence[tuple[Any, str, bool]]"
 """Hooks of one phase: callable, kind, `with_kwargs`."""
 NO_TORCH_HOOKS: tuple[Rows, Rows, Rows, Rows] = ((), (), (), ())
-_GLOBAL_PRE = module_globals._global_forward_pre_hooks
-_GLOBAL = module_globals._global_forward_hooks
 
 
 def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +60,17 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
         torch_hooks = (
             [
                 (hook, "plain", number in self._forward_pre_hooks_with_kwargs)
-                for number, hook in (*_GLOBAL_PRE.items(), *self._forward_pre_hooks.items())
+                for number, hook in (
+                    *module_globals._global_forward_pre_hooks.items(),
+                    *self._forward_pre_hooks.items(),
+                )
             ],
             [
                 (hook, "plain", number in self._forward_hooks_with_kwargs)
-                for number, hook in (*_GLOBAL.items(), *self._forward_hooks.items())
+                for number, hook in (
+                    *module_globals._global_forward_hooks.items(),
+                    *self._forward_hooks.items(),
+                )
             ],
             [(hook, "plain", False) for hook in self._backward_pre_hooks.values()],
             [(hook, "plain", False) for hook in self._backward_hooks.values()],

@@ -16,10 +16,11 @@ mod registry;
 mod torch;
 
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
 
 #[pymodule(gil_used = false)]
 mod _core {
-    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+    use super::{Bound, PyDict, PyMapping, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
     use crate::attach::attachment::{Attachment, AttachmentContext};
@@ -66,14 +67,19 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::cpython::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
-        // Created here: the stack may be exhausted at the first call that needs it.
-        module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
-        let frames = crate::contexts::current::variable(module.py())?;
+        let py = module.py();
+        // Created here: in a call the stack may be exhausted, and a finaliser that runs while pyo3
+        // creates a class would wait for it.
+        module.add("Stop", py.get_type::<crate::call::stop::Stop>())?;
+        let _classes = [
+            py.get_type::<crate::call::backward::BackwardWalk>(),
+            py.get_type::<crate::capture::keeping::GradientSlot>(),
+            py.get_type::<PyMapping>(),
+        ];
+        let frames = crate::contexts::current::variable(py)?;
         module.add("frames", frames)?;
-        module.add(
-            "installations",
-            crate::recorded::installation::installations(module.py()),
-        )?;
+        // Installations by the ids of their models.
+        module.add("installations", PyDict::new(py))?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::contexts::current::Frames;
+use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
@@ -131,7 +131,7 @@ impl Registry {
     }
 
     fn begin_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> Option<Snapshot> {
-        let mut snapshots = frame::hooks(frames, self.module)
+        let mut snapshots = frame::hooks(frames.iter_borrowed(), self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
             .chain(self.begin_outside(self.work(), phase));
@@ -145,7 +145,8 @@ impl Registry {
 
     /// Takes the snapshot of a phase for the current context.
     fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Snapshot>> {
-        self.begin(py, phase, &Frames::default())
+        let frames = frame::only_open(&active(py)?)?;
+        self.begin(py, phase, &Frames::fixed(frames))
     }
 
     /// True if a phase has hooks that fire in `frames`; `work` is that of the call.
@@ -159,7 +160,7 @@ impl Registry {
     ) -> PyResult<bool> {
         if work.watched(phase)
             && let Some(frames) = frames.entered(py)?
-            && frame::hooks(frames, self.module).any(|hooks| hooks.occupied(phase))
+            && frame::hooks(frame::open(frames), self.module).any(|hooks| hooks.occupied(phase))
         {
             return Ok(true);
         }

@@ -85,7 +85,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
 
 /// Hook that receives the gradient of a stored tensor.
 #[pyclass(frozen)]
-struct GradientSlot {
+pub struct GradientSlot {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
     tensor: TensorSlot,

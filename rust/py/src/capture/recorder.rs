@@ -171,7 +171,7 @@ pub fn record(
     let Some(frames) = frames.entered(py)? else {
         return Ok(());
     };
-    let snapshots: Vec<_> = frame::hooks(frames, module)
+    let snapshots: Vec<_> = frame::hooks(frames.iter_borrowed(), module)
         .map(|hooks| hooks.snapshot(phase.0))
         .collect();
     if snapshots.is_empty() {

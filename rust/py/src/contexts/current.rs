@@ -7,8 +7,9 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
+
+use crate::cpython::once::Once;
 
 /// Frames of a context that has entered one, and the token that identifies the context among its
 /// copies.
@@ -19,7 +20,7 @@ pub struct Entered {
 
 /// The context variable of the entered frames: a tuple, the outermost first.
 pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
-    static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static VARIABLE: Once<Py<PyAny>> = Once::new();
     VARIABLE
         .get_or_try_init(py, || {
             let none = PyTuple::empty(py);

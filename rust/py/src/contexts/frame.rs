@@ -1,5 +1,6 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -33,8 +34,11 @@ pub trait Release: Send + Sync {
 #[derive(Default)]
 pub struct Frame {
     tag: Option<Py<PyAny>>,
-    /// None once closed.
-    modules: Mutex<Option<Modules>>,
+    modules: Mutex<Modules>,
+    /// Changes under the lock of `modules`.
+    closed: AtomicBool,
+    /// True if its backward hooks stay for the graphs that were recorded before it was closed.
+    for_graphs: bool,
     /// True once it was entered.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
@@ -48,13 +52,12 @@ impl Frame {
     pub fn new(tag: Option<Py<PyAny>>) -> Self {
         Self {
             tag,
-            modules: Mutex::new(Some(Modules::default())),
             ..Self::default()
         }
     }
 
-    fn closed(&self) -> bool {
-        self.modules.lock().is_none()
+    pub fn closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
     }
 
     /// Looks an attribute up on the tag, if there is a tag.
@@ -65,14 +68,27 @@ impl Frame {
         }
     }
 
-    /// Removes the hooks. Returns true for the call that removed them.
+    /// Ends the frame and removes its hooks. Returns true for the call that did so.
     fn remove_hooks(&self) -> bool {
-        // Taken under the lock, removed and dropped after it: both run Python code.
-        let modules = self.modules.lock().take();
-        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
-            scoped.hooks.clear_all();
+        let mut modules = self.modules.lock();
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return false;
         }
-        modules.is_some()
+        // Removed and dropped after the lock is released: both run Python code.
+        if self.for_graphs {
+            let hooks = modules.hooks.values();
+            let hooks: Vec<_> = hooks.map(|scoped| Arc::clone(&scoped.hooks)).collect();
+            drop(modules);
+            for hooks in hooks {
+                hooks.clear(Some(Phase::ForwardPre));
+                hooks.clear(Some(Phase::Forward));
+            }
+        } else {
+            let taken = mem::take(&mut *modules);
+            drop(modules);
+            taken.clear();
+        }
+        true
     }
 
     fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
@@ -136,8 +152,8 @@ impl Frame {
 
     /// Looks up the registry for the module with this id.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
-        let guard = self.modules.lock();
-        Some(Arc::clone(&guard.as_ref()?.hooks.get(&module)?.hooks))
+        let modules = self.modules.lock();
+        Some(Arc::clone(&modules.hooks.get(&module)?.hooks))
     }
 
     /// Returns the registry for the module with this id, for registering; `others` is the one of
@@ -150,15 +166,15 @@ impl Frame {
         scoped: &Scoped,
         others: &Registry<Hook>,
     ) -> PyResult<Arc<Registry<Hook>>> {
-        let mut guard = self.modules.lock();
-        let Some(modules) = guard.as_mut() else {
-            drop(guard);
+        let mut modules = self.modules.lock();
+        if self.closed() {
+            drop(modules);
             return Err(closed(py));
-        };
+        }
         let gone = modules.take_gone();
-        let hooks = modules.hooks_to_change(module, phase, scoped, others);
-        drop(guard);
-        drop(gone); // runs Python code
+        let (hooks, unused) = modules.hooks_to_change(module, phase, scoped, others);
+        drop(modules);
+        drop((gone, unused)); // runs Python code
         Ok(hooks)
     }
 
@@ -182,7 +198,7 @@ impl Frame {
     }
 
     fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
-        let attachments = std::mem::take(&mut *self.attachments.lock());
+        let attachments = mem::take(&mut *self.attachments.lock());
         // Releases all, even if one fails.
         let released = attachments.iter().map(|each| each.release(py).map(drop));
         released.fold(Ok(()), Result::and)
@@ -209,9 +225,12 @@ fn closed(py: Python<'_>) -> PyErr {
 #[pymethods]
 impl Frame {
     #[new]
-    #[pyo3(signature = (tag = None))]
-    fn py_new(tag: Option<Py<PyAny>>) -> Self {
-        Self::new(tag)
+    #[pyo3(signature = (tag = None, *, for_graphs = false))]
+    fn py_new(tag: Option<Py<PyAny>>, for_graphs: bool) -> Self {
+        Self {
+            for_graphs,
+            ..Self::new(tag)
+        }
     }
 
     /// The tag: an object that identifies the frame's purpose.
@@ -291,12 +310,7 @@ impl Frame {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for scoped in self
-            .modules
-            .lock()
-            .iter()
-            .flat_map(|modules| modules.hooks.values())
-        {
+        for scoped in self.modules.lock().hooks.values() {
             scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
         visit.call(&self.tag)?;
@@ -309,6 +323,8 @@ impl Frame {
 
     fn __clear__(&self) {
         self.remove_hooks();
+        let modules = mem::take(&mut *self.modules.lock());
+        modules.clear();
         let _entered = self.entered.lock().take();
     }
 }
@@ -333,13 +349,31 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
 }
 
 /// Returns the registries that `frames` have for the module with this id.
-pub fn hooks(
-    frames: &Bound<'_, PyTuple>,
+pub fn hooks<'a>(
+    frames: impl Iterator<Item = Borrowed<'a, 'a, PyAny>>,
     module: u64,
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    frames
-        .iter_borrowed()
-        .filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
+    frames.filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
+}
+
+/// Returns the frames that are not closed: a copied context may hold others.
+pub fn open<'a, 'py>(
+    frames: &'a Bound<'py, PyTuple>,
+) -> impl Iterator<Item = Borrowed<'a, 'py, PyAny>> {
+    let closed = |frame: &Borrowed<'_, 'py, PyAny>| {
+        let frame = frame.cast::<Frame>();
+        frame.is_ok_and(|frame| frame.get().closed())
+    };
+    frames.iter_borrowed().filter(move |frame| !closed(frame))
+}
+
+/// Returns the tuple of the frames that are not closed.
+pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
+    let open: Vec<_> = open(frames).collect();
+    if open.len() == frames.len() {
+        return Ok(frames.clone());
+    }
+    PyTuple::new(frames.py(), open)
 }
 
 /// True if one of `frames` has hooks for which operators stand in graphs.

@@ -7,13 +7,13 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
 use crate::attach::instrumenting::registry_of;
 use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
@@ -79,7 +79,7 @@ impl PointHook {
     /// registered: the handle of a removed hook.
     #[getter]
     fn hook<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, HookHandle>> {
-        static NOT_YET: PyOnceLock<Py<HookHandle>> = PyOnceLock::new();
+        static NOT_YET: Once<Py<HookHandle>> = Once::new();
         let handle = match self.handle.get() {
             Some(handle) => handle,
             None => NOT_YET.get_or_try_init(py, || {
@@ -110,7 +110,7 @@ impl Native for PointHook {
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        static KEYWORDS: PyOnceLock<Py<PyTuple>> = PyOnceLock::new();
+        static KEYWORDS: Once<Py<PyTuple>> = Once::new();
         let py = slf.py();
         let point = turn.module;
         let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;

@@ -8,7 +8,6 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
@@ -16,6 +15,7 @@ use crate::capture::keeping;
 use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
 use crate::torch;
@@ -91,8 +91,8 @@ impl Call {
         args: Bound<'py, PyTuple>,
         kwargs: Bound<'py, PyDict>,
     ) -> PyResult<Self> {
-        static GET_IDENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        static ENUMERATE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        static GET_IDENT: Once<Py<PyAny>> = Once::new();
+        static ENUMERATE: Once<Py<PyAny>> = Once::new();
         let py = model.py();
         let get_ident = GET_IDENT.import(py, "threading", "get_ident")?;
         let mut asked = Vec::new();
@@ -416,7 +416,7 @@ pub fn calls_in_progress(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
 }
 
 fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
-    static ALL: PyOnceLock<Py<PySet>> = PyOnceLock::new();
+    static ALL: Once<Py<PySet>> = Once::new();
     let all = ALL.get_or_try_init(py, || PySet::empty(py).map(Bound::unbind))?;
     Ok(all.bind(py))
 }

@@ -5,8 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
 
 use crate::capture::collector::Collector;
 use crate::recorded::tree::ModuleTree;
@@ -89,10 +87,4 @@ impl InstallationBase {
             copies.call_method0(py, intern!(py, "finish")).map(drop)
         })
     }
-}
-
-/// Installations by the ids of their models.
-pub fn installations(py: Python<'_>) -> &Bound<'_, PyDict> {
-    static ALL: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    ALL.get_or_init(py, || PyDict::new(py).unbind()).bind(py)
 }
