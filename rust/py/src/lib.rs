@@ -54,8 +54,6 @@ mod _core {
     #[pymodule_export]
     use crate::recorded::layer::RecordedLayerBase;
     #[pymodule_export]
-    use crate::recorded::tree::ModuleTree;
-    #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
@@ -67,10 +65,6 @@ mod _core {
         module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
         let frames = crate::contexts::current::variable(module.py())?;
         module.add("frames", frames)?;
-        module.add(
-            "installations",
-            crate::recorded::installation::installations(module.py()),
-        )?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }
