@@ -97,10 +97,10 @@ impl InstallationBase {
 
     /// Begins a recording call. False if it is retired.
     pub fn begin(&self) -> bool {
-        let begin = |state| (state & RETIRED == 0).then_some(state + CALL);
+        let add_call = |state| (state & RETIRED == 0).then_some(state + CALL);
         let begun = self
             .state
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, begin);
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, add_call);
         begun.is_ok()
     }
 
