@@ -140,18 +140,11 @@ def test_dynamo_traces_forwards_that_read_their_class(cls: type[nn.Linear], hook
 
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 @pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_deep_lift_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
-    attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
-    expected = attr.DeepLift(model).attribute(X, target=1)
-    assert torch.equal(attr.DeepLift(hooked).attribute(X, target=1), expected)
-
-
-@pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
-@pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_lrp_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
-    attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
-    expected = attr.LRP(model).attribute(X, target=1)
-    assert torch.equal(attr.LRP(hooked).attribute(X, target=1), expected)
+@pytest.mark.parametrize("rules", ["DeepLift", "LRP"])
+def test_captum_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential, rules: str) -> None:
+    attribution = getattr(pytest.importorskip("captum.attr"), rules)
+    expected = attribution(model).attribute(X, target=1)
+    assert torch.equal(attribution(hooked).attribute(X, target=1), expected)
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

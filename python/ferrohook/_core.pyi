@@ -20,7 +20,6 @@ __all__ = [
     "HookedBase",
     "InstallationBase",
     "LatencyDetector",
-    "ModuleTree",
     "NativeDetector",
     "NativeHook",
     "NonFiniteDetector",
@@ -37,7 +36,6 @@ __all__ = [
     "calls_in_progress",
     "crc32",
     "frames",
-    "installations",
     "record",
     "record_all",
     "register_all",
@@ -45,7 +43,6 @@ __all__ = [
 ]
 
 frames: ContextVar[tuple[Frame, ...]]
-installations: dict[int, Any]  # of subclasses of InstallationBase
 
 __version__: str
 
@@ -72,10 +69,6 @@ class _Typed(Protocol[_PhaseT_co]):
     def fn(self) -> Callable[..., Any]: ...
     @property
     def phase(self) -> _PhaseT_co: ...
-
-class _HostCopies(Protocol):
-    # Pending copies from GPUs that a collector has started.
-    def finish(self) -> None: ...
 
 @disjoint_base
 class NativeHook: ...
@@ -239,8 +232,6 @@ class Attachment:
         names: list[str] | None = None,
     ) -> list[HookHandle]: ...
     def adopt(self, modules: list[Any], handles: list[HookHandle]) -> None: ...
-    @property
-    def modules(self) -> list[Any]: ...
     def release_with(self, scope: Frame) -> None: ...
     def release(self) -> bool: ...
     @property
@@ -277,36 +268,30 @@ class Frame:
 @disjoint_base
 class InstallationBase:
     def __new__(
-        cls,
-        keys: list[Collector],
-        tree: ModuleTree,
-        copies: _HostCopies | None,
+        cls, modules: Sequence[tuple[Any, dict[str, Any] | None]], *_others: object
     ) -> Self: ...
-    def watch(self) -> None: ...
+    @property
+    def attachment(self) -> Attachment: ...
     def holds(self) -> bool: ...
-    retired: bool
+    def watch(self) -> None: ...
+    def retire(self) -> None: ...
 
 class _LayerKey(Protocol):
-    # Index of the key in the installation.
     @property
-    def key(self) -> int: ...
-    # Index of the recorded item, for an output that is a tuple.
+    def key(self) -> str: ...
     @property
     def item(self) -> int: ...
-    # Only for hidden states: True if they begin with the input of the first layer.
     @property
     def initial(self) -> bool | None: ...
+    @property
+    def convert(self) -> Callable[[Any], Any] | None: ...
 
 @disjoint_base
 class RecordedLayerBase(NativeHook):
     def __new__(
-        cls,
-        installation: InstallationBase,
-        keys: Sequence[_LayerKey],
+        cls, installation: InstallationBase, keys: Sequence[_LayerKey], *_others: object
     ) -> Self: ...
     def record(self, call: Call, args: _Args, kwargs: _Kwargs, output: Any) -> None: ...
-    @property
-    def installation(self) -> Any: ...  # the subclass of InstallationBase that it was made with
 
 @final
 class Call:
@@ -314,43 +299,26 @@ class Call:
         cls,
         model: Any,
         installation: InstallationBase | None,
-        flags: dict[str, Any],
-        selected: list[int] | None,
-        around: Call | None,
-        args: _Args,
-        kwargs: _Kwargs,
+        recorded: dict[str, list[Any]],
+        selected: Sequence[int] | None,
+        arguments: tuple[_Args, _Kwargs],
+        other_threads: list[Thread],
     ) -> Self: ...
-    def run(self, forward: Callable[..., Any]) -> tuple[Any, dict[str, tuple[Any, ...]]] | None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *_exception: object) -> None: ...
     @property
     def model(self) -> Any: ...
     @property
-    def installation(self) -> Any: ...  # likewise, or None
+    def installation(self) -> Any: ...  # a subclass of InstallationBase, or None
     @property
     def around(self) -> Call | None: ...
     @property
-    def arguments(self) -> tuple[_Args, _Kwargs] | None: ...
-    @property
-    def thread(self) -> int: ...
-    @property
-    def threads(self) -> list[Thread]: ...
-    @property
     def records(self) -> bool: ...
     @property
-    def unattributed(self) -> list[str]: ...
-    def leave_out(self, class_: str, /) -> None: ...
-    def outputs(self) -> list[Any]: ...
-
-class _TreeEntry(Protocol):
+    def other_threads(self) -> list[Thread]: ...
     @property
-    def module(self) -> Any: ...
-    @property
-    def children(self) -> list[Any] | None: ...
-    @property
-    def declared(self) -> dict[str, Any] | None: ...
-
-@final
-class ModuleTree:
-    def __new__(cls, modules: Sequence[_TreeEntry]) -> Self: ...
+    def unattributed(self) -> set[str]: ...
+    def known(self) -> list[Any]: ...
 
 class Stop(BaseException): ...
 

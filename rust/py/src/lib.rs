@@ -16,11 +16,11 @@ mod registry;
 mod torch;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMapping};
+use pyo3::types::PyMapping;
 
 #[pymodule(gil_used = false)]
 mod _core {
-    use super::{Bound, PyDict, PyMapping, PyModule, PyModuleMethods, PyResult};
+    use super::{Bound, PyMapping, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
     use crate::attach::attachment::{Attachment, AttachmentContext};
@@ -58,8 +58,6 @@ mod _core {
     #[pymodule_export]
     use crate::recorded::layer::RecordedLayerBase;
     #[pymodule_export]
-    use crate::recorded::tree::ModuleTree;
-    #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
@@ -78,8 +76,6 @@ mod _core {
         ];
         let frames = crate::contexts::current::variable(py)?;
         module.add("frames", frames)?;
-        // Installations by the ids of their models.
-        module.add("installations", PyDict::new(py))?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -1,5 +1,6 @@
 //! Instrumenting and restoring modules: the change of class, reference-counted.
 
+use ferrohook_core::{Phase, Placement};
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
@@ -9,10 +10,13 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::attach::dispatcher::Dispatcher;
 use crate::attach::wrapper::HookedBase;
+use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::error::{hook_error, type_name};
+use crate::hooks::handle::HookHandle;
+use crate::hooks::options::Options;
 use crate::registry::Registry;
 use crate::torch;
 
@@ -154,6 +158,26 @@ pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Regis
         ));
     };
     Ok(dispatcher.get().registry(py).clone())
+}
+
+/// Module, hook, and the module's name in the model, if known.
+type Registration<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<String>);
+
+/// Registers hooks, each with its module, in order. Those before one that is refused are registered.
+pub fn register_each<'py>(
+    hooks: impl Iterator<Item = PyResult<Registration<'py>>>,
+    phase: Phase,
+    placement: Placement,
+    options: Options,
+    scope: Option<&ScopeArg<'py>>,
+) -> impl Iterator<Item = PyResult<Py<HookHandle>>> {
+    hooks.map(move |each| {
+        let (module, hook, name) = each?;
+        let registry = registry_of(&module)?;
+        let registry = registry.get();
+        let handle = registry.register(phase, &hook, placement, options, scope, name.as_deref())?;
+        Py::new(module.py(), handle)
+    })
 }
 
 fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {

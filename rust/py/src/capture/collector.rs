@@ -188,11 +188,6 @@ impl Collector {
 }
 
 impl Collector {
-    /// Its only name.
-    pub fn name(&self) -> &str {
-        self.names.first().map_or("", String::as_str)
-    }
-
     pub fn next_serial(&self) -> u64 {
         let mut store = self.store.lock();
         store.serial += 1;

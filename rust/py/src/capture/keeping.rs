@@ -8,14 +8,6 @@ use crate::capture::collector::{Collector, OverBudget};
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::torch::tensors::{map_tensors, requires_grad};
 
-/// Prepares `value` for storage under the collector's only name.
-pub fn prepare<'py>(
-    collector: &Bound<'py, Collector>,
-    value: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    Keeping::of(collector, 0).keep(value)
-}
-
 /// Stores `value` under a name.
 pub fn record<'py>(
     collector: &Bound<'py, Collector>,

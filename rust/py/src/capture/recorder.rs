@@ -7,7 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
-use crate::attach::instrumenting::registry_of;
+use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
 use crate::capture::keeping;
 use crate::contexts::current::Frames;
@@ -52,7 +52,7 @@ impl Recorder {
     /// Phase that it is registered for.
     #[getter(phase)]
     fn phase_name(&self) -> &'static str {
-        self.only_phase().name()
+        Self::phase_of(self.inputs).name()
     }
 
     fn __repr__(&self) -> String {
@@ -67,7 +67,7 @@ impl Recorder {
 
 impl Native for Recorder {
     fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Some(slf.get().only_phase())
+        Some(Self::phase_of(slf.get().inputs))
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
@@ -98,8 +98,8 @@ impl Recorder {
         keeping::record(self.collector.bind(value.py()), self.index, value)
     }
 
-    pub fn only_phase(&self) -> Phase {
-        if self.inputs {
+    fn phase_of(inputs: bool) -> Phase {
+        if inputs {
             Phase::ForwardPre
         } else {
             Phase::Forward
@@ -211,23 +211,14 @@ pub fn record_all(
     scope: ScopeArg<'_>,
     inputs: bool,
     part: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Vec<HookHandle>> {
-    let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
+) -> PyResult<Vec<Py<HookHandle>>> {
+    let py = collector.py();
+    let phase = Recorder::phase_of(inputs);
+    let (placement, options) = (priority.place(false), OnError::Raise.into());
+    let hooks = modules.into_iter().enumerate().map(|(index, module)| {
         let part = part.cloned().map(Bound::unbind);
         let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part)?;
-        let recorder = Bound::new(module.py(), recorder)?;
-        let (phase, options) = (recorder.get().only_phase(), OnError::Raise.into());
-        let placement = priority.place(false);
-        let registry = registry_of(module)?;
-        let registry = registry.get();
-        registry.register(
-            phase,
-            recorder.as_any(),
-            placement,
-            options,
-            Some(&scope),
-            None,
-        )
-    };
-    modules.iter().enumerate().map(record).collect()
+        Ok((module, Bound::new(py, recorder)?.into_any(), None))
+    });
+    register_each(hooks, phase, placement, options, Some(&scope)).collect()
 }

@@ -39,18 +39,8 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
 
 /// Enters a frame: it becomes the innermost of this context.
 pub fn enter(frame: &Bound<'_, PyAny>) -> PyResult<Entered> {
-    enter_in_place_of(frame, |_| false)
-}
-
-/// Enters a frame, and drops those of this context for which `leaves_out` is true.
-pub fn enter_in_place_of(
-    frame: &Bound<'_, PyAny>,
-    leaves_out: impl Fn(&Bound<'_, PyAny>) -> bool,
-) -> PyResult<Entered> {
     let py = frame.py();
-    let others = active(py)?.into_iter();
-    let others = others.filter(|each| !leaves_out(each));
-    let frames: Vec<_> = others.chain([frame.clone()]).collect();
+    let frames: Vec<_> = active(py)?.into_iter().chain([frame.clone()]).collect();
     let frames = PyTuple::new(py, frames)?;
     let token = variable(py)?.call_method1(intern!(py, "set"), (&frames,))?;
     Ok(Entered {

@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::attach::instrumenting::registry_of;
+use crate::attach::instrumenting::register_each;
 use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
@@ -139,24 +139,16 @@ impl Native for PointHook {
 ///         registered.
 #[pyfunction]
 pub fn register_all(
-    py: Python<'_>,
     hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PointHook>)>,
     phase: PhaseName,
     scope: ScopeArg<'_>,
 ) -> PyResult<()> {
-    for (point, hook) in &hooks {
-        let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
-        let registry = registry_of(point)?;
-        let registry = registry.get();
-        let handle = registry.register(
-            phase.0,
-            hook.as_any(),
-            placement,
-            options,
-            Some(&scope),
-            None,
-        )?;
-        hook.get().registered(Py::new(py, handle)?);
+    let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
+    let pairs = hooks.iter();
+    let pairs = pairs.map(|(point, hook)| Ok((point.clone(), hook.as_any().clone(), None)));
+    let registered = register_each(pairs, phase.0, placement, options, Some(&scope));
+    for ((_, hook), handle) in hooks.iter().zip(registered) {
+        hook.get().registered(handle?);
     }
     Ok(())
 }
