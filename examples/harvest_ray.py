@@ -68,7 +68,7 @@ class Harvester:
         self.model, self.prepare = load(model)
         self.select = select
         self.batch = batch
-        fh.select(self.model, select)  # raises at once if a pattern matches nothing
+        fh.select(self.model, select, called=True)  # raises at once if a pattern matches nothing
 
     def harvest(self, part: Part) -> Outcome:
         """Writes the missing batches of a part."""

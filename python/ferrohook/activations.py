@@ -222,7 +222,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 
     Args:
         model: any module.
-        what: modules to capture, see `select`; None for all.
+        what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
         output_index: key, index or attribute of the captured value, to capture that part alone.
@@ -243,7 +243,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         stop: end each call of the model once all modules have run; the call returns `STOPPED`.
 
     Raises:
-        SelectionError: `what` matches nothing.
+        SelectionError: `what` matches nothing, or containers alone, which are never called.
         HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
             below 1.
@@ -256,7 +256,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         ...     model(ids)
         >>> acts["layers.0.mlp"].shape
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():

@@ -155,7 +155,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
     Args:
         model: any module.
-        what: modules to hook, see `select`.
+        what: modules to hook, see `select`; containers (ModuleList) are left out.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
             detector.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
@@ -172,13 +172,13 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         The handles of the hook, as a group.
 
     Raises:
-        SelectionError: `what` matches no module.
+        SelectionError: `what` matches no module, or containers alone, which are never called.
         HookTypeError: `hook` is not callable or a typed hook of another phase, or an option has the
             wrong type.
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
