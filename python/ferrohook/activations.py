@@ -17,7 +17,7 @@ from ferrohook.capture_session import Activations, CaptureSession, Options, not_
 from ferrohook.conversion import check_index, converter
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.host_copies import HostCopies
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
 from ferrohook.tensors import map_tensors, tensors_in
@@ -184,7 +184,9 @@ class _CaptureTag:
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self.session.silent()):
-            text = explain(self.session.model, silent)
+            # If none ran, the calls may have been made in other threads.
+            in_threads = CAPTURE_IN_THREADS if silent == self.session.names else ""
+            text = explain(self.session.model, silent, in_threads=in_threads)
             warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
 

@@ -125,6 +125,11 @@ class CaptureSession:
             only_last=self._options.only_last,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The modules' names."""
+        return list(self._modules)
+
     def clear(self) -> None:
         """Drops the activations captured so far."""
         self._collector.clear()

@@ -13,7 +13,7 @@ from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import SCOPE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -35,10 +35,12 @@ class HandleGroup(AttachmentContext):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: dict[str, HookHandle] = {}
+        self._scoped = False
 
     def _register(
         self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
     ) -> None:
+        self._scoped = options.get("scope") is not None
         handles = self.attachment.register([*modules.values()], phase, hook, **options)
         self._handles.update(zip(modules, handles, strict=True))
 
@@ -107,7 +109,10 @@ class HandleGroup(AttachmentContext):
 
     def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self._silent()):
-            warnings.warn(self._warning_text(silent), NeverFiredWarning, stacklevel=2)
+            # If none ran, the calls may have been made in other threads.
+            elsewhere = self._scoped and silent == self.names
+            text = self._warning_text(silent, SCOPE_IN_THREADS if elsewhere else "")
+            warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
     def _silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
@@ -118,10 +123,10 @@ class HandleGroup(AttachmentContext):
             if not handle.calls and handle.enabled and not handle.removed
         ]
 
-    def _warning_text(self, silent: list[str]) -> str:
+    def _warning_text(self, silent: list[str], in_threads: str = "") -> str:
         phase = self._handles[silent[0]].phase
         if phase.startswith("forward"):
-            return explain(self._model, silent)
+            return explain(self._model, silent, in_threads=in_threads)
         names = ", ".join(map(repr, silent))
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
