@@ -12,6 +12,7 @@ from torch import nn
 from ferrohook._core import HookedBase, Registry
 from ferrohook.arguments import expect_module
 from ferrohook.hook_info import HookInfo, hooks_of
+import ferrohook.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
 

@@ -101,6 +101,11 @@ pub trait Native: PyClass {
         false
     }
 
+    /// True if its calls may change a value.
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
     /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
@@ -119,6 +124,7 @@ pub trait AnyNative: Send + Sync {
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -141,6 +147,10 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(T::times(hook.cast()?))
+    }
+
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::changes(hook.cast()?))
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
