@@ -57,6 +57,7 @@ class Contents:
         except IndexError:
             self._variable = ContextVar("collected", default=None)
         self._contents: dict[ref[_ContentKey], Content | Activations] = {}
+        self._forget = self._contents.pop
 
     def __del__(self) -> None:
         self._contents.clear()
@@ -78,7 +79,7 @@ class Contents:
         """Replaces the content in this context; the caller must not change it later."""
         content_key = _ContentKey()
         # The weak reference frees the content with the last context that has the key.
-        self._contents[ref(content_key, self._contents.pop)] = content
+        self._contents[ref(content_key, self._forget)] = content
         self._variable.set(content_key)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

@@ -51,6 +51,7 @@ class Detector(Hook, Collectable):
     """
 
     _detects = True
+    _hook_fn: ClassVar = None
     # Behind controllers, those of negative priority included; ahead of captures.
     _priority = -(2**31)
 
@@ -200,8 +201,11 @@ class LayerActivationDetector(Detector):
         self._copies = copy
 
     def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
-        if self._hook_type is HookType.FORWARD:
-            tensor = output if isinstance(output, Tensor) else extract_tensor_from_output(output)
+        tensor: Tensor | None
+        if isinstance(output, Tensor):
+            tensor = output  # what most layers return
+        elif self._hook_type is HookType.FORWARD:
+            tensor = extract_tensor_from_output(output)
         else:
             tensor = first_tensor(input[0], in_dicts=True) if input else None
         if tensor is None:
@@ -214,8 +218,9 @@ class LayerActivationDetector(Detector):
     def _reference(self, tensor: Tensor) -> tuple[Tensor, int | None]:
         """Returns the detached tensor, and its version if it is to be checked."""
         source = tensor.detach() if tensor.requires_grad else tensor
-        if self.target_dtype not in (None, source.dtype):
-            return source.to(self.target_dtype), None
+        dtype = self.target_dtype
+        if dtype is not None and dtype != source.dtype:
+            return source.to(dtype), None
         if self._copies == "ref":
             return source, None
         version = version_of(source)
