@@ -33,6 +33,12 @@ def keeping(package: Any) -> Any:
     return package.LayerActivationDetector("")
 
 
+def checking(package: Any) -> Any:
+    """A detector that keeps a reference to the output, which ours checks when it is read."""
+    options = {"copy": "checked"} if package is interventions else {}
+    return package.LayerActivationDetector("", **options)
+
+
 def replacing(package: Any) -> Any:
     """A controller of either package, whose function computes nothing."""
     replacement = X * 2
@@ -46,6 +52,7 @@ def against_mi_crow() -> dict[str, Sampler]:
     makes: dict[str, Callable[[Any], Any]] = {
         "detector": counting,
         "detector that keeps the output": keeping,
+        "detector that keeps the output, checked": checking,
         "controller": replacing,
     }
     samplers = {}
@@ -76,6 +83,11 @@ GROUPS = [
                 name="detector that keeps the output",
                 over="mi-crow: detector that keeps the output",
                 bar=1.5,
+            ),
+            Row(
+                name="detector that keeps the output, checked",
+                over="mi-crow: detector that keeps the output, checked",
+                bar=0.5,
             ),
             Row(name="controller", over="mi-crow: controller", bar=0.35),
         ],
