@@ -87,6 +87,14 @@ def test_other_callables_are_accepted() -> None:
     def wraps(*_: Any) -> None: ...
 
     model = nn.Identity()
-    hooks = [Sync(), Sync().method, functools.partial(Sync()), generates, wraps, nn.Identity(), Sync]
+    hooks = [
+        Sync(),
+        Sync().method,
+        functools.partial(Sync()),
+        generates,
+        wraps,
+        nn.Identity(),
+        Sync,
+    ]
     for hook in hooks:
         fh.register(model, "", hook).remove()

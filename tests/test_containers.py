@@ -94,7 +94,7 @@ ENTRANCES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "run with a capture": lambda model, what: fh.run(model, X, capture=what),
     "collect": lambda model, what: fh.collect(model, [X], what, MemoryStore()),
     "select": lambda model, what: fh.select(model, what, called=True),
-    "hook points": lambda model, what: HookedRootModule.wrap(model, what),
+    "hook points": HookedRootModule.wrap,
     "a layer": lambda model, what: fi.Layers(model).register_hook(
         what, fi.LayerActivationDetector(what)
     ),

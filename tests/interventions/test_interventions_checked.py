@@ -63,7 +63,7 @@ def test_reading_after_a_write_in_place_raises() -> None:
         lambda: detector.tensor_metadata["activations"],
         lambda: dict(detector.tensor_metadata),
         lambda: detector.tensor_metadata | {},
-        lambda: detector.tensor_metadata.copy(),
+        lambda: [*detector.tensor_metadata.values()],
     ):
         with pytest.raises(fh.StaleActivationError, match="'activations' was changed in place"):
             read()

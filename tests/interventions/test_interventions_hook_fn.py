@@ -107,5 +107,5 @@ def test_async_methods_are_refused() -> None:
         return x
 
     for make in (Detects, Controls, Hooks, lambda: fi.FunctionController("", function)):  # type: ignore[arg-type, return-value]
-        with pytest.raises(fh.HookTypeError, match="async function .* would never run"):
+        with pytest.raises(fh.HookTypeError, match=r"async function .* would never run"):
             make()
