@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 from weakref import ref
 
 from torch import Tensor
@@ -87,7 +87,18 @@ class Contents:
         return type(self), ()
 
 
-class ContextDict(MutableMapping[str, V], dict[str, V]):  # type: ignore[misc]  # dict's `get` differs
+if TYPE_CHECKING:
+
+    class _MappingDict(dict[str, V]):
+        pass
+
+else:
+
+    class _MappingDict(MutableMapping[str, V], dict):
+        """A dict whose methods go through the subclass's own."""
+
+
+class ContextDict(_MappingDict[V]):
     """View of a detector's metadata, whose contents are separate in each context (`contextvars`).
 
     A dict, for code that asks for one. Reading and writing go to the contents; code in C that

@@ -47,7 +47,7 @@ class Controller(Hook):
     """
 
     _controls = True
-    _hook_fn: ClassVar = None
+    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
 
     def __init__(
         self,

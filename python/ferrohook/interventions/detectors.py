@@ -51,7 +51,7 @@ class Detector(Hook, Collectable):
     """
 
     _detects = True
-    _hook_fn: ClassVar = None
+    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
     # Behind controllers, those of negative priority included; ahead of captures.
     _priority = -(2**31)
 
