@@ -72,7 +72,7 @@ class Harvester:
         self.select = select
         self.batch = batch
         # Raises at once if a pattern matches nothing.
-        self.made_of = manifest(self.model, fh.select(self.model, select), None)
+        self.made_of = manifest(self.model, fh.select(self.model, select, called=True), None)
 
     def is_complete(self, part: Part) -> bool:
         """Returns True if all batches of a part are stored.

@@ -17,7 +17,7 @@ from ferrohook.capture_session import Activations, CaptureSession, Options, not_
 from ferrohook.conversion import check_index, converter
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.host_copies import HostCopies
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
 from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
@@ -237,7 +237,9 @@ class _CaptureTag:
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self.session.silent()):
-            text = explain(self.session.model, silent)
+            # If none ran, the calls may have been made in other threads.
+            in_threads = CAPTURE_IN_THREADS if silent == self.session.names else ""
+            text = explain(self.session.model, silent, in_threads=in_threads)
             warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
 
@@ -279,7 +281,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 
     Args:
         model: any module.
-        what: modules to capture, see `select`; None for all.
+        what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
         output_index: key, index or attribute of the captured value, to capture that part alone.
@@ -300,7 +302,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         stop: end each call of the model once all modules have run; the call returns `STOPPED`.
 
     Raises:
-        SelectionError: `what` matches nothing.
+        SelectionError: `what` matches nothing, or containers alone, which are never called.
         HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
             below 1.
@@ -313,7 +315,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         ...     model(ids)
         >>> acts["layers.0.mlp"].shape
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():

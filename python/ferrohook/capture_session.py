@@ -170,8 +170,9 @@ class CaptureSession:
             only_last=self._options.only_last,
         )
 
+    @property
     def names(self) -> list[str]:
-        """Returns the names of the modules."""
+        """The modules' names."""
         return list(self._modules)
 
     @property

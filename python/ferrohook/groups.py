@@ -13,7 +13,7 @@ from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import SCOPE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -35,10 +35,12 @@ class HandleGroup(AttachmentContext):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: dict[str, HookHandle] = {}
+        self._scoped = False
 
     def _register(
         self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
     ) -> None:
+        self._scoped = options.get("scope") is not None
         handles = self.attachment.register(
             [*modules.values()], phase, hook, names=[*modules], **options
         )
@@ -111,7 +113,10 @@ class HandleGroup(AttachmentContext):
 
     def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self._silent()):
-            warnings.warn(self._warning_text(silent), NeverFiredWarning, stacklevel=2)
+            # If none ran, the calls may have been made in other threads.
+            elsewhere = self._scoped and silent == self.names
+            text = self._warning_text(silent, SCOPE_IN_THREADS if elsewhere else "")
+            warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
     def _silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
@@ -122,10 +127,10 @@ class HandleGroup(AttachmentContext):
             if not (handle.calls or handle.traced) and handle.enabled and not handle.removed
         ]
 
-    def _warning_text(self, silent: list[str]) -> str:
+    def _warning_text(self, silent: list[str], in_threads: str = "") -> str:
         phase = self._handles[silent[0]].phase
         if phase.startswith("forward"):
-            return explain(self._model, silent)
+            return explain(self._model, silent, in_threads=in_threads)
         names = ", ".join(map(repr, silent))
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
@@ -159,7 +164,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
     Args:
         model: any module.
-        what: modules to hook, see `select`.
+        what: modules to hook, see `select`; containers (ModuleList) are left out.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
             detector.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
@@ -176,13 +181,13 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         The handles of the hook, as a group.
 
     Raises:
-        SelectionError: `what` matches no module.
+        SelectionError: `what` matches no module, or containers alone, which are never called.
         HookTypeError: `hook` is not callable or a typed hook of another phase, or an option has the
             wrong type.
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)

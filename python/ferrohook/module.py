@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from torch import nn
 
+import ferrohook.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook._core import HookedBase, Registry
 from ferrohook.arguments import expect_module
 from ferrohook.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)

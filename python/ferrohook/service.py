@@ -169,7 +169,7 @@ class ModelMetrics(Collector):
         self._namespace = namespace
         self._captured = 0
         self._counting = threading.Lock()
-        self._modules = select(model, what)
+        self._modules = select(model, what, called=True)
         self._root = type(model).__name__
         self._calls = {name: CallCounter() for name in self._modules}
         self._latencies = {name: LatencyDetector() for name in self._modules}

@@ -85,7 +85,7 @@ class CapturedOutputs(Source):
 
     def contents(self) -> list[str]:
         """Returns the names of the layers."""
-        return self._session.names()
+        return self._session.names
 
     def silent(self) -> list[str]:
         """Returns the layers that never ran."""

@@ -253,6 +253,26 @@ impl Frame {
         Some(entered.as_ref()?.frames.bind(py).clone())
     }
 
+    /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
+    fn changes(&self, py: Python<'_>) -> PyResult<u64> {
+        let registries: Vec<_> = {
+            let guard = self.modules.lock();
+            let scoped = guard.hooks.values();
+            scoped.map(|scoped| Arc::clone(&scoped.hooks)).collect()
+        };
+        let mut calls = 0;
+        for hooks in registries {
+            for phase in [Phase::ForwardPre, Phase::Forward] {
+                for entry in hooks.snapshot(phase).iter() {
+                    if entry.hook().changes(py)? {
+                        calls += entry.calls();
+                    }
+                }
+            }
+        }
+        Ok(calls)
+    }
+
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         if this.closed() || this.once.swap(true, Ordering::Relaxed) {

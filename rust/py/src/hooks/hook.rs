@@ -7,6 +7,7 @@ use ferrohook_core::{Handle, Phase, Placement, Registry, Watch};
 use pyo3::prelude::*;
 
 use crate::error::{hook_type_error, type_name};
+use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AnyNative, NativeHook, Traced};
 use crate::hooks::options::Options;
 
@@ -91,11 +92,14 @@ impl Hook {
                 ),
             ));
         }
-        if native.is_none() && !object.is_callable() {
-            return Err(hook_type_error(
-                py,
-                format!("a {phase} hook is a callable, got {}", type_name(object)),
-            ));
+        if native.is_none() {
+            if !object.is_callable() {
+                return Err(hook_type_error(
+                    py,
+                    format!("a {phase} hook is a callable, got {}", type_name(object)),
+                ));
+            }
+            refuse_async(object, format_args!("a {phase} hook"))?;
         }
         let times = match native {
             Some(native) => native.times(object)?,
@@ -159,6 +163,12 @@ impl Hook {
     #[inline]
     pub fn native(&self) -> Option<&'static dyn AnyNative> {
         self.native
+    }
+
+    /// True if its calls may change a value.
+    pub fn changes(&self, py: Python<'_>) -> PyResult<bool> {
+        self.native
+            .map_or(Ok(true), |native| native.changes(self.object.bind(py)))
     }
 
     /// Object named in errors.

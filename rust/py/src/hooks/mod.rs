@@ -1,5 +1,6 @@
 //! Registered hooks: callback, options, handle, and the handling of exceptions.
 
+pub mod callable;
 pub mod handle;
 pub mod hook;
 pub mod native;

@@ -112,6 +112,11 @@ pub trait Native: PyClass {
         Ok(None)
     }
 
+    /// True if its calls may change a value.
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
     /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
@@ -132,6 +137,7 @@ pub trait AnyNative: Send + Sync {
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -163,6 +169,10 @@ impl<T: Native> AnyNative for Class<T> {
     fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>> {
         let hook = T::for_module(hook.cast()?, name)?;
         Ok(hook.map(|hook| hook.into_any().unbind()))
+    }
+
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::changes(hook.cast()?))
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -14,6 +14,7 @@ use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
+use crate::hooks::callable::refuse_async;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
@@ -35,11 +36,13 @@ impl PointHook {
     #[new]
     #[pyo3(signature = (user_hook, is_permanent = false, context_level = None, aliases = None))]
     fn new(
+        py: Python<'_>,
         user_hook: Py<PyAny>,
         is_permanent: bool,
         context_level: Option<Py<PyAny>>,
         aliases: Option<Py<PyAny>>,
-    ) -> (Self, NativeHook) {
+    ) -> PyResult<(Self, NativeHook)> {
+        refuse_async(user_hook.bind(py), "a hook")?;
         let hook = Self {
             user_hook,
             is_permanent,
@@ -47,7 +50,7 @@ impl PointHook {
             aliases,
             handle: OnceLock::new(),
         };
-        (hook, NativeHook::of::<Self>())
+        Ok((hook, NativeHook::of::<Self>()))
     }
 
     /// The callable that was added.
@@ -107,6 +110,10 @@ impl Native for PointHook {
     /// Native for the point's own name; aliases and gradients are handled in Python.
     fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
         phase == Phase::Forward && slf.get().aliases.is_none()
+    }
+
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
