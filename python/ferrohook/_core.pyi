@@ -36,6 +36,7 @@ __all__ = [
     "assign_class",
     "calls_in_progress",
     "frames",
+    "in_flight",
     "installations",
     "record",
     "record_all",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 frames: ContextVar[tuple[Frame, ...]]
+in_flight: InFlight
 installations: dict[int, Any]  # of subclasses of InstallationBase
 
 __version__: str
@@ -326,6 +328,11 @@ class Call:
     def unattributed(self) -> list[str]: ...
     def leave_out(self, class_: str, /) -> None: ...
     def outputs(self) -> list[Any]: ...
+
+@final
+class InFlight:
+    @property
+    def innermost(self) -> Call | None: ...
 
 class _TreeEntry(Protocol):
     @property

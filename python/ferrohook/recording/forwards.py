@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import Call, frames
+from ferrohook._core import Call, in_flight
 from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
@@ -94,7 +94,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             declared = declared_by(self)
             return_dict = kwargs.pop("return_dict", getattr(config, "return_dict", True))
             flags, asked = _flags(self, declared, config, kwargs)
-            around = innermost()
+            around = in_flight.innermost
             traced = torch.compiler.is_compiling() and around is None
             if around is not None or TRACED.call is not None:
                 asked = []  # passed on by an enclosing model
@@ -122,17 +122,6 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
         msg = f"capture_outputs decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
     return decorate if func is None else decorate(func)
-
-
-def innermost() -> Call | None:
-    """Returns the innermost call of this context: it records, or keeps others from recording.
-
-    Native layers use the native twin; Dynamo traces this one.
-    """
-    for frame in frames.get():
-        if type(frame.tag) is Call:
-            return frame.tag
-    return None
 
 
 def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:

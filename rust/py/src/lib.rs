@@ -48,7 +48,7 @@ mod _core {
     #[pymodule_export]
     use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::recorded::call::{Call, calls_in_progress};
+    use crate::recorded::call::{Call, InFlight, calls_in_progress};
     #[pymodule_export]
     use crate::recorded::installation::InstallationBase;
     #[pymodule_export]
@@ -67,6 +67,7 @@ mod _core {
         module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
         let frames = crate::contexts::current::variable(module.py())?;
         module.add("frames", frames)?;
+        module.add("in_flight", crate::recorded::call::InFlight)?;
         module.add(
             "installations",
             crate::recorded::installation::installations(module.py()),
