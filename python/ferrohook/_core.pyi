@@ -18,6 +18,7 @@ __all__ = [
     "Frame",
     "HookHandle",
     "HookedBase",
+    "InFlight",
     "InstallationBase",
     "LatencyDetector",
     "ModuleTree",
