@@ -24,6 +24,7 @@ from ferrohook.errors import UnattributedWarning as UnattributedWarning
 from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
+from ferrohook.torch_version import refuse_old_torch as _refuse_old_torch
 from ferrohook.typed import BackwardHook as BackwardHook
 from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ferrohook.stores import MemoryStore as MemoryStore
     from ferrohook.stores import Store as Store
     from ferrohook.summaries import summary as summary
+
+_refuse_old_torch()
 
 __all__ = [
     "STOPPED",

@@ -18,6 +18,7 @@ __all__ = [
     "Frame",
     "HookHandle",
     "HookedBase",
+    "InFlight",
     "InstallationBase",
     "LatencyDetector",
     "NativeDetector",
@@ -36,6 +37,7 @@ __all__ = [
     "calls_in_progress",
     "crc32",
     "frames",
+    "in_flight",
     "record",
     "record_all",
     "refuse_async",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 frames: ContextVar[tuple[Frame, ...]]
+in_flight: InFlight
 
 __version__: str
 
@@ -321,6 +324,11 @@ class Call:
     @property
     def unattributed(self) -> set[str]: ...
     def known(self) -> list[Any]: ...
+
+@final
+class InFlight:
+    @property
+    def innermost(self) -> Call | None: ...
 
 class Stop(BaseException): ...
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import Call, frames
+from ferrohook._core import Call, in_flight
 from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
@@ -294,7 +294,7 @@ class _Request:
 
 def _run(request: _Request) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward. Returns its output and the values recorded for each key."""
-    inside = any(type(frame.tag) is Call for frame in frames.get())
+    inside = in_flight.innermost is not None
     outer = TRACED.call
     if inside or outer is not None:  # passed on by an enclosing model
         request.explicit = []

@@ -54,7 +54,7 @@ mod _core {
     #[pymodule_export]
     use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::recorded::call::{Call, calls_in_progress};
+    use crate::recorded::call::{Call, InFlight, calls_in_progress};
     #[pymodule_export]
     use crate::recorded::installation::InstallationBase;
     #[pymodule_export]
@@ -78,6 +78,7 @@ mod _core {
         ];
         let frames = crate::contexts::current::variable(py)?;
         module.add("frames", frames)?;
+        module.add("in_flight", crate::recorded::call::InFlight)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -277,6 +277,22 @@ fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
     Ok(all.bind(py))
 }
 
+/// The in-flight calls of the current context.
+///
+/// Dynamo guards on what it reads from attributes; `ContextVar.get` it traces only since torch 2.14.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct InFlight;
+
+#[pymethods]
+impl InFlight {
+    /// The innermost call: it records, or keeps others from recording.
+    #[getter]
+    #[expect(clippy::unused_self, reason = "a getter of an instance")]
+    fn innermost<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, Call>>> {
+        innermost(py)
+    }
+}
+
 /// Returns the innermost call of this context: the one that records, or that keeps the others from
 /// recording.
 pub fn innermost(py: Python<'_>) -> PyResult<Option<Bound<'_, Call>>> {
