@@ -1,4 +1,4 @@
-"""Runs other projects' tests plain and on instrumented models, and compares (`script/ecosystem`)."""
+"""Compares other projects' tests on plain and on instrumented models (for `script/ecosystem`)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def main() -> int:
     print(f"torch {importlib.metadata.version('torch')}, Python {sys.version.split()[0]}")
     print("| project | tests | pass plain | pass instrumented | differences | hooked calls |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    return 0 if all([compare(suite) for suite in SUITES if suite.project in names]) else 1
+    compared = [compare(suite) for suite in SUITES if suite.project in names]
+    return 0 if all(compared) else 1
 
 
 if __name__ == "__main__":
