@@ -59,12 +59,10 @@ SUITES = (
         ("-k", f"not test_models or {_TIMM_MODELS}"),
         known={"torchscript": SCRIPTED},
     ),
-    Suite("torchlens", "tests/test_module_*.py tests/test_[bcd]*.py"),
+    Suite("torchlens", "tests/test_module_*.py tests/test_backward_*.py"),
     Suite(
         "transformer-lens",
-        "tests/unit/test_hook*.py tests/unit/test_activation_cache*.py tests/unit/test_*patching.py"
-        " tests/unit/factored_matrix tests/unit/test_optional_submodule.py"
-        " tests/unit/test_multimodal_bridge.py tests/unit/weight_conversion",
+        "tests/unit/test_hook*.py tests/unit/test_activation_cache*.py tests/unit/factored_matrix",
     ),
     Suite("transformers", "tests/test_models.py", added="transformers_models.py"),
 )
