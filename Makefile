@@ -56,7 +56,7 @@ free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
 	script/oldest
 
-ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, about 15 minutes on two cores
+ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
 	script/ecosystem
 
 wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and imported
