@@ -43,7 +43,19 @@ if TYPE_CHECKING:
     from ferrohook.instrumentation import instrument as instrument
     from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
+    from ferrohook.plans import Plan as Plan
+    from ferrohook.plans import keep as keep
+    from ferrohook.plans import on as on
+    from ferrohook.prepared import Prepared as Prepared
+    from ferrohook.prepared import Request as Request
     from ferrohook.selection import select as select
+    from ferrohook.steering import Ablate as Ablate
+    from ferrohook.steering import Add as Add
+    from ferrohook.steering import Clamp as Clamp
+    from ferrohook.steering import Intervention as Intervention
+    from ferrohook.steering import Replace as Replace
+    from ferrohook.steering import Scale as Scale
+    from ferrohook.steering import Zero as Zero
     from ferrohook.stores import LocalStore as LocalStore
     from ferrohook.stores import MemoryStore as MemoryStore
     from ferrohook.stores import Store as Store
@@ -51,9 +63,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STOPPED",
+    "Ablate",
     "ActivationCache",
+    "Add",
     "BackwardHook",
     "CaptureBudgetError",
+    "Clamp",
     "Collected",
     "ForwardHook",
     "ForwardPreHook",
@@ -62,22 +77,31 @@ __all__ = [
     "HookHandle",
     "HookTypeError",
     "HookedModule",
+    "Intervention",
     "LocalStore",
     "MemoryStore",
     "NeverFiredWarning",
     "NotInstrumentedWarning",
+    "Plan",
+    "Prepared",
+    "Replace",
+    "Request",
+    "Scale",
     "Scope",
     "SelectionError",
     "StaleActivationError",
     "Store",
     "StoreError",
     "UnattributedWarning",
+    "Zero",
     "__version__",
     "capture",
     "collect",
     "detectors",
     "instrument",
     "interventions",
+    "keep",
+    "on",
     "patching",
     "points",
     "recording",
@@ -95,7 +119,10 @@ _NEEDS_TORCH = {
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
+    "plans": ("Plan", "keep", "on"),
+    "prepared": ("Prepared", "Request"),
     "selection": ("select",),
+    "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }

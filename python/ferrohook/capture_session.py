@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from ferrohook._core import Attachment, Collector, Frame, HookHandle, record_all
+from ferrohook._core import Attachment, Collector, Frame, HookHandle, RootCalls, record_all
+from ferrohook.arguments import at_least_one, check_copy, expect
+from ferrohook.conversion import check_index, converter
 from ferrohook.errors import SelectionError
+from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook.host_copies import HostCopies
+    from ferrohook.conversion import Index
+
+
+Keep: TypeAlias = 'Literal["last", "all"] | int'
+"""Calls of each module that a capture stores."""
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
@@ -78,6 +86,62 @@ class Options(NamedTuple):
     """Keyword arguments of the `Collector`."""
 
 
+def options_of(  # noqa: PLR0913 (the options of `capture`)
+    *,
+    inputs: bool = False,
+    output_index: object = None,
+    detach: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    copy: str = "checked",
+    keep: Any = "last",
+    grads: bool = False,
+    max_bytes: int | None = None,
+    stop: bool = False,
+) -> Options:
+    """Validates the options of a capture; see `capture` for them and for what is raised."""
+    check_copy(copy)
+    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
+    for name, flag in flags.items():
+        expect(flag, bool, f"{name} is a bool")
+    if isinstance(output_index, bool):
+        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+    if dtype is not None:
+        expect(dtype, torch.dtype, "dtype is a torch.dtype")
+    check_index(slice)
+    copies = HostCopies()
+    # An empty tensor on the device checks that it is available and resolves "cuda" to an index.
+    target = None if device is None else torch.empty(0, device=device).device
+    return Options(
+        inputs=inputs,
+        output_index=output_index,
+        stop=stop,
+        only_last=keep == "last",
+        copies=copies,
+        collector={
+            "detach": detach,
+            "copy": copy,
+            "keep": _calls_to_keep(keep),
+            "convert": converter(copies, target, dtype, slice, copy),
+            "grads": grads,
+            "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
+        },
+    )
+
+
+def _calls_to_keep(keep: Any) -> int | None:
+    if isinstance(keep, str):
+        if keep in _KEEP_NAMES:
+            return _KEEP_NAMES[keep]
+        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
+        raise ValueError(msg)
+    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
+
+
+_KEEP_NAMES = {"last": 1, "all": None}
+
+
 class CaptureSession:
     """Captures the activations of some modules in the calls of a scope."""
 
@@ -102,7 +166,8 @@ class CaptureSession:
             list(self._modules), stop=None if root is None else root.module, **options.collector
         )
         if root is not None:
-            root.register("forward_pre", collector.begin, priority=AHEAD_OF_ALL, scope=scope)
+            calls = RootCalls(collector)
+            root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
         self._handles = record_all(
             collector,
             list(self._modules.values()),
@@ -113,9 +178,9 @@ class CaptureSession:
         )
         if root is not None:
             last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope}
-            root.register("forward", collector.end, **last)
-        gradients = self._read(_gradients) if options.collector["grads"] else None
-        return self._read(_values), gradients
+            root.register("forward", calls, **last)
+        gradients = self._read(gradients_of) if options.collector["grads"] else None
+        return self._read(values_of), gradients
 
     def _read(self, read: Callable[..., list[Any]]) -> Activations:
         return Activations(
@@ -140,15 +205,19 @@ class CaptureSession:
         ]
 
 
-def _values(
+def values_of(
     copies: HostCopies, collector: Collector, place: int, *, stale: bool = False
 ) -> list[Any]:
+    """Reads the values of a name, the oldest first."""
     values = collector.values(place, stale=stale)
     copies.finish()
     return values
 
 
-def _gradients(copies: HostCopies, collector: Collector, place: int, **_options: bool) -> list[Any]:
+def gradients_of(
+    copies: HostCopies, collector: Collector, place: int, **_options: bool
+) -> list[Any]:
+    """Reads the gradients of the values of a name."""
     calls = collector.gradients(place)
     copies.finish()
     values = collector.values(place, stale=True)

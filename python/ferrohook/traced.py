@@ -27,6 +27,7 @@ from torch.utils.hooks import BackwardHook
 
 from ferrohook._core import HookedBase, record
 from ferrohook.errors import HookTypeError
+from ferrohook.operations import change, change_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,6 +116,11 @@ def _forward_pre(
             value = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
             _record(registry, "forward_pre", recorders, hook, value)
             recorders += 1
+        elif kind == "intervention":
+            if kwargs and not args:
+                torch._dynamo.graph_break()  # the native hook refuses them
+            changed = _intervene(hook, args[0] if len(args) == 1 else args)
+            args = (changed,) if len(args) == 1 else changed
         elif kind == "typed":
             args = _check_typed_result(hook(args[0] if len(args) == 1 else args), args)
         elif with_kwargs:
@@ -140,6 +146,9 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
             _record(registry, "forward", recorders, hook, output)
             recorders += 1
             continue
+        if kind == "intervention":
+            output = _intervene(hook, output)
+            continue
         if kind == "typed":
             if hook(args[0] if len(args) == 1 else args, output) is not None:
                 msg = "a ForwardHook observes and returns None, it returned a value"
@@ -149,6 +158,12 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
         if result is not None:
             output = result
     return output
+
+
+def _intervene(row: tuple[Any, ...], value: Any) -> Any:
+    """Applies an intervention; its vector and numbers are inputs of the graph."""
+    kind, part, vector, *numbers = row
+    return change_part(kind, value, part, lambda x: change(kind, x, vector, tuple(numbers)))
 
 
 def _record(registry: Registry, phase: str, position: int, part: Any, value: Any) -> None:

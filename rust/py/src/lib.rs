@@ -33,6 +33,10 @@ mod _core {
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all};
     #[pymodule_export]
+    use crate::capture::request::RequestBase;
+    #[pymodule_export]
+    use crate::capture::root_calls::RootCalls;
+    #[pymodule_export]
     use crate::contexts::frame::Frame;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
@@ -43,6 +47,10 @@ mod _core {
         CallCounter, LatencyDetector, NativeDetector, NonFiniteDetector, NormDetector,
         ShapeDetector,
     };
+    #[pymodule_export]
+    use crate::native::intervention::InterventionBase;
+    #[pymodule_export]
+    use crate::native::planned::{MaskedHook, PlanGuard};
     #[pymodule_export]
     use crate::native::point::{PointHook, register_all};
     #[pymodule_export]

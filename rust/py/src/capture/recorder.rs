@@ -8,7 +8,7 @@ use pyo3::types::PyString;
 
 use crate::attach::instrumenting::registry_of;
 use crate::capture::collector::Collector;
-use crate::capture::keeping;
+use crate::capture::request::{Place, Source};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
@@ -16,11 +16,12 @@ use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
+use crate::hooks::site::Repeats;
 
 /// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct Recorder {
-    collector: Py<Collector>,
+    source: Source,
     index: usize,
     inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
@@ -30,17 +31,19 @@ pub struct Recorder {
 #[pymethods]
 impl Recorder {
     #[new]
+    #[pyo3(signature = (collector, index, inputs, part, place = None))]
     pub fn new(
         collector: Py<Collector>,
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
+        place: Option<Place>,
     ) -> PyResult<(Self, NativeHook)> {
         if index >= collector.get().names().len() {
             return Err(PyValueError::new_err("the collector has no such name"));
         }
         let recorder = Self {
-            collector,
+            source: Source { collector, place },
             index,
             inputs,
             part,
@@ -55,11 +58,11 @@ impl Recorder {
     }
 
     fn __repr__(&self) -> String {
-        format!("capture of {:?}", self.collector.get().names()[self.index])
+        format!("capture of {:?}", self.name())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.collector)?;
+        self.source.traverse(&visit)?;
         visit.call(&self.part)
     }
 }
@@ -70,7 +73,7 @@ impl Native for Recorder {
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        slf.get().record(turn.value)?;
+        slf.get().record(turn)?;
         Ok(None)
     }
 
@@ -82,15 +85,14 @@ impl Native for Recorder {
             callback: part.unwrap_or_else(|| py.None().into_bound(py)),
             kind: "recorder",
             with_kwargs: false,
-            faithful: this.collector.get().records_in_graph(),
+            faithful: this.source.collector.get().records_in_graph(),
         }))
     }
 }
 
 impl Recorder {
-    /// Records a value, already the part.
-    fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        keeping::record(self.collector.bind(value.py()), self.index, value)
+    fn name(&self) -> &str {
+        &self.source.collector.get().names()[self.index]
     }
 
     pub fn only_phase(&self) -> Phase {
@@ -101,11 +103,22 @@ impl Recorder {
         }
     }
 
-    fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        match &self.part {
-            None => self.record_picked(value),
-            Some(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
-        }
+    fn record(&self, turn: &Turn<'_, '_>) -> PyResult<()> {
+        // Frames are looked up for plans alone.
+        let frames = match self.source.place {
+            Some(_) => (turn.frames)()?,
+            None => None,
+        };
+        let part;
+        let value = match &self.part {
+            None => turn.value,
+            Some(named) => {
+                part = self.part(turn.value, named.bind(turn.value.py()))?;
+                &part
+            }
+        };
+        self.source
+            .keep(frames.as_ref(), turn.repeat, self.index, value)
     }
 
     fn part<'py>(
@@ -125,7 +138,7 @@ impl Recorder {
                 value.py(),
                 format!(
                     "{:?} has no output_index {}: it is of type {}",
-                    self.collector.get().names()[self.index],
+                    self.name(),
                     part.repr()
                         .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
                     error::type_name(value)
@@ -166,10 +179,16 @@ pub fn record(
             .filter(|_| fires)
             .map(|recorder| (entry, recorder))
     };
-    if let Some((entry, recorder)) = merged.iter().filter_map(recorder).nth(position)
+    let repeats = Repeats::default();
+    let with_repeat = |(entry, recorder)| (entry, recorder, repeats.of(entry));
+    let mut recorders = merged.iter().filter_map(recorder).map(with_repeat);
+    if let Some((entry, recorder, repeat)) = recorders.nth(position)
         && let Some(_invocation) = entry.enter(&Inside::here())
     {
-        return recorder.get().record_picked(value);
+        let recorder = recorder.get();
+        return recorder
+            .source
+            .keep(Some(frames), repeat, recorder.index, value);
     }
     Ok(())
 }
@@ -181,7 +200,7 @@ pub fn record(
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         recorded.
 #[pyfunction]
-#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
+#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None, place = None))]
 pub fn record_all(
     collector: &Bound<'_, Collector>,
     modules: Vec<Bound<'_, PyAny>>,
@@ -189,10 +208,12 @@ pub fn record_all(
     scope: ScopeArg<'_>,
     inputs: bool,
     part: Option<&Bound<'_, PyAny>>,
+    place: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<HookHandle>> {
     let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
         let part = part.cloned().map(Bound::unbind);
-        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part)?;
+        let place = place.as_ref().map(PyAnyMethods::extract).transpose()?;
+        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
         let recorder = Bound::new(module.py(), recorder)?;
         let (phase, options) = (recorder.get().only_phase(), OnError::Raise.into());
         let placement = priority.place(false);

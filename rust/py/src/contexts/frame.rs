@@ -1,17 +1,17 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use ferrohook_core::{Phase, Registry};
+use ferrohook_core::{Entry, Phase, Registry};
 use parking_lot::Mutex;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::contexts::current::{self, Entered, active, same, set, variable, without};
+use crate::contexts::current::{self, Entered, active, same_without, set, without};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::hook::Hook;
@@ -33,6 +33,8 @@ pub trait Release: Send + Sync {
 #[derive(Default)]
 pub struct Frame {
     tag: Option<Py<PyAny>>,
+    /// Frame whose hooks fire too: that of a prepared plan, which is never entered itself.
+    shared: Option<Py<Self>>,
     /// None once closed.
     modules: Mutex<Option<Modules>>,
     /// True once it was entered.
@@ -40,6 +42,8 @@ pub struct Frame {
     entered: Mutex<Option<Entered>>,
     /// Released on close.
     attachments: Mutex<Vec<Box<dyn Release>>>,
+    /// First exception of one of its hooks, whatever their `on_error`.
+    error: OnceLock<PyErr>,
 }
 
 impl Frame {
@@ -51,7 +55,15 @@ impl Frame {
         }
     }
 
-    fn closed(&self) -> bool {
+    /// Makes a frame in which the hooks of `shared` fire.
+    pub fn sharing(shared: Py<Self>) -> Self {
+        Self {
+            shared: Some(shared),
+            ..Self::new(None)
+        }
+    }
+
+    pub fn closed(&self) -> bool {
         self.modules.lock().is_none()
     }
 
@@ -73,7 +85,8 @@ impl Frame {
         modules.is_some()
     }
 
-    fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
+    /// Leaves the frame, and closes it.
+    pub fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         let not_entered = || {
             let message = "this scope is not entered, or was left before";
@@ -90,9 +103,7 @@ impl Frame {
         let token = token.ok_or_else(not_entered)?;
         let active = active(py)?;
         // A copied context has the same frames: only the token identifies the one that entered.
-        let variable = variable(py)?;
-        let reset = variable.call_method1(intern!(py, "reset"), (token,));
-        reset.map_err(|error| {
+        current::reset(token.bind(py)).map_err(|error| {
             if !error.is_instance_of::<PyValueError>(py) {
                 return error;
             }
@@ -105,10 +116,9 @@ impl Frame {
             elsewhere.set_cause(py, Some(error));
             elsewhere
         })?;
-        let others = without(&active, slf.as_any())?;
         // Out of order: this frame is left before one inside it, or was.
-        if !same(&current::active(py)?, &others) {
-            set(&others)?;
+        if !same_without(&current::active(py)?, &active, slf.as_any()) {
+            set(&without(&active, slf.as_any())?)?;
         }
         this.close(py)?;
         if active
@@ -126,10 +136,23 @@ impl Frame {
         Ok(())
     }
 
-    /// Looks up the registry for the module with this id.
+    /// Looks up its own registry for the module with this id.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
         let guard = self.modules.lock();
-        Some(Arc::clone(&guard.as_ref()?.hooks.get(&module)?.hooks))
+        let hooks = &guard.as_ref()?.hooks;
+        if hooks.is_empty() {
+            return None;
+        }
+        Some(Arc::clone(&hooks.get(&module)?.hooks))
+    }
+
+    /// Looks up the registry of the frame that it shares, unless it is closed.
+    fn shared_hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
+        let shared = self.shared.as_ref()?;
+        if self.closed() {
+            return None;
+        }
+        shared.get().hooks(module)
     }
 
     /// Returns the registry for the module with this id, for registering; `others` is the one of
@@ -218,6 +241,13 @@ impl Frame {
         self.closed()
     }
 
+    /// The first exception that one of its hooks raised, whatever the hook's `on_error`; None if
+    /// none did.
+    #[getter]
+    fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
+        Some(self.error.get()?.value(py))
+    }
+
     /// The frames of the context that entered it, itself the last; None before it is entered and
     /// after it is left.
     #[getter(_entered)]
@@ -264,13 +294,13 @@ impl Frame {
         let py = slf.py();
         let inner = active(py)?;
         let frames: Vec<_> = std::iter::once(slf.as_any().clone()).chain(inner).collect();
-        set(&PyTuple::new(py, frames)?)
+        set(&PyTuple::new(py, frames)?).map(drop)
     }
 
     /// Closes the frame and takes it out of this context, at any position.
     fn take_out(slf: &Bound<'_, Self>) -> PyResult<()> {
         slf.get().close(slf.py())?;
-        set(&without(&active(slf.py())?, slf.as_any())?)
+        set(&without(&active(slf.py())?, slf.as_any())?).map(drop)
     }
 
     /// Removes the frame's hooks and releases its attachments. Returns True for the call that did
@@ -292,6 +322,7 @@ impl Frame {
             scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
         visit.call(&self.tag)?;
+        visit.call(&self.shared)?;
         if let Some(entered) = &*self.entered.lock() {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
@@ -324,12 +355,33 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     }
 }
 
-/// Returns the registries that `frames` have for the module with this id.
+/// Returns the registries that `frames` have for the module with this id, those they share last.
 pub fn hooks(
     frames: &Bound<'_, PyTuple>,
     module: u64,
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    frames
-        .iter_borrowed()
-        .filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
+    frames.iter_borrowed().flat_map(move |frame| {
+        let frame = frame.cast::<Frame>().ok();
+        let [own, shared] = match &frame {
+            Some(frame) => [frame.get().hooks(module), frame.get().shared_hooks(module)],
+            None => [None, None],
+        };
+        own.into_iter().chain(shared)
+    })
+}
+
+/// Has those of `frames` whose hook it is remember an exception of a hook of the module with this
+/// id.
+pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>, error: &PyErr) {
+    for frame in frames.iter_borrowed() {
+        let Ok(frame) = frame.cast::<Frame>() else {
+            continue;
+        };
+        let frame = frame.get();
+        let hooks = [frame.hooks(module), frame.shared_hooks(module)];
+        if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
+            // The first one stays.
+            let _ = frame.error.set(error.clone_ref(frames.py()));
+        }
+    }
 }

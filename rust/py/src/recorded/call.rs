@@ -382,9 +382,8 @@ impl<'a, 'py> InProgress<'a, 'py> {
             return Ok(());
         }
         let (py, this) = (self.call.py(), self.call.get());
-        let variable = current::variable(py)?;
         let token = self.token.take();
-        let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
+        let reset = token.map(|token| current::reset(token.bind(py)));
         this.ended.store(true, Ordering::Release);
         if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
             installation.get().unwatch();

@@ -111,6 +111,12 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .is_truthy()
 }
 
+/// Makes a tensor of zeros of the same shape, dtype and device.
+pub fn zeros_like<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let torch = tensor.py().import(intern!(tensor.py(), "torch"))?;
+    torch.call_method1(intern!(tensor.py(), "zeros_like"), (tensor,))
+}
+
 /// Returns the value of a call that a capture has ended.
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("ferrohook.activations")?.getattr("STOPPED")

@@ -112,6 +112,38 @@ fn tuple_with_items<'py>(
     }
 }
 
+/// Copies a tuple, list, dict or object with one item, or one attribute, replaced.
+pub fn with_item<'py>(
+    value: &Bound<'py, PyAny>,
+    key: &Bound<'py, PyAny>,
+    item: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = value.py();
+    if let (Ok(tuple), Ok(place)) = (value.cast::<PyTuple>(), key.extract::<isize>()) {
+        let mut items: Vec<_> = tuple.iter().collect();
+        let place = if place < 0 {
+            place.checked_add_unsigned(items.len())
+        } else {
+            Some(place)
+        };
+        let place = place.and_then(|place| usize::try_from(place).ok());
+        if let Some(slot) = place.and_then(|place| items.get_mut(place)) {
+            *slot = item.clone();
+        }
+        return tuple_with_items(tuple, items);
+    }
+    let copy = py.import("copy")?.call_method1("copy", (value,))?;
+    match key.cast::<PyString>() {
+        Ok(name) if !copy.is_instance_of::<PyDict>() => {
+            // Works for a frozen dataclass too.
+            let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
+            set.call1((&copy, name, item))?;
+        }
+        _ => copy.set_item(key, item)?,
+    }
+    Ok(copy)
+}
+
 /// Calls `look` with each tensor of a structure.
 pub fn for_each_tensor<'py>(
     value: &Bound<'py, PyAny>,
