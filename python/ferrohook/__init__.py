@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
     from ferrohook.plans import Plan as Plan
+    from ferrohook.plans import Prepared as Prepared
+    from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
-    from ferrohook.prepared import Prepared as Prepared
-    from ferrohook.prepared import Request as Request
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
     from ferrohook.steering import Add as Add
@@ -119,8 +119,7 @@ _NEEDS_TORCH = {
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
-    "plans": ("Plan", "keep", "on"),
-    "prepared": ("Prepared", "Request"),
+    "plans": ("Plan", "Prepared", "Request", "keep", "on"),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("LocalStore", "MemoryStore", "Store"),

@@ -6,7 +6,7 @@ import enum
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ferrohook.capture_session import Keep
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
-
 
 
 class _Stopped(enum.Enum):
@@ -268,4 +267,3 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         stop=stop,
     )
     return Capture(_CaptureTag(CaptureSession(model, modules, options)))
-

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
 
 
 def prepared_vector(kind: str, vector: Tensor, scale: Any) -> Tensor:
     """Returns the vector that meets tensors, before it is cast: scaled, or of unit length."""
     if kind in {"ablate", "clamp"}:
         exact = vector if vector.dtype == torch.float64 else vector.float()
-        return exact / exact.norm()
-    return vector if kind != "add" or scale is None else vector * scale
+        unit: Tensor = exact / exact.norm()
+        return unit
+    return vector if kind != "add" or scale is None else vector.mul(scale)
 
 
 def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
     """Applies an intervention to a tensor, as native code does."""
     if kind == "scale":
-        return x * numbers[0]
+        return x.mul(numbers[0])
     if kind == "zero":
         return torch.zeros_like(x)
-    assert vector is not None
-    vector = prepared_vector(kind, vector, *numbers[:1]).to(x.device, x.dtype)
+    scale = numbers[0] if kind == "add" else None
+    vector = prepared_vector(kind, cast("Tensor", vector), scale).to(x.device, x.dtype)
     if kind == "add":
         return x + vector
     if kind == "replace":

@@ -9,13 +9,13 @@ shape needs no new trace.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, cast
 
 import torch
 from torch import Tensor
 
 from ferrohook._core import InterventionBase
-from ferrohook.arguments import expect
+from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
 
@@ -40,7 +40,7 @@ class Intervention(InterventionBase):
     output_index: Any
     values: tuple[Any, ...]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102 (see the class)
         values, output_index = cls._validate(*args, **kwargs)
         vector = next((value for value in values if isinstance(value, Tensor)), None)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
@@ -75,8 +75,7 @@ class Intervention(InterventionBase):
         return next((value for value in self.values if isinstance(value, Tensor)), None)
 
     def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        vector = self.vector
-        assert vector is not None
+        vector = cast("Tensor", self.vector)  # called for those with one
         scale = self.values[1] if self.kind == "add" else None
         return prepared_vector(self.kind, vector, scale).to(device, dtype)
 
@@ -100,7 +99,9 @@ class Intervention(InterventionBase):
         return _make, (type(self), self.values, self.output_index)
 
     def __repr__(self) -> str:
-        shown = [f"{name}={_shown(value)}" for name, value in zip(self.fields, self.values, strict=True)]
+        shown = [
+            f"{name}={_shown(value)}" for name, value in zip(self.fields, self.values, strict=True)
+        ]
         if self.output_index is not None:
             shown.append(f"output_index={self.output_index!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -122,12 +123,15 @@ def _content(value: Any) -> Any:
 def _shown(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{value!r}"
-    return f"<{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}>"
+    return (
+        f"<{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}>"
+    )
 
 
 def _vector(cls: type[Intervention], name: str, value: object) -> Tensor:
-    expect(value, Tensor, f"{name} of {cls.__name__} is a tensor")
-    assert isinstance(value, Tensor)
+    if not isinstance(value, Tensor):
+        msg = f"{name} of {cls.__name__} is a tensor, got {describe(value)}"
+        raise HookTypeError(msg)
     if not value.is_floating_point() and not value.is_complex():
         msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
         raise HookTypeError(msg)
@@ -158,7 +162,11 @@ def _number(cls: type[Intervention], name: str, value: object) -> float:
 
 def _index(cls: type[Intervention], value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str | None):
-        expect(value, (), f"output_index of {cls.__name__} is an int, a key or the name of an attribute")
+        expect(
+            value,
+            (),
+            f"output_index of {cls.__name__} is an int, a key or the name of an attribute",
+        )
     return value
 
 
@@ -179,7 +187,7 @@ class Add(Intervention):
     fields = ("vector", "scale")
 
     @classmethod
-    def _validate(  # type: ignore[override]
+    def _validate(
         cls, vector: Tensor, scale: float = 1.0, *, output_index: int | str | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         values = _vector(cls, "vector", vector), _number(cls, "scale", scale)
@@ -194,7 +202,7 @@ class Scale(Intervention):
     fields = ("factor",)
 
     @classmethod
-    def _validate(  # type: ignore[override]
+    def _validate(
         cls, factor: float, *, output_index: int | str | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         return (_number(cls, "factor", factor),), _index(cls, output_index)
@@ -213,7 +221,7 @@ class Ablate(Intervention):
     fields = ("direction",)
 
     @classmethod
-    def _validate(  # type: ignore[override]
+    def _validate(
         cls, direction: Tensor, *, output_index: int | str | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         return (_direction(cls, direction),), _index(cls, output_index)
@@ -237,7 +245,7 @@ class Clamp(Intervention):
     fields = ("direction", "low", "high")
 
     @classmethod
-    def _validate(  # type: ignore[override]
+    def _validate(
         cls,
         direction: Tensor,
         low: float | None = None,
@@ -263,7 +271,7 @@ class Replace(Intervention):
     fields = ("value",)
 
     @classmethod
-    def _validate(  # type: ignore[override]
+    def _validate(
         cls, value: Tensor, *, output_index: int | str | None = None
     ) -> tuple[tuple[Any, ...], Any]:
         return (_vector(cls, "value", value),), _index(cls, output_index)
@@ -276,12 +284,9 @@ class Zero(Intervention):
     kind = "zero"
 
     @classmethod
-    def _validate(  # type: ignore[override]
-        cls, *, output_index: int | str | None = None
-    ) -> tuple[tuple[Any, ...], Any]:
+    def _validate(cls, *, output_index: int | str | None = None) -> tuple[tuple[Any, ...], Any]:
         return (), _index(cls, output_index)
 
 
 INTERVENTIONS: Final = {cls.__name__: cls for cls in (Add, Scale, Ablate, Clamp, Replace, Zero)}
 """The classes by name."""
-

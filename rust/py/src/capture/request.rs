@@ -91,11 +91,11 @@ impl RequestBase {
         Ok(slot.get_or_init(|| fresh).bind(py).clone())
     }
 
+    #[pyo3(signature = (error = None, *_others))]
     fn __exit__(
         slf: &Bound<'_, Self>,
         error: Option<&Bound<'_, PyAny>>,
-        _exception: &Bound<'_, PyAny>,
-        _traceback: &Bound<'_, PyAny>,
+        _others: &Bound<'_, PyTuple>,
     ) -> PyResult<()> {
         Frame::leave(slf.as_super())?;
         if error.is_some() {

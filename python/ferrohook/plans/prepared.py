@@ -27,8 +27,8 @@ from ferrohook.capture_session import Activations, Options, gradients_of, option
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.never_fired import explain
-from ferrohook.plans import HookEntry, KeepEntry, Plan
-from ferrohook.positions import At, knows_positions, mask_of, tokens_of
+from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.plans.positions import At, knows_positions, mask_of, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -37,7 +37,7 @@ from ferrohook.steering import Intervention
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook.positions import Prompt
+    from ferrohook.plans.positions import Prompt
 
 
 class _Place(NamedTuple):
@@ -76,8 +76,8 @@ class Prepared:
     A context manager: leaving it closes it.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
-        self.plan = plan
+    def __init__(self, entries: tuple[HookEntry | KeepEntry, ...], model: nn.Module) -> None:
+        self.entries = entries
         self._frame = Frame()
         self._contents = _Contents(model, self._frame)
         attachment = Attachment()
@@ -89,8 +89,8 @@ class Prepared:
             raise
 
     def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
-        selected = [_select(model, number, entry) for number, entry in enumerate(self.plan.entries)]
-        for number, (entry, modules) in enumerate(zip(self.plan.entries, selected, strict=True)):
+        selected = [_select(model, number, entry) for number, entry in enumerate(self.entries)]
+        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, modules)
         everything = {name: module for modules in selected for name, module in modules.items()}
@@ -101,7 +101,7 @@ class Prepared:
         guard: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", self._guard, **guard)
         names: set[str] = set()
-        for number, (entry, modules) in enumerate(zip(self.plan.entries, selected, strict=True)):
+        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
             if isinstance(entry, HookEntry):
                 self._register(entry, modules, attachment)
                 continue
@@ -120,7 +120,7 @@ class Prepared:
         self._templates = tuple(capture.template for capture in self._contents.captures)
 
     def _needs_positions(self) -> bool:
-        return any(entry.at is not None for entry in self.plan.entries)
+        return any(entry.at is not None for entry in self.entries)
 
     def _register(
         self, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
@@ -222,7 +222,7 @@ class Prepared:
     def __repr__(self) -> str:
         model = self._contents.model()
         title = "a model that is gone" if model is None else model._get_name()
-        return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{self.plan!r}"
+        return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
 
 
 class Request(RequestBase, Scope):
@@ -363,9 +363,7 @@ def _width_of(module: nn.Module) -> int | None:
 
 def _parents(model: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module]:
     """Returns the modules whose children lie on the paths to `modules`."""
-    paths = {""} | {
-        name[:end] for name in modules for end, sign in enumerate(name) if sign == "."
-    }
+    paths = {""} | {name[:end] for name in modules for end, sign in enumerate(name) if sign == "."}
     return [model.get_submodule(path) for path in sorted(paths)]
 
 

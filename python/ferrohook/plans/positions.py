@@ -9,8 +9,7 @@ the mask) for the tokens before; failing these, `position_ids`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +18,12 @@ from ferrohook.arguments import expect
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import nn
 
 At: TypeAlias = (
-    'Literal["prompt", "last_prompt", "generated"] | int | slice | Callable[[Tensor], Tensor] | None'
+    'Literal["prompt", "last_prompt", "generated"] | int | slice | Callable[[Tensor], Tensor]| None'
 )
 """Positions: a name, an int, a slice, or a function from positions to bools, both (batch, length).
 
@@ -153,8 +154,7 @@ def mask_of(at: At, tokens: Tokens) -> Tensor:
         return real & (positions == (at if at >= 0 else lengths + at))
     if isinstance(at, slice):
         return real & _in_slice(at, positions, lengths)
-    assert callable(at)
-    chosen = at(positions)
+    chosen = cast("Callable[[Tensor], Tensor]", at)(positions)
     expect(chosen, Tensor, "the function of `at` returns a tensor of bools")
     return real & chosen.to(torch.bool)
 

@@ -1,30 +1,25 @@
-"""Plans: hooks, interventions and captures of a request, said once and opened for nothing.
-
-`Plan` is data. `Plan.prepare` registers its hooks with a model, once, in a frame that nobody enters;
-`Prepared.open` makes a request: a frame that shares those hooks and has captures of its own.
-"""
+"""Entries of plans: `on` and `keep`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ferrohook._core import Registry, TypedHook
-from ferrohook.arguments import expect, expect_module
+from ferrohook.arguments import expect
 from ferrohook.capture_session import options_of
 from ferrohook.errors import HookTypeError
-from ferrohook.positions import At, check_at
+from ferrohook.plans.positions import At, check_at
 from ferrohook.steering import Intervention
 
 if TYPE_CHECKING:
-    from ferrohook.conversion import Index
     from ferrohook.capture_session import Keep as KeepCalls
-    from ferrohook.prepared import Prepared
+    from ferrohook.conversion import Index
     from ferrohook.selection import Selector
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -142,13 +137,17 @@ def on(  # noqa: PLR0913 (the options of `register`)
         "timed": timed,
     }
     Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
-    if at is not None and not isinstance(hook, Intervention):
-        if isinstance(hook, TypedHook) or phase != "forward" or with_kwargs or always_call:
-            msg = (
-                "at takes an intervention, or a forward hook of the form hook(module, args, "
-                "output), without with_kwargs and always_call"
-            )
-            raise HookTypeError(msg)
+    plain = not isinstance(hook, TypedHook) and phase == "forward"
+    if (
+        at is not None
+        and not isinstance(hook, Intervention)
+        and (not plain or with_kwargs or always_call)
+    ):
+        msg = (
+            "at takes an intervention, or a forward hook of the form hook(module, args, output), "
+            "without with_kwargs and always_call"
+        )
+        raise HookTypeError(msg)
     chosen = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
     return HookEntry(what, hook, at, phase, chosen)
 
@@ -217,78 +216,6 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     return KeepEntry(what, at, label, chosen)
 
 
-class Plan:
-    """What a request gets: hooks, interventions and captures. Immutable.
-
-    Plans combine by `+`, compare and hash by content, and pickle if their functions do.
-
-    Args:
-        *entries: results of `on` and `keep`, or plans.
-
-    Raises:
-        HookTypeError: an entry is none of these.
-
-    Examples:
-        >>> plan = fh.Plan(fh.on("layers.5", fh.Add(vector)), fh.keep("layers.*"))
-        >>> with plan.prepare(model) as prepared, prepared.open() as request:
-        ...     model(ids)
-        >>> request.acts["layers.3"]
-    """
-
-    __slots__ = ("entries",)
-
-    entries: tuple[HookEntry | KeepEntry, ...]
-    """The entries, in order."""
-
-    def __init__(self, *entries: HookEntry | KeepEntry | Plan) -> None:
-        flat: list[HookEntry | KeepEntry] = []
-        for entry in entries:
-            if isinstance(entry, Plan):
-                flat += entry.entries
-                continue
-            expect(entry, (HookEntry, KeepEntry), "Plan takes results of on() and keep(), or plans")
-            flat.append(entry)
-        object.__setattr__(self, "entries", tuple(flat))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        msg = f"a plan is immutable: make another, such as plan + fh.Plan(...) ({name} was set)"
-        raise AttributeError(msg)
-
-    def __reduce__(self) -> Any:
-        return type(self), self.entries
-
-    def __add__(self, other: Plan) -> Plan:
-        return Plan(self, other) if isinstance(other, Plan) else NotImplemented
-
-    def __eq__(self, other: object) -> bool:
-        return self.entries == other.entries if isinstance(other, Plan) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.entries)
-
-    def __repr__(self) -> str:
-        rows = [("modules", "hook", "phase", "at", "options"), *(each.row() for each in self.entries)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(starmap(str.ljust, zip(row, widths, strict=True))) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
-
-    def prepare(self, model: nn.Module) -> Prepared:
-        """Registers the hooks with a model, for requests to be opened.
-
-        Modules are instrumented until the result is closed.
-
-        Raises:
-            HookTypeError: `model` is no `nn.Module`, or a vector does not fit a module whose width
-                is known; names entry and module.
-            SelectionError: an entry matches no module; names the entry.
-            HookError: a module cannot be instrumented, or is captured twice under one name.
-        """
-        from ferrohook.prepared import Prepared  # noqa: PLC0415 (it knows plans)
-
-        expect_module(model, "prepare takes")
-        return Prepared(self, model)
-
-
 def _content(value: Any) -> Any:
     """Returns a hashable value that is equal for equal values."""
     if isinstance(value, Tensor):
@@ -315,3 +242,11 @@ def _shown(value: Any) -> str:
 
 def _shown_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "-"
+
+
+def table(entries: Iterable[Entry]) -> str:
+    """Formats entries as a table, a line for each."""
+    rows = [("modules", "hook", "phase", "at", "options"), *(each.row() for each in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(starmap(str.ljust, zip(row, widths, strict=True))) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
