@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test lint bench figures load loom free-threaded wheels docs build format clean
+.PHONY: help demo service test lint bench figures load loom free-threaded oldest wheels docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -53,6 +53,9 @@ loom: ## Every interleaving of the core's threads, within loom's model
 free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 	script/free-threaded
 
+oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
+	script/oldest
+
 wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and imported
 	script/wheels
 
@@ -70,7 +73,7 @@ format: build $(VENV)/lint
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf target $(VENV) .venv-free-threaded dist site
+	rm -rf target $(VENV) .venv-free-threaded .venv-oldest dist site
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

@@ -5,7 +5,8 @@
 The input, one text per line, is cut into parts, always in the same way. Each part is a `LocalStore`
 below `--out`, written by one of Ray Data's actors. So the files have the same bytes whichever actor
 wrote them, also with `--actors 0`: this process alone, without Ray. After any interruption the same
-command resumes behind the last complete batch of each incomplete part.
+command resumes: it makes the batches that are missing, those of deleted files too. With another
+input, model, selection or size it is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rich.progress import track
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.fingerprints import fingerprint
+from ferrohook.manifests import differences, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,14 +71,37 @@ class Harvester:
         self.model, self.prepare = load(model)
         self.select = select
         self.batch = batch
-        fh.select(self.model, select)  # raises at once if a pattern matches nothing
+        # Raises at once if a pattern matches nothing.
+        self.made_of = manifest(self.model, fh.select(self.model, select, called=True), None)
+
+    def is_complete(self, part: Part) -> bool:
+        """Returns True if all batches of a part are stored.
+
+        Raises:
+            UserError: its first batch is another than the one that its lines make now.
+        """
+        if not Path(part.folder).is_dir():
+            return False
+        store = fh.LocalStore(part.folder, read_only=True)
+        batches = -(-len(part.lines) // self.batch)
+        if len(store.completed("run")) != batches or store.verify("run", contents=False):
+            return False
+        before = store.fingerprints("run").get(0)
+        if before not in {None, fingerprint(self.prepare(part.lines[: self.batch]))}:
+            msg = (
+                f"{part.folder} was made of other batches than --model makes of its lines now: "
+                "pass the same, or another --out"
+            )
+            raise UserError(msg)
+        return True
 
     def harvest(self, part: Part) -> Outcome:
         """Writes the missing batches of a part."""
         starts = range(0, len(part.lines), self.batch)
         batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", fh.NeverFiredWarning)
+            for category in (fh.NeverFiredWarning, fh.UnverifiedWarning):
+                warnings.simplefilter("always", category)
             try:
                 with fh.LocalStore(part.folder) as store:
                     fh.collect(self.model, batches, self.select, store, progress=False)
@@ -138,8 +164,8 @@ def harvest(options: argparse.Namespace) -> str:
     ]
     job = (options.model, options.select, options.batch)
     harvester = Harvester(*job)  # here too: raises a mistake before any actor starts
-    check_same(options, lines)
-    todo = [part for part in parts if not is_complete(part, options.batch)]
+    check_same(options, lines, harvester.made_of)
+    todo = [part for part in parts if not harvester.is_complete(part)]
     here = not (options.actors and todo)
     outcomes = map(harvester.harvest, todo) if here else over_ray(job, todo, options.actors)
     stderr = Console(stderr=True)
@@ -160,19 +186,11 @@ def harvest(options: argparse.Namespace) -> str:
     return f"{options.out}: {len(parts)} parts, {len(todo)} of them in this run"
 
 
-def is_complete(part: Part, batch: int) -> bool:
-    """Returns True if all batches of a part are stored."""
-    if not Path(part.folder).is_dir():
-        return False
-    done = fh.LocalStore(part.folder, read_only=True).completed("run")
-    return len(done) == -(-len(part.lines) // batch)
-
-
-def check_same(options: argparse.Namespace, lines: list[str]) -> None:
-    """Validates that the folder was begun with the same options and input."""
+def check_same(options: argparse.Namespace, lines: list[str], made_of: dict[str, Any]) -> None:
+    """Validates that the folder was begun with the same options, input and model."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     names = ("model", "select", "batch", "part")
-    job = {name: getattr(options, name) for name in names} | {"input": digest}
+    job: dict[str, Any] = {name: getattr(options, name) for name in names} | {"input": digest}
     noted = options.out / "harvest.json"
     if not noted.exists():
         try:
@@ -181,11 +199,20 @@ def check_same(options: argparse.Namespace, lines: list[str]) -> None:
             msg = f"--out {options.out} cannot be created: {one_line(error)}; pass another folder"
             raise UserError(msg) from error
         part = noted.with_suffix(".part")
-        part.write_text(json.dumps(job))
+        part.write_text(json.dumps({**job, "made_of": made_of}))
         part.replace(noted)  # whole or not at all
     before = json.loads(noted.read_text())
     if other := [name for name in job if before.get(name) != job[name]]:
         msg = f"{options.out} was begun with another --{other[0]}: pass that, or another --out"
+        raise UserError(msg)
+    if "made_of" not in before:
+        msg = f"{noted} is of an earlier version, without the model: delete it to go on unchecked"
+        raise UserError(msg)
+    if found := differences(before["made_of"], made_of):
+        msg = (
+            f"{options.out} was begun with another --model ({'; '.join(found)}): pass that, or "
+            "another --out"
+        )
         raise UserError(msg)
 
 

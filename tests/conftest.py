@@ -9,6 +9,7 @@ import sysconfig
 import tempfile
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.register_assert_rewrite("support")
+# The time of an example says nothing on a loaded machine.
+hypothesis.settings.register_profile("ferrohook", deadline=None)
+hypothesis.settings.load_profile("ferrohook")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Inductor's cache holds kernels for other CPU capabilities, some of which fail to compile here.
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{capability}")  # noqa: PTH118

@@ -100,7 +100,6 @@ def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str
 
 
 MISTAKES = {
-    "": "COMMAND",
     "fly": "'fly'.*tree.*capture.*doctor",
     "tree": "MODEL",
     "tree nothing": "'nothing' is neither module:factory nor a file or folder",
@@ -112,7 +111,7 @@ MISTAKES = {
     "tree cli_models:hoked": "'cli_models' has no 'hoked'; it has hooked",
     "tree cli_models:": "'cli_models' has no ''; it has",
     "tree cli_models:number": (
-        "cli_models:number is a int: name an nn.Module, or a callable returning one"
+        "cli_models:number is an int: name an nn.Module, or a callable returning one"
     ),
     "tree cli_models:broken": r"cli_models:broken\(\) failed: KeyError: .*without arguments",
     "tree cli_models:leaving": r"cli_models:leaving\(\) failed: SystemExit: 3",
@@ -120,7 +119,7 @@ MISTAKES = {
     "tree cli_models:list_of_layers": "returned a list: an nn.Module was expected",
     "tree cli_models:ready --select nowhere": "nothing in Identity matches 'nowhere'",
     "tree model.pt": "loading model.pt may run any code of its author: pass --trust",
-    "tree weights.pt --trust": r"weights.pt contains a OrderedDict, no nn.Module: .*save\(model",
+    "tree weights.pt --trust": r"weights.pt contains an OrderedDict, no nn.Module: .*save\(model",
     "tree junk.pt --trust": "junk.pt is no model",
     "tree x.safetensors": "x.safetensors is no model",
     "tree empty": "empty has no config.json: pass a folder that save_pretrained wrote",
@@ -185,7 +184,15 @@ def test_a_missing_package_is_one_line_on_stderr(
     package: str, argv: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert f"{package}, which is not installed: install " in error_line(argv.split(), capsys)
+    wanted = f"this needs the package {package}: pip install {package}"
+    assert wanted in error_line(argv.split(), capsys)
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr()
+    assert not told.err
+    assert all(command in told.out for command in COMMANDS)
 
 
 def test_traceback_shows_the_error_with_its_cause() -> None:
@@ -332,7 +339,9 @@ def test_the_doctor_works_without_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 1
-    assert re.search(r"^torch +not installed", capsys.readouterr().out, re.MULTILINE)
+    told = capsys.readouterr().out
+    assert re.search(r"^torch +not installed", told, re.MULTILINE)
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_the_console_script_is_installed() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.modules import module as torch_global
 
 import ferrohook as fh
 from support.compiling import compiles
@@ -23,6 +26,13 @@ pytestmark = compiles
 
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
+
+
+class OwnForward(nn.Sequential):
+    """Model with a forward of its own: torch 2.13 compiles none of torch's in place."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input)
 
 
 def alone(hooked: nn.Module) -> nn.Module:
@@ -262,7 +272,7 @@ def test_wrong_results_of_typed_hooks_raise() -> None:
 
 
 def test_compiling_the_wrapped_module_leaves_the_hooks_around_it() -> None:
-    hooked = fh.HookedModule(nn.Linear(4, 4))
+    hooked = fh.HookedModule(OwnForward(nn.Linear(4, 4)))
     x = torch.randn(3, 4)
     expected = hooked(x) * 2
     handle = hooked.register_forward_hook(lambda _module, _args, output: output * 2)
@@ -316,6 +326,19 @@ def test_hooks_in_torch_s_dicts_are_in_the_graph_ahead_of_ours(instrumented: Com
         inner, lambda module, args, kwargs: ((args[0] * 0,), kwargs), with_kwargs=True
     )
     assert close(instrumented.check(), (inner.bias + 1).expand_as(plain) * 2)
+
+
+@pytest.mark.parametrize("phase", ["forward_pre", "forward"])
+def test_a_global_hook_dict_that_is_replaced_takes_effect(
+    instrumented: Compiled, phase: str
+) -> None:
+    plain = instrumented.check()
+    hooks: dict[Any, Any] = OrderedDict(zero=lambda _module, *values: values[-1] * 0)
+    if phase == "forward_pre":
+        hooks = OrderedDict(zero=lambda _module, args: (args[0] * 0,))
+    with mock.patch.object(torch_global, f"_global_{phase}_hooks", hooks):
+        assert not close(instrumented.check(), plain)
+    assert close(instrumented.check(), plain)
 
 
 def test_a_scope_around_a_compiled_call(instrumented: Compiled) -> None:
@@ -390,7 +413,7 @@ def test_captures_that_break_the_graph_are_taken_outside_of_it(instrumented: Com
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_model_compiled_in_place_runs_its_hooks_once(before: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = OwnForward(nn.Linear(4, 4))
     x = torch.randn(3, 4)
     plain = model(x)
     if before:
@@ -416,3 +439,68 @@ def test_restoring_takes_effect_in_compiled_calls(instrumented: Compiled) -> Non
     assert close(instrumented.check(), plain + 1)
     fh.restore(instrumented.model)
     assert close(instrumented.check(), plain)
+
+
+# --- Nested graph breaks: Dynamo splits the traced twin of the call -----------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.linear(x)
+        return y, {"twice": y * 2}
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x.sin()]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.listed, self.linear = Pair(), Listed(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x=x)[0] * self.listed(x)[0] + self.linear(x)
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+@pytest.mark.parametrize("name", ["linear", "pair", "pair.linear", "listed"])
+def test_backward_hooks_fire_with_nested_graph_breaks(name: str, compiled_autograd: bool) -> None:
+    model = Mixed()
+    x = torch.randn(3, 4, requires_grad=True)
+    seen: list[Tensor] = []
+    with (
+        fh.instrument(model),
+        fh.register(model, name, lambda _m, gi, _go: seen.append(gi[0]), phase="backward"),
+        torch._dynamo.config.patch(nested_graph_breaks=True, compiled_autograd=compiled_autograd),
+    ):
+        for call in (model, torch.compile(model, backend="eager")):
+            call(x).sum().backward()
+    eager, compiled = seen
+    assert close(compiled, eager)
+
+
+def test_hooks_that_break_the_graph_do_so_with_nested_graph_breaks() -> None:
+    model, x = Mixed(), torch.randn(3, 4)
+    with fh.instrument(model), torch._dynamo.config.patch(nested_graph_breaks=True):
+        compiled = torch.compile(model, backend="eager")
+        with fh.register(model, "pair", lambda *_: None, always_call=True) as always:
+            assert close(compiled(x), model(x))
+            assert always.calls == 2
+        with fh.capture(model, "pair") as acts:
+            compiled(x)
+        first, rest = acts["pair"]
+        assert torch.equal(rest["twice"], first * 2)
+        with fh.capture(model, "linear", grads=True) as acts:
+            compiled(x).sum().backward()
+        assert torch.equal(acts.grads["linear"], torch.ones(3, 4))
+        with (
+            fh.capture(model, "pair", output_index=5),
+            pytest.raises(fh.SelectionError, match="no output_index 5"),
+        ):
+            compiled(x)

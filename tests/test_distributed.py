@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -370,6 +371,8 @@ def check_collect(rank: int, how: str, folder: Path) -> None:
     with fh.LocalStore(folder / f"{rank}") as store:
         batches = [x(rank, step) for step in range(STEPS)]
         assert fh.collect(parallel, batches, path, store, forward=forward) == (STEPS, 0)
+        # FSDP2 leaves the parameters of the root whole.
+        assert fh.collect(parallel, batches, path, store, forward=forward) == (0, STEPS)
     dist.barrier()
     for other in range(RANKS):
         store = fh.LocalStore(folder / f"{other}", read_only=True)
@@ -545,6 +548,34 @@ def check_precision(rank: int, reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_hooks_get_tensors_of_fsdp_s_compute_dtype(pair: Pair, reshard: bool) -> None:
     pair.run(check_precision, reshard)
+
+
+def check_own_pre_hooks(rank: int, kind: str) -> None:
+    seen: list[list[type]] = []
+    for hooked in (False, True):
+        types: list[type] = []
+        model = net()
+        for module in model:
+            note = functools.partial(note_weight, types)
+            module.register_forward_pre_hook(note)
+        spread(model, "fsdp")
+        if hooked and kind == "instrument":
+            fh.instrument(model)
+        elif hooked:
+            fh.register(model, "*", lambda *_: None)
+        model(x(rank))
+        seen.append(types)
+    assert seen == [[nn.Parameter] * 3] * 2, seen
+
+
+def note_weight(types: list[type], module: nn.Module, _args: Any) -> None:
+    if hasattr(module, "weight"):
+        types.append(type(module.weight))
+
+
+@pytest.mark.parametrize("kind", ["instrument", "register"])
+def test_pre_hooks_of_before_see_the_parameters_that_fsdp_gathered(pair: Pair, kind: str) -> None:
+    pair.run(check_own_pre_hooks, kind)
 
 
 def check_tensor_parallel(rank: int, when: str) -> None:

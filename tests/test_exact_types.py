@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import inspect
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from support.compiling import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,26 +83,68 @@ class Derived(Base):
 def test_dynamo_traces_super_calls() -> None:
     model = nn.Sequential(Derived(), Derived())
     expected = model(X)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    call = torch.compile(model, backend="eager", fullgraph=True)
     handles = fh.register(model, "*", lambda *_: None)
-    assert torch.equal(compiled(X), expected)
+    assert torch.equal(call(X), expected)
     handles.remove()
 
 
-@pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
-@pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_deep_lift_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
-    attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
-    expected = attr.DeepLift(model).attribute(X, target=1)
-    assert torch.equal(attr.DeepLift(hooked).attribute(X, target=1), expected)
+class Scaled(nn.Linear):
+    factor = 3
+
+    @classmethod
+    def scale(cls) -> int:
+        return cls.factor
+
+
+class ScaledMore(Scaled):
+    @classmethod
+    def scale(cls) -> int:
+        return super().scale() + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale()
+
+
+class Inspecting(Scaled):
+    """Reads its class in both ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) * type(self).factor + self.__class__.factor
+        if self.__class__ is Inspecting:
+            y = y * 2
+        return y + 1 if type(self).__name__ == self.__class__.__name__ else y
+
+
+class AbstractInspecting(abc.ABC, Inspecting):
+    """Has a metaclass of its own."""
+
+
+class AbstractScaled(abc.ABC, ScaledMore):
+    """Has a metaclass of its own."""
+
+
+@compiled
+@pytest.mark.parametrize("hooks", [0, 1])
+@pytest.mark.parametrize("cls", [ScaledMore, Inspecting, AbstractInspecting, AbstractScaled])
+def test_dynamo_traces_forwards_that_read_their_class(cls: type[nn.Linear], hooks: int) -> None:
+    model = nn.Sequential(cls(4, 4), cls(4, 4))
+    expected = model(X)
+    with fh.instrument(model):
+        for _ in range(hooks):
+            fh.register(model, "*", lambda *_: None)
+        call = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(model(X), expected)
+        assert torch.equal(call(X), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 @pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
-def test_captum_lrp_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential) -> None:
-    attr = pytest.importorskip("captum.attr", reason="captum is in the group oracle")
-    expected = attr.LRP(model).attribute(X, target=1)
-    assert torch.equal(attr.LRP(hooked).attribute(X, target=1), expected)
+@pytest.mark.parametrize("rules", ["DeepLift", "LRP"])
+def test_captum_finds_its_rules(model: nn.Sequential, hooked: nn.Sequential, rules: str) -> None:
+    attribution = getattr(pytest.importorskip("captum.attr"), rules)
+    expected = attribution(model).attribute(X, target=1)
+    assert torch.equal(attribution(hooked).attribute(X, target=1), expected)
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

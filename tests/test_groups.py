@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -20,6 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import ferrohook as fh
+from ferrohook.detectors import CallCounter
 from support.hooks import add, ignore
 from support.internals import instrumented
 from support.limits import LIMIT
@@ -514,6 +516,28 @@ def test_the_summary_is_a_tree_of_hooked_modules(model: nn.Sequential, x: Tensor
     assert shown(model) == ["Sequential"]
 
 
+def test_a_printed_summary_has_no_addresses(model: nn.Sequential, x: Tensor) -> None:
+    class Steer:
+        def __call__(self, *_: Any) -> None: ...
+
+    fh.register(model, "1.1", Steer())
+    fh.register(model, "1.1", functools.partial(ignore, 1))
+    fh.register(model, ["0", "1.1"], CallCounter(), priority=-1)
+    model[1](x)
+    printed = str(fh.summary(model)).splitlines()
+    assert printed[:4] == [
+        "Sequential",
+        "├── 0 Linear",
+        "│   └── forward CallCounter(calls=0) (0 calls, priority -1)",
+        "└── 1 Sequential",
+    ]
+    assert "Steer object" in printed[5]
+    assert "partial" in printed[6]
+    assert printed[7].endswith("forward CallCounter(calls=1) (1 calls, priority -1)")
+    assert "0x" not in str(printed)
+    assert len(printed) == 8
+
+
 def test_the_summary_shows_the_time_of_timed_hooks(model: nn.Sequential, x: Tensor) -> None:
     with fh.register(model, "0", lambda *_: time.sleep(0.01), timed=True):
         model(x)
@@ -556,5 +580,5 @@ def test_the_summary_refuses_anything_but_a_module() -> None:
 
 def test_the_summary_needs_rich(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.tree", None)
-    with pytest.raises(fh.HookError, match=r"install ferrohook\[rich\]"):
+    with pytest.raises(fh.HookError, match=r"summary needs the package rich: pip install rich"):
         fh.summary(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -133,6 +134,83 @@ def test_complete_parts_are_skipped_and_the_rest_is_resumed(
     # Everything is complete, so Ray is not started.
     assert harvest("--actors", "2") == 0
     assert "ray" not in sys.modules
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize(
+    ("line", "now", "told"),
+    [
+        (
+            "manual_seed(0)",
+            "manual_seed(10)",
+            (
+                "out was begun with another --model (parameters and buffers: 'layer.weight', "
+                "'layer.bias', 'unused.weight', 'unused.bias' changed): pass that, or another --out"
+            ),
+        ),
+        (
+            "nn.Linear(1, 1)",
+            "nn.Dropout()",
+            (
+                "another --model (classes of modules: 'unused' changed; parameters and buffers: "
+                "'unused.weight', 'unused.bias' missing)"
+            ),
+        ),
+        ("float(line)]", "float(line) + 1]", "out/000000 was made of other batches than --model"),
+    ],
+)
+def test_another_model_is_refused(
+    line: str, now: str, told: str, *, complete: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert harvest() == 0
+    if not complete:
+        shutil.rmtree("out/000003")
+    before = contents("out")
+    assert NETS.count(line) == 1
+    Path("harvest_nets.py").write_text(textwrap.dedent(NETS.replace(line, now)))
+    del sys.modules["harvest_nets"]
+    assert harvest() == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert told in message
+    assert contents("out") == before
+
+
+def test_an_incomplete_part_of_other_batches_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert harvest() == 0
+    index = Path("out/000000/run/index.jsonl")
+    index.write_bytes(index.read_bytes().partition(b"\n")[0] + b"\n")
+    for part in range(1, PARTS):
+        shutil.rmtree(f"out/{part:06}")
+    Path("harvest_nets.py").write_text(textwrap.dedent(NETS.replace("(line)]", "(line) + 1]")))
+    del sys.modules["harvest_nets"]
+    assert harvest() == 2
+    assert "out/000000: batch 0 of run 'run' was made of another batch" in capsys.readouterr().err
+
+
+def test_deleted_files_are_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert harvest() == 0
+    before = {name: it for name, it in contents("out").items() if not name.endswith("jsonl")}
+    Path("out/000001/run/00000001.safetensors").unlink()
+    Path("out/000002/run/00000000.safetensors").write_bytes(b"cut off")
+    assert harvest() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "out: 4 parts, 2 of them in this run"
+    assert contents("out").items() >= before.items()
+    assert harvest() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "out: 4 parts, 0 of them in this run"
+
+
+def test_a_folder_of_an_earlier_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert harvest() == 0
+    noted = Path("out/harvest.json")
+    job = json.loads(noted.read_text())
+    del job["made_of"]
+    noted.write_text(json.dumps(job))
+    assert harvest() == 2
+    assert "harvest.json is of an earlier version, without the model" in capsys.readouterr().err
+    noted.unlink()
+    assert harvest() == 0
 
 
 def test_a_module_that_never_ran_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:

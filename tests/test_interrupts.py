@@ -217,3 +217,25 @@ def test_an_interrupt_releases_the_folder_for_the_next_store(tmp_path: Path) -> 
             break
     assert done == [0, 1]
     assert place > 100
+
+
+@pytest.mark.usefixtures("collect_cheaply")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_collect_resumes_after_an_interrupt(tmp_path: Path, kind: str) -> None:
+    model, batches = small(), [X, X + 1]
+    step = 1 if kind == "memory" else 3
+    for place in itertools.count(step=step):
+        with MemoryStore() if kind == "memory" else LocalStore(tmp_path / str(place)) as store:
+            first = functools.partial(fh.collect, model, batches, "0", store, progress=False)
+            landed, interrupt = interrupted(first, place)
+            done = len(store.completed("run"))
+            assert first() == (2 - done, done)
+            assert store.verify() == []
+            for number, batch in enumerate(batches):
+                assert torch.equal(store.get("run", number, "0")["output"], model[0](batch))
+        del interrupt
+        if not landed:
+            break
+    assert done == 2
+    assert place > 100

@@ -132,6 +132,16 @@ def test_the_front_page_shows_the_output_of_its_snippets() -> None:
         assert len(list(filter(None, snippet.code.splitlines()))) <= 5
 
 
+def test_pages_promise_the_same_of_removal() -> None:
+    pages = [README, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    texts = {page.stem: " ".join(page.read_text().split()) for page in pages}
+    promise = "is not started any more"
+    assert {"README", "CHANGELOG", "contract", "threads"} <= {
+        page for page, text in texts.items() if promise in text
+    }
+    assert not [page for page, text in texts.items() if "never fires after" in text]
+
+
 def test_the_front_page_links_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)", README.read_text())
     assert len(links) > 10

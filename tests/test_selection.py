@@ -334,6 +334,28 @@ def test_the_closest_names_are_suggested(model: Model, case: str) -> None:
     assert set(suggested(caught.value)) <= set(names(model))
 
 
+DEEPER = {
+    "*.mlp": "layers.*.mlp",
+    "?.mlp": "layers.?.mlp",
+    "tok*": "embed.tok*",
+    "mlp.*": "**.mlp.*",
+    "nope.*": None,
+    "att*": "**.att*",
+}
+
+
+@pytest.mark.parametrize("glob", DEEPER)
+def test_a_glob_that_matches_further_down_is_suggested_with_its_prefix(
+    model: Model, glob: str
+) -> None:
+    with pytest.raises(SelectionError) as caught:
+        select(model, glob)
+    deeper = DEEPER[glob]
+    shown = f"nothing in Model matches {glob!r}; {deeper!r} does"
+    assert (str(caught.value) == shown) == (deeper is not None)
+    assert deeper is None or select(model, deeper)
+
+
 def fits_none(name: str, module: nn.Module) -> None:
     pass
 
@@ -586,5 +608,10 @@ def test_a_model_of_transformers(bert: nn.Module) -> None:
 def test_scripted_and_compiled_modules(model: Model) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
     assert list(select(scripted).items()) == list(scripted.named_modules())
+    assert [*select(scripted, "0")] == [*select(scripted, ["0"])] == ["0"]
+    with pytest.raises(SelectionError, match=r"nothing in .* matches '3'"):
+        select(scripted, "3")
+    with pytest.raises(HookError, match="TorchScript"), fh.capture(scripted, "0"):
+        pass
     compiled = torch.compile(model)
     assert list(select(compiled, "**.attn")) == [f"_orig_mod.{name}" for name in layers(".attn")]

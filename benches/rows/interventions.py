@@ -63,6 +63,11 @@ def against_mi_crow() -> dict[str, Sampler]:
             expect(getattr(our, "count", 1) == 1, "the detector to be called")
         samplers[name] = calls(ours)
         samplers[f"mi-crow: {name}"] = calls(theirs)
+    checked = interventions.LayerActivationDetector("", copy="checked")
+    ours = Trivial()
+    interventions.Layers(ours).register_hook("", checked)
+    expect(ours(X) is X and checked.get_captured() is X, "a reference to the output")
+    samplers["detector that keeps a checked reference"] = calls(ours)
     return samplers
 
 
@@ -76,6 +81,11 @@ GROUPS = [
                 name="detector that keeps the output",
                 over="mi-crow: detector that keeps the output",
                 bar=1.5,
+            ),
+            Row(
+                name="detector that keeps a checked reference",
+                over="mi-crow: detector that keeps the output",
+                bar=0.5,
             ),
             Row(name="controller", over="mi-crow: controller", bar=0.35),
         ],

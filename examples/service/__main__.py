@@ -75,6 +75,7 @@ def main(
     Server(
         app,
         grace=options.grace,
+        seconds=options.seconds,
         host=options.host,
         port=options.port,
         access_log=False,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
+API = Path(__file__).with_name("api.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,11 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
             metrics.close()
 
     app = FastAPI(
-        title="ferrohook: a sentence encoder to look into and to steer", lifespan=lifespan
+        title="ferrohook: a sentence encoder to look into and to steer",
+        lifespan=lifespan,
+        # FastAPI's pages load their scripts from the internet: `api.html` is served instead.
+        docs_url=None,
+        redoc_url=None,
     )
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
     app.add_exception_handler(RequestValidationError, refuse)
@@ -146,6 +151,10 @@ def observing(encoder: Encoder, metrics: ModelMetrics | None) -> APIRouter:
     @router.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE)
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> FileResponse:
+        return FileResponse(API)
 
     return router
 

@@ -96,7 +96,7 @@ class Encoder:
         ]
         reductions: dict[str, set[Reduction]] = {}
         for capture in request.capture:
-            for name in fh.select(self.model, capture.modules):
+            for name in fh.select(self.model, capture.modules, called=True):
                 reductions.setdefault(name, set()).add(capture.reduce)
         batch = self.tokenize(request.texts)
         mask = batch["attention_mask"].unsqueeze(-1)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from .limits import limit_headers
+
 if TYPE_CHECKING:
     import socket
 
@@ -25,13 +27,18 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         grace: seconds in which it still accepts requests, for clients and load balancers to notice.
+        seconds: time limit for the headers of a request.
         **options: options of `uvicorn.Config`.
     """
 
-    def __init__(self, app: ASGIApp, *, grace: float, **options: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, *, grace: float, seconds: float = 10.0, **options: Any
+    ) -> None:
         self._app = app
         self._grace = grace
-        super().__init__(uvicorn.Config(self._draining_app, interface="asgi3", **options))
+        http: Any = limit_headers(seconds)
+        config = uvicorn.Config(self._draining_app, interface="asgi3", http=http, **options)
+        super().__init__(config)
 
     async def _draining_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_closing(message: Message) -> None:

@@ -16,12 +16,15 @@ from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
+from ferrohook.errors import ResumeError as ResumeError
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
 from ferrohook.errors import StoreError as StoreError
 from ferrohook.errors import UnattributedWarning as UnattributedWarning
+from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
+from ferrohook.torch_version import refuse_old_torch as _refuse_old_torch
 from ferrohook.typed import BackwardHook as BackwardHook
 from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
@@ -56,10 +59,13 @@ if TYPE_CHECKING:
     from ferrohook.steering import Replace as Replace
     from ferrohook.steering import Scale as Scale
     from ferrohook.steering import Zero as Zero
+    from ferrohook.stores import DamagedBatch as DamagedBatch
     from ferrohook.stores import LocalStore as LocalStore
     from ferrohook.stores import MemoryStore as MemoryStore
     from ferrohook.stores import Store as Store
     from ferrohook.summaries import summary as summary
+
+_refuse_old_torch()
 
 __all__ = [
     "STOPPED",
@@ -70,6 +76,7 @@ __all__ = [
     "CaptureBudgetError",
     "Clamp",
     "Collected",
+    "DamagedBatch",
     "ForwardHook",
     "ForwardPreHook",
     "HandleGroup",
@@ -86,6 +93,7 @@ __all__ = [
     "Prepared",
     "Replace",
     "Request",
+    "ResumeError",
     "Scale",
     "Scope",
     "SelectionError",
@@ -93,6 +101,7 @@ __all__ = [
     "Store",
     "StoreError",
     "UnattributedWarning",
+    "UnverifiedWarning",
     "Zero",
     "__version__",
     "capture",
@@ -122,7 +131,7 @@ _NEEDS_TORCH = {
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
-    "stores": ("LocalStore", "MemoryStore", "Store"),
+    "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
 _MODULES = ("detectors", "interventions", "patching", "points", "recording")
@@ -139,3 +148,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"ferrohook.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ import enum
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch import Tensor
 from ferrohook import shards
 from ferrohook.capture_session import Activations, CaptureSession, not_captured, options_of
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
-from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     import os
@@ -43,21 +43,40 @@ STOPPED: Final = _Stopped.STOPPED
 """Return value of a model's call that `capture(stop=True)` ended early."""
 
 
+class _NoGradients(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        msg = "no gradients were captured: open the capture with grads=True"
+        raise SelectionError(msg)
+
+
 class ActivationCache(Mapping[str, Any]):
     """Captured activations by module name, in the order in which the modules first ran.
 
     A value is a module's output (or input) in its own structure, its tensors converted as the
     options of `capture` say. With `keep="all"` or an int it is a list: one entry per call.
+
+    Copies and pickles include the values, cut from autograd's graph; a value that was changed in
+    place raises `StaleActivationError` there.
+
+    Args:
+        activations: values by module name.
+        grads: gradients by module name; None if they were not captured.
+        model: name of the model, printed for the module of the empty path.
+        per_call: True if a value is a list with an entry per call.
     """
 
     def __init__(
         self,
         activations: Mapping[str, Any],
         grads: Mapping[str, Any] | None = None,
+        *,
+        model: str = "",
+        per_call: bool = False,
     ) -> None:
-        """Wraps `activations` and their gradients."""
         self._activations = activations
-        self._grads = {} if grads is None else grads
+        self._grads = grads
+        self._model = model
+        self._per_call = per_call
 
     def __getitem__(self, name: str) -> Any:
         """Returns the activations of one module.
@@ -90,7 +109,8 @@ class ActivationCache(Mapping[str, Any]):
         A value is a tensor, or None if no gradient arrived. For a structure it is a list with one
         entry per tensor.
         """
-        return ActivationCache(self._grads)
+        grads = _NoGradients() if self._grads is None else self._grads
+        return ActivationCache(grads, model=self._model, per_call=self._per_call)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +138,8 @@ class ActivationCache(Mapping[str, Any]):
             raise HookTypeError(msg)
         names = select_names(self, pattern)
         if not names:
-            msg = f"{pattern!r} matches no captured module: {', '.join(self) or 'nothing'}"
+            captured = ", ".join(map(repr, self)) or "nothing"
+            msg = f"{pattern!r} matches no captured module: {captured}"
             raise SelectionError(msg)
         return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
 
@@ -130,7 +151,12 @@ class ActivationCache(Mapping[str, Any]):
         def converted(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: map_tensors(convert, value) for name, value in values.items()}
 
-        return ActivationCache(converted(self._activations), converted(self._grads))
+        return ActivationCache(
+            converted(self._activations),
+            None if self._grads is None else converted(self._grads),
+            model=self._model,
+            per_call=self._per_call,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to a safetensors file, replacing one that exists.
@@ -141,30 +167,57 @@ class ActivationCache(Mapping[str, Any]):
             HookTypeError: a value is neither plain data nor a tensor of a dtype that safetensors
                 supports.
         """
-        shards.save(path, {"activations": dict(self), "grads": dict(self._grads)})
+        content = {
+            "activations": dict(self),
+            "grads": None if self._grads is None else dict(self._grads),
+            "model": self._model,
+            "per_call": self._per_call,
+        }
+        shards.save(path, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a file that `save` wrote, onto the CPU.
 
-        Needs the package safetensors (`ferrohook[safetensors]`).
+        Needs the package safetensors.
         """
         return cls(**shards.load(path))
 
     def __repr__(self) -> str:
-        rows = [("name", "shape", "dtype", "bytes")]
+        rows = [("name", "call", "part", "shape", "dtype", "bytes")]
         for name in self:
             value = self._peek(name)
-            rows += [
-                (name, str(tuple(tensor.shape)), str(tensor.dtype)[6:], f"{tensor.nbytes:,}")
-                for tensor in tensors_in(value)
-            ] or [(name, "-", type(value).__name__, "-")]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for call, each in enumerate(value) if self._per_call else [("", value)]:
+                rows += [
+                    (name or self._model, str(call), part, *_described(leaf))
+                    for part, leaf in leaves_by_path(each)
+                ]
+        # Columns "call" and "part" only if there are any.
+        columns = [
+            column
+            for column in zip(*rows, strict=True)
+            if column[0] not in {"call", "part"} or any(column[1:])
+        ]
+        widths = [max(map(len, column)) for column in columns]
         lines = [
-            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
-            for name, shape, dtype, size in rows
+            "  ".join(map(str.ljust, row[:-1], widths)) + f"  {row[-1]:>{widths[-1]}}"
+            for row in zip(*columns, strict=True)
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _described(leaf: Any) -> tuple[str, str, str]:
+    """Returns shape, dtype and bytes of a tensor, and the type of another leaf."""
+    if not isinstance(leaf, Tensor):
+        return "-", type(leaf).__name__, "-"
+    return str(tuple(leaf.shape)), str(leaf.dtype)[6:], f"{leaf.nbytes:,}"
+
+
+def begin_capture(session: CaptureSession, scope: Frame) -> ActivationCache:
+    """Captures the calls in a scope, until it is left; the activations stay readable."""
+    return ActivationCache(
+        *session.begin(scope), model=session.model._get_name(), per_call=session.per_call
+    )
 
 
 class _CaptureTag:
@@ -176,11 +229,13 @@ class _CaptureTag:
         self.session = session
 
     def begin(self, frame: Frame) -> ActivationCache:
-        return ActivationCache(*self.session.begin(frame))
+        return begin_capture(self.session, frame)
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self.session.silent()):
-            text = explain(self.session.model, silent)
+            # If none ran, the calls may have been made in other threads.
+            in_threads = CAPTURE_IN_THREADS if silent == self.session.names else ""
+            text = explain(self.session.model, silent, in_threads=in_threads)
             warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
 
@@ -192,6 +247,10 @@ class Capture(Scope):
         @property
         def tag(self) -> _CaptureTag: ...  # noqa: D102 (for checkers)
         def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
+
+    def __getitem__(self, name: object) -> NoReturn:
+        msg = f"`with capture as acts:` gives the activations, then acts[{name!r}]"
+        raise HookTypeError(msg)
 
 
 def capture(  # noqa: PLR0913 (all but the first two by keyword)
@@ -218,7 +277,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
 
     Args:
         model: any module.
-        what: modules to capture, see `select`; None for all.
+        what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
         output_index: key, index or attribute of the captured value, to capture that part alone.
@@ -239,7 +298,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         stop: end each call of the model once all modules have run; the call returns `STOPPED`.
 
     Raises:
-        SelectionError: `what` matches nothing.
+        SelectionError: `what` matches nothing, or containers alone, which are never called.
         HookTypeError: an option has the wrong type.
         ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
             below 1.
@@ -252,7 +311,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         ...     model(ids)
         >>> acts["layers.0.mlp"].shape
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     options = options_of(
         inputs=inputs,
         output_index=output_index,

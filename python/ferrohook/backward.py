@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Hook: TypeAlias = Callable[..., Any]
 
 
-class BackwardPass:
+class BackwardPass(BackwardHook):
     """The backward phases of one call.
 
     The phases begin when autograd reaches them: hooks removed after the forward do not fire, and
@@ -34,10 +34,11 @@ class BackwardPass:
 
         The registry adds one hook per phase, which walks that phase's snapshot.
         """
-        self._tap = BackwardHook(module, full, pre)
+        super().__init__(module, full, pre)
 
+    # `self` is any BackwardHook; its own methods have no types.
     def tap_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call's arguments, put through the autograd node of the inputs.
 
@@ -45,14 +46,14 @@ class BackwardPass:
         alone, it has those, in the call's order (PyTorch observes none of them).
         """
         if args or not kwargs:
-            return self._tap.setup_input_hook(args), kwargs
-        tapped = self._tap.setup_input_hook(tuple(kwargs.values()))
+            return self.setup_input_hook(args), kwargs
+        tapped = self.setup_input_hook(tuple(kwargs.values()))
         return (), dict(zip(kwargs, tapped, strict=True))
 
-    def tap_outputs(self, output: Any) -> Any:
+    def tap_outputs(self: Any, output: Any) -> Any:
         """Returns the output (tensor, tuple, list or dict), put through the outputs' node."""
         if isinstance(output, torch.Tensor | tuple):
-            return self._tap.setup_output_hook(output)
+            return self.setup_output_hook(output)
         if isinstance(output, list):
             keys: Any = range(len(output))
             values = tuple(output)
@@ -66,7 +67,7 @@ class BackwardPass:
                 stacklevel=2,
             )
             return output
-        tapped = self._tap.setup_output_hook(values)
+        tapped = self.setup_output_hook(values)
         if tapped is values:  # no tensor requires grad
             return output
         # A copy has the same class (a transformers ModelOutput is a dict); the original may be

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -16,10 +15,12 @@ from ferrohook.errors import SelectionError
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.tensors import as_leaf, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ferrohook._core import Registry
     from ferrohook.conversion import Index
 
 
@@ -29,23 +30,67 @@ Keep: TypeAlias = 'Literal["last", "all"] | int'
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
     """Makes the error for a name without a captured value."""
-    return SelectionError(f"{name!r} {state} the captured modules: {', '.join(names) or 'nothing'}")
+    captured = ", ".join(map(repr, names)) or "nothing"
+    if not isinstance(name, str):
+        got = f"{type(name).__name__} {name!r}"
+        return SelectionError(f"a module's name is a str, got {got}; captured: {captured}")
+    return SelectionError(f"{name!r} {state} the captured modules: {captured}")
+
+
+class Recorded(NamedTuple):
+    """Outputs or inputs in a collector, by place."""
+
+    collector: Collector
+    copies: HostCopies
+
+    def ran(self) -> list[int]:
+        """Returns the places that ran, in the order of their first calls."""
+        return self.collector.ran()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
+        values = self.collector.values(place, stale=stale)
+        self.copies.finish()
+        return values
+
+
+class RecordedGradients(Recorded):
+    """Gradients in a collector, by place."""
+
+    __slots__ = ()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the gradients of the values of a place."""
+        del stale  # gradients have no version tag
+        calls = self.collector.gradients(place)
+        self.copies.finish()
+        values = self.collector.values(place, stale=True)
+        # Not strict: another thread may end a call between the two reads.
+        return [
+            gradients[0] if isinstance(value, Tensor) else gradients
+            for value, gradients in zip(values, calls, strict=False)
+        ]
+
+
+class _Copied(dict[int, list[Any]]):
+    """Values of a copy, by place; nothing but its reader writes to them."""
+
+    def ran(self) -> list[int]:
+        return list(self)
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        del stale
+        return self.get(place, [])
 
 
 class Activations(Mapping[str, Any]):
-    """View of a collector's values by module name."""
+    """View of captured values by module name."""
 
     def __init__(
-        self,
-        places: dict[str, int],
-        collector: Collector,
-        read: Callable[..., list[Any]],
-        *,
-        only_last: bool,
+        self, places: dict[str, int], values: Recorded | _Copied, *, only_last: bool
     ) -> None:
         self._places = places
-        self._collector = collector
-        self._read = read
+        self._values = values
         self._only_last = only_last
 
     def __getitem__(self, name: str) -> Any:
@@ -57,7 +102,7 @@ class Activations(Mapping[str, Any]):
 
     def _value(self, name: str, **options: bool) -> Any:
         place = self._places.get(name)
-        values = [] if place is None else self._read(place, **options)
+        values = [] if place is None else self._values.read(place, **options)
         if not values:
             state = "was not selected" if place is None else "never ran"
             raise not_captured(name, f"{state} and is not among", self)
@@ -68,10 +113,15 @@ class Activations(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         names = list(self._places)
-        return iter([names[place] for place in self._collector.ran()])
+        return iter([names[place] for place in self._values.ran()])
 
     def __len__(self) -> int:
-        return len(self._collector.ran())
+        return len(self._values.ran())
+
+    def __getstate__(self) -> dict[str, Any]:
+        ran = self._values.ran()
+        values = _Copied({place: map_tensors(as_leaf, self._values.read(place)) for place in ran})
+        return {**vars(self), "_values": values}
 
 
 class Options(NamedTuple):
@@ -142,6 +192,12 @@ def _calls_to_keep(keep: Any) -> int | None:
 _KEEP_NAMES = {"last": 1, "all": None}
 
 
+def mark_calls(root: Registry, calls: RootCalls, scope: Frame) -> None:
+    """Marks where the calls begin and end that a capture may end, once its recorders are there."""
+    root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
+    root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
+
+
 class CaptureSession:
     """Captures the activations of some modules in the calls of a scope."""
 
@@ -165,9 +221,6 @@ class CaptureSession:
         collector = self._collector = Collector(
             list(self._modules), stop=None if root is None else root.module, **options.collector
         )
-        if root is not None:
-            calls = RootCalls(collector)
-            root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
         self._handles = record_all(
             collector,
             list(self._modules.values()),
@@ -177,18 +230,26 @@ class CaptureSession:
             part=options.output_index,
         )
         if root is not None:
-            last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope}
-            root.register("forward", calls, **last)
-        gradients = self._read(gradients_of) if options.collector["grads"] else None
-        return self._read(values_of), gradients
+            mark_calls(root, RootCalls(collector), scope)
+        gradients = self._view(RecordedGradients) if options.collector["grads"] else None
+        return self._view(Recorded), gradients
 
-    def _read(self, read: Callable[..., list[Any]]) -> Activations:
+    def _view(self, recorded: type[Recorded]) -> Activations:
         return Activations(
             {name: place for place, name in enumerate(self._modules)},
-            self._collector,
-            functools.partial(read, self._options.copies, self._collector),
+            recorded(self._collector, self._options.copies),
             only_last=self._options.only_last,
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The modules' names."""
+        return list(self._modules)
+
+    @property
+    def per_call(self) -> bool:
+        """True if a value is a list with an entry per call."""
+        return not self._options.only_last
 
     def clear(self) -> None:
         """Drops the activations captured so far."""
@@ -203,26 +264,3 @@ class CaptureSession:
             for index, (name, handle) in enumerate(zip(self._modules, self._handles, strict=True))
             if index not in ran and not handle.calls
         ]
-
-
-def values_of(
-    copies: HostCopies, collector: Collector, place: int, *, stale: bool = False
-) -> list[Any]:
-    """Reads the values of a name, the oldest first."""
-    values = collector.values(place, stale=stale)
-    copies.finish()
-    return values
-
-
-def gradients_of(
-    copies: HostCopies, collector: Collector, place: int, **_options: bool
-) -> list[Any]:
-    """Reads the gradients of the values of a name."""
-    calls = collector.gradients(place)
-    copies.finish()
-    values = collector.values(place, stale=True)
-    # Not strict: another thread may end a call between the two reads.
-    return [
-        gradients[0] if isinstance(value, Tensor) else gradients
-        for value, gradients in zip(values, calls, strict=False)
-    ]

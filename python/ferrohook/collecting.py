@@ -8,13 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ferrohook.arguments import describe
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, StoreError
-from ferrohook.never_fired import explain
+from ferrohook.errors import (
+    HookError,
+    HookTypeError,
+    NeverFiredWarning,
+    ResumeError,
+    StoreError,
+    UnverifiedWarning,
+)
+from ferrohook.fingerprints import fingerprint
+from ferrohook.manifests import differences, manifest
+from ferrohook.never_fired import MOST_NAMED, explain
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.stores import Store
@@ -35,6 +45,10 @@ class Collected(NamedTuple):
     """Batches that were complete in the store before."""
 
 
+_in_progress: WeakKeyDictionary[Store, dict[str, object]] = WeakKeyDictionary()
+"""The runs that calls are collecting into, each with a token of its call."""
+
+
 def collect(  # noqa: PLR0913 (the options by keyword)
     model: nn.Module,
     batches: Iterable[Any],
@@ -49,7 +63,16 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
-    runs the remaining ones. The store stays open.
+    runs those that are missing: not yet run, cut off, or with a file that was deleted or cut off.
+    The store stays open.
+
+    A run records what it is made of, and is resumed over nothing else: the selected modules and
+    detectors with their options, `forward` by its name, the class of each module, the number of
+    modules in training mode, and a fingerprint of each parameter, buffer and batch. See
+    `ferrohook.fingerprints.fingerprint` for how it is computed: once a call for the model, which
+    reads each parameter once (a forward of one row does so too), and for each batch. Not recorded
+    are code, hooks on the model, and attributes such as the number of heads. Buffers that a forward
+    changes, as those of a BatchNorm in training mode, are those of another model afterwards.
 
     Args:
         model: any module.
@@ -66,9 +89,12 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         forward: runs one batch; default: calls the model with it.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
-    Warns with `NeverFiredWarning` of selected modules that never ran.
+    Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
+    if it skips batches without a fingerprint: an earlier version stored them, or `Store.put`.
 
     Raises:
+        ResumeError: the run was made of something else, which the message names; nothing of it was
+            changed. Or another call is collecting into it.
         SelectionError: a selector matches no module.
         HookTypeError: an argument has the wrong type.
         HookError: two detectors collected tensors of the same layer and name; a detector has
@@ -82,26 +108,103 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     """
     _check(model, batches, store, forward)
     sources = _sources(model, detectors, store)
-    done = {*store.completed(run)}
     call = forward or _batch_caller(model)
     ran = skipped = 0
     bar = _progress(batches, run) if progress else _no_progress()
-    # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
-    with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
-        for number, batch in enumerate(batches):
-            if number in done:
-                skipped += 1
-            else:
-                with _error_note(number, run):
-                    with torch.inference_mode():
-                        call(batch)
-                    _put(store, run, number, _merge_tensors(sources))
-                ran += 1
-            advance()
+    token = object()
+    runs = _in_progress.setdefault(store, {})
+    try:
+        if runs.setdefault(run, token) is not token:
+            msg = f"run {run!r} is being collected by another call: wait for it, or pass another"
+            raise ResumeError(msg)
+        made_of = manifest(model, (text for it in sources for text in it.contents()), forward)
+        stored = _Stored.of(store, run, made_of)
+        if stored.unverified:
+            warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=2)
+        # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
+        with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
+            for number, batch in enumerate(batches):
+                digest = fingerprint(batch)
+                stored.check(number, digest)
+                if number in stored.intact:
+                    skipped += 1
+                else:
+                    with _error_note(number, run):
+                        with torch.inference_mode():
+                            call(batch)
+                        tensors = _merge_tensors(sources)
+                        with _discarding(store, run, number):
+                            if number in stored.known:
+                                store.restart(run, number)
+                            for layer, named in tensors.items():
+                                store.put(run, number, layer, named, copy=False)
+                            store.complete(run, number, fingerprint=digest, manifest=made_of)
+                    ran += 1
+                advance()
+    finally:
+        if run in runs and runs[run] is token:  # without a call, which Ctrl-C might interrupt
+            del runs[run]
     silent = [name for source in sources for name in source.silent()]
     if ran and silent:
         warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
     return Collected(ran, skipped)
+
+
+class _Stored(NamedTuple):
+    """Contents of a run before a call."""
+
+    run: str
+    known: AbstractSet[int]
+    """Batches in the store, incomplete and damaged ones too."""
+    intact: AbstractSet[int]
+    """Complete batches with all of their files."""
+    fingerprints: Mapping[int, str]
+
+    @classmethod
+    def of(cls, store: Store, run: str, made_of: Mapping[str, Any]) -> _Stored:
+        """Reads the record of a run.
+
+        Raises:
+            ResumeError: it is made of something else than `made_of`.
+        """
+        complete = {*store.completed(run)}
+        known = {*store.batches(run)} if run in store.runs() else set()
+        before = store.manifest(run)
+        if before is not None and (found := differences(before, made_of)):
+            msg = (
+                f"run {run!r} was made of something else ({'; '.join(found)}): pass the same, or "
+                "another run"
+            )
+            raise ResumeError(msg)
+        damaged = store.verify(run, contents=False) if known else []
+        intact = complete - {each.batch for each in damaged}
+        return cls(run, known, intact, store.fingerprints(run))
+
+    @property
+    def unverified(self) -> str:
+        """Text of a warning of batches without a fingerprint; `""` if there are none."""
+        numbers = sorted(self.intact - self.fingerprints.keys())
+        if not numbers:
+            return ""
+        more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+        return (
+            f"run {self.run!r} skips batches {', '.join(map(str, numbers[:MOST_NAMED]))}{more}, "
+            "which have no fingerprint (an earlier version stored them, or put did): nothing shows "
+            "that they are of this model and these batches. To be sure, pass another run"
+        )
+
+    def check(self, number: int, digest: str) -> None:
+        """Compares a batch with the one in the store.
+
+        Raises:
+            ResumeError: it is another.
+        """
+        if self.fingerprints.get(number, digest) != digest:
+            msg = (
+                f"batch {number} of run {self.run!r} was made of another batch (other data, "
+                "another order or another batch size): pass the same batches, or another run"
+            )
+            raise ResumeError(msg)
 
 
 @contextmanager
@@ -140,11 +243,10 @@ def _merge_tensors(sources: list[Source]) -> dict[str, dict[str, Tensor]]:
     return merged
 
 
-def _put(store: Store, run: str, number: int, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+@contextmanager
+def _discarding(store: Store, run: str, number: int) -> Iterator[None]:
     try:
-        for layer, tensors in layers.items():
-            store.put(run, number, layer, tensors, copy=False)
-        store.complete(run, number)
+        yield
     except BaseException:
         store.discard(run, number)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ferrohook.arguments import expect
@@ -12,8 +13,6 @@ from ferrohook.tensors import share_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import EllipsisType
-
-    import torch
 
     from ferrohook.host_copies import HostCopies
 
@@ -38,7 +37,8 @@ def converter(
         if dtype is not None and result.is_floating_point():
             result = result.to(dtype)
         if device is not None and device != result.device:
-            if device.type == "cpu" and result.is_cuda and not result.requires_grad:
+            to_host = device.type == "cpu" and result.is_cuda and not result.requires_grad
+            if to_host and not torch.compiler.is_compiling():  # nobody waits inside a graph
                 clone = copy != "ref" and share_memory(result, tensor)
                 return copies.start(result, clone=clone)
             result = result.to(device)

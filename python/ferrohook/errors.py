@@ -31,6 +31,10 @@ class StoreError(HookError):
     """Failed operation of a store; batches that it acknowledged stay stored."""
 
 
+class ResumeError(HookError):
+    """Run that cannot be resumed: it was made of another model, selection, option or batch."""
+
+
 class NeverFiredWarning(UserWarning):
     """Selected modules never ran."""
 
@@ -41,3 +45,7 @@ class NotInstrumentedWarning(UserWarning):
 
 class UnattributedWarning(UserWarning):
     """Recorded layer ran, but no rule identified its call; its output was dropped."""
+
+
+class UnverifiedWarning(UserWarning):
+    """Stored batches without a fingerprint or a checksum: nothing to compare them with."""

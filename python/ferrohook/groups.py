@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
-from ferrohook.activations import ActivationCache
+from ferrohook.activations import begin_capture
 from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import SCOPE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -35,11 +35,15 @@ class HandleGroup(AttachmentContext):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: dict[str, HookHandle] = {}
+        self._scoped = False
 
     def _register(
         self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
     ) -> None:
-        handles = self.attachment.register([*modules.values()], phase, hook, **options)
+        self._scoped = options.get("scope") is not None
+        handles = self.attachment.register(
+            [*modules.values()], phase, hook, names=[*modules], **options
+        )
         self._handles.update(zip(modules, handles, strict=True))
 
     def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
@@ -64,6 +68,8 @@ class HandleGroup(AttachmentContext):
 
     def remove(self, *, wait: bool = False, timeout: float | None = None) -> None:
         """Removes the hooks, and restores modules that were instrumented for them.
+
+        A removed hook is not started any more; a thread that is inside it goes on to its end.
 
         Args:
             wait: return only when no thread is still inside any of the hooks.
@@ -107,21 +113,24 @@ class HandleGroup(AttachmentContext):
 
     def _leaving(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
         if fine and (silent := self._silent()):
-            warnings.warn(self._warning_text(silent), NeverFiredWarning, stacklevel=2)
+            # If none ran, the calls may have been made in other threads.
+            elsewhere = self._scoped and silent == self.names
+            text = self._warning_text(silent, SCOPE_IN_THREADS if elsewhere else "")
+            warnings.warn(text, NeverFiredWarning, stacklevel=2)
 
     def _silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
-        # A disabled or removed hook has not counted its module's calls.
+        # A disabled or removed hook has not counted its module's calls, nor has a compiled one.
         return [
             name
             for name, handle in self._handles.items()
-            if not handle.calls and handle.enabled and not handle.removed
+            if not (handle.calls or handle.traced) and handle.enabled and not handle.removed
         ]
 
-    def _warning_text(self, silent: list[str]) -> str:
+    def _warning_text(self, silent: list[str], in_threads: str = "") -> str:
         phase = self._handles[silent[0]].phase
         if phase.startswith("forward"):
-            return explain(self._model, silent)
+            return explain(self._model, silent, in_threads=in_threads)
         names = ", ".join(map(repr, silent))
         return f"no gradient reached {names} in this context: the {phase} hook never fired"
 
@@ -155,7 +164,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
     Args:
         model: any module.
-        what: modules to hook, see `select`.
+        what: modules to hook, see `select`; containers (ModuleList) are left out.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
             detector.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
@@ -172,13 +181,13 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         The handles of the hook, as a group.
 
     Raises:
-        SelectionError: `what` matches no module.
+        SelectionError: `what` matches no module, or containers alone, which are never called.
         HookTypeError: `hook` is not callable or a typed hook of another phase, or an option has the
             wrong type.
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
-    modules = select(model, what)
+    modules = select(model, what, called=True)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     group = HandleGroup(model)
@@ -240,7 +249,7 @@ def run(
     session = None if capture is None else _capture(model, capture).tag.session
     with Scope() as own:
         groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if session is None else ActivationCache(*session.begin(own))
+        acts = None if session is None else begin_capture(session, own)
         output = model(*args, **kwargs)
         texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
     if session is not None and (silent := session.silent()):

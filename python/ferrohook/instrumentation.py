@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import copyreg
 import functools
 import inspect
 import sys
-import threading
 import types
 import warnings
 import weakref
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 _KEY = Dispatcher.KEY
 _CALL, _CALL_IMPL = Dispatcher.methods(nn.Module)
-trace_as(_CALL, traced_dispatch)
-trace_as(_CALL_IMPL, traced_dispatch)
+trace_as(_CALL, traced_dispatch(_CALL))
+trace_as(_CALL_IMPL, traced_dispatch(_CALL_IMPL))
 # `object`'s descriptor: `__class__` of an instrumented module returns the plain class.
 _CLASS = vars(object)["__class__"]
 # For code that pickles a module's `__dict__` directly.
@@ -365,10 +365,12 @@ class Instrumentation(AttachmentContext):
         # A weak reference keeps no model alive, and drops the entry before the id is reused.
         forget = functools.partial(_forget, _INSTRUMENTATIONS, id(model))
         self._model = weakref.ref(model, forget)
-        with _LOCK:
-            tracked = _INSTRUMENTATIONS.get(id(model), ())
-            active = [each for each in tracked if not each.attachment.released]
-            _INSTRUMENTATIONS[id(model)] = [*active, self]
+        # Each step is atomic, as a lock would be held while a finaliser runs.
+        tracked = _INSTRUMENTATIONS.setdefault(id(model), [])
+        for each in [each for each in tracked if each.attachment.released]:
+            with contextlib.suppress(ValueError):  # another thread removed it
+                tracked.remove(each)
+        tracked.append(self)
 
     def restore(self) -> None:
         """Restores the modules, once; those that nothing else instruments lose their hooks."""
@@ -379,7 +381,6 @@ class Instrumentation(AttachmentContext):
         return type(self), ()
 
 
-_LOCK = threading.RLock()
 # By the id of the model, the latest last; some may be released already.
 _INSTRUMENTATIONS: dict[int, list[Instrumentation]] = {}
 
@@ -437,7 +438,7 @@ def restore(model: nn.Module) -> None:
     Raises:
         HookError: the model is not instrumented.
     """
-    latest_first = reversed(_INSTRUMENTATIONS.get(id(model), []))
+    latest_first = reversed([*_INSTRUMENTATIONS.get(id(model), ())])
     if any(each.attachment.release() for each in latest_first):
         return
     # The list makes `any` release every module, not the first alone.

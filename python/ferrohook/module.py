@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from torch import nn
 
+import ferrohook.checkpointing as _checkpointing  # noqa: F401 (replaces torch's functions)
 from ferrohook._core import HookedBase, Registry
 from ferrohook.arguments import expect_module
+from ferrohook.backward import BackwardPass as _BackwardPass  # noqa: F401 (native calls import it)
 from ferrohook.hook_info import HookInfo, hooks_of
 from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells torch.compile)
 from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapper_class

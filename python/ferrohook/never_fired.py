@@ -1,4 +1,4 @@
-"""Text of `NeverFiredWarning`, with the reason if a parent calls a `forward` directly."""
+"""Text of `NeverFiredWarning`, with the reason if it is known."""
 
 from __future__ import annotations
 
@@ -17,13 +17,28 @@ if TYPE_CHECKING:
 MOST_NAMED = 5
 
 
-def explain(model: nn.Module, names: Sequence[str]) -> str:
-    """Returns the warning that these modules of a model never ran, with reasons."""
-    listed = [f"{name!r}{_bypass_reason(model, name)}" for name in names[:MOST_NAMED]]
+CAPTURE_IN_THREADS = "c = capture(...); with c as acts: pool.map(c.wrap(model), inputs)"
+SCOPE_IN_THREADS = "with scope() as s: pool.map(s.wrap(model), inputs)"
+
+
+def explain(model: nn.Module, names: Sequence[str], *, in_threads: str = "") -> str:
+    """Returns the warning that these modules of a model never ran, with reasons.
+
+    Args:
+        model: the model.
+        names: names of the modules.
+        in_threads: code that makes calls of worker threads count, to be shown if these may be the
+            reason.
+    """
+    reasons = [_bypass_reason(model, name) for name in names[:MOST_NAMED]]
+    listed = [f"{name!r}{reason}" for name, reason in zip(names, reasons, strict=False)]
     if len(names) > MOST_NAMED:
         listed.append(f"and {len(names) - MOST_NAMED} more")
     verb = "was" if len(names) == 1 else "were"
-    return f"{', '.join(listed)} {verb} selected and never ran in this context"
+    text = f"{', '.join(listed)} {verb} selected and never ran in this context"
+    if in_threads and not all(reasons):
+        text += f"; for calls in worker threads, use wrap: {in_threads}"
+    return text
 
 
 def _bypass_reason(model: nn.Module, name: str) -> str:

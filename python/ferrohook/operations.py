@@ -39,11 +39,14 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
     return x + (along.clamp(*numbers) - along) * vector
 
 
+_SUM: tuple[Any, ...] = ("sum",)
+
+
 def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Tensor]) -> Any:
     """Applies a change to the part of a value that `output_index` names."""
     if part is None:
         return changed(value)
-    if part == "sum" and isinstance(value, tuple):
+    if isinstance(value, tuple) and part in _SUM:
         hidden, residual = value
         if kind == "add":
             return changed(hidden), residual
@@ -53,8 +56,8 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
         items[part] = changed(items[part])
         return tuple(items) if type(value) is tuple else type(value)(*items)
     if isinstance(value, list | dict):
-        copied = value.copy()
-        copied[part] = changed(value[part])
+        copied: Any = value.copy()
+        copied[part] = changed(copied[part])
         return copied
     msg = f"output_index {part!r} of a {type(value).__name__}"
     raise NotImplementedError(msg)

@@ -27,9 +27,9 @@ class Scope(Frame):
     as the context lives.
 
     Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
-    backward. `torch.utils.checkpoint` repeats a forward during backward. On another thread (with
-    GPUs: always) the scope is not active then: pass
-    `context_fn=lambda: (contextlib.nullcontext(), s.activate())`.
+    backward. `torch.utils.checkpoint` repeats a forward during backward: in the scopes of that
+    forward, on any thread. If a scope whose hooks ran in it was left, backward raises `HookError`;
+    captures, native detectors and `ForwardHook`s, which change nothing, may be left before.
     """
 
     if TYPE_CHECKING:

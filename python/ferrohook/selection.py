@@ -22,7 +22,9 @@ _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
 Selector: TypeAlias = "_Single | _Union | None"
 
 
-def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
+def select(
+    model: nn.Module, what: Selector = None, *, called: bool = False
+) -> dict[str, nn.Module]:
     """Selects modules of a model by name.
 
     A selector that matches nothing is an error, also inside a list whose other members match.
@@ -40,19 +42,63 @@ def select(model: nn.Module, what: Selector = None) -> dict[str, nn.Module]:
             - a subclass of `nn.Module`, for its instances.
             - a predicate `(name, module) -> bool`.
             - a list, tuple or set of any of these, for their union.
+        called: leave out containers: modules without a `forward` of their own, such as a
+            ModuleList. They are never called, so no hook fires on them. A selector that matches
+            nothing else is an error. `register`, `capture` and all that goes by them select so.
 
     Returns:
         The modules by path, in the order of `named_modules()`.
 
     Raises:
-        SelectionError: a selector matches no module.
+        SelectionError: a selector matches no module, or containers alone with `called=True`.
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "select names modules of")
     if isinstance(what, str) and (module := _module_at(model, what)) is not None:
-        return {what: module}  # without walking the model
+        return _without_containers({what: module}, called)  # without walking the model
     tree = _Tree(model)
-    return tree.named if what is None else tree.ordered(_match(tree, what))
+    if what is None:
+        return _without_containers(tree.named, called)
+    return tree.ordered(_match(tree, what, called))
+
+
+def refuse_container(name: str, module: nn.Module) -> None:
+    """Validates that a module selected for hooks has a `forward`.
+
+    Raises:
+        SelectionError: it has none; names the modules inside to select instead.
+    """
+    if not _is_container(module):
+        return
+    depths = [
+        inner.count(".") + 1
+        for inner, child in _Tree(module).named.items()
+        if inner and not _is_container(child)
+    ]
+    advice = ""
+    if depths:
+        children = ".".join([*filter(None, [name]), *["*"] * min(depths)])
+        advice = f": select the modules in it, {children!r}"
+    msg = (
+        f"{repr(name) if name else 'the model itself'} is a {module._get_name()}, which has no "
+        f"forward and is never called{advice}"
+    )
+    raise SelectionError(msg)
+
+
+def _is_container(module: nn.Module) -> bool:
+    forward = getattr(module, "forward", None)  # a scripted container has none
+    return forward is None or getattr(forward, "__func__", None) is nn.Module.forward
+
+
+def _without_containers(found: dict[str, nn.Module], called: bool) -> dict[str, nn.Module]:  # noqa: FBT001 (the option of `select`)
+    """Leaves out containers with `called`; raises if nothing else was found."""
+    if not called:
+        return found
+    left = {name: module for name, module in found.items() if not _is_container(module)}
+    if not left:
+        refuse_container(*next(iter(found.items())))
+    return left
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -61,7 +107,10 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     for segment in path.split(".") if path else ():
         if found is None:
             break
-        found = found._modules.get(segment)
+        children = found._modules
+        # The children of a scripted module are in no dict.
+        children = children if isinstance(children, dict) else dict(children.items())
+        found = children.get(segment)
     return found
 
 
@@ -123,14 +172,14 @@ class _Tree:
         return key
 
 
-def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
+def _match(tree: _Tree, what: object, called: bool) -> dict[str, nn.Module]:  # noqa: FBT001 (the option of `select`)
     if isinstance(what, (list, tuple, AbstractSet)):
         if not what:
             msg = f"an empty {type(what).__name__} selects nothing"
             raise SelectionError(msg)
-        return {name: it for member in what for name, it in _match(tree, member).items()}
+        return {name: it for member in what for name, it in _match(tree, member, called).items()}
     if isinstance(what, str) and (module := _module_at(tree.model, what)) is not None:
-        return {what: module}
+        return _without_containers({what: module}, called)
     if isinstance(what, nn.Module):
         names = (repr(name) for name, module in tree.named.items() if module is what)
         msg = (
@@ -142,7 +191,7 @@ def _match(tree: _Tree, what: object) -> dict[str, nn.Module]:
     found = {name: module for name, module in tree.named.items() if matches(name, module)}
     if not found:
         raise SelectionError(_no_match_message(tree, what))
-    return found
+    return _without_containers(found, called)
 
 
 def _matcher(what: object) -> Callable[[str, nn.Module], object]:
@@ -204,10 +253,28 @@ def _no_match_message(tree: _Tree, what: object) -> str:
     msg = f"nothing in {tree.model._get_name()} matches {selector}"
     if len(tree.named) == 1:
         return f"{msg}: it has no submodules"
+    if isinstance(what, str) and (deeper := _deeper_glob(tree, what)):
+        return f"{msg}; {deeper!r} does"
     names = list(dict.fromkeys(names))
     closest = closest_to(unknown, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))
     return f"{msg}; the {'closest' if closest else 'first'} {kind} in it are {listed}"
+
+
+def _deeper_glob(tree: _Tree, glob: str) -> str | None:
+    """Returns the glob with the prefix under which it matches."""
+    if not set(glob) & set("*?["):
+        return None
+    prefixes = set()
+    for name in tree.named:
+        segments = name.split(".")
+        for depth in range(1, len(segments)):
+            if _glob_matches(glob, ".".join(segments[depth:])):
+                prefixes.add(".".join(segments[:depth]))
+                break
+    if not prefixes:
+        return None
+    return f"{prefixes.pop() if len(prefixes) == 1 else '**'}.{glob}"
 
 
 def _title(value: object) -> str:

@@ -1,6 +1,6 @@
 """For services that share one model: hooks of one request alone, time limits, metrics.
 
-Needs the packages of `ferrohook[service]`.
+Needs the packages fastapi and prometheus-client.
 
 Examples:
     >>> metrics = ModelMetrics(model)
@@ -33,6 +33,7 @@ from ferrohook.instrumentation import find_registry, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
+from ferrohook.texts import missing_package
 
 try:
     from fastapi import Depends
@@ -40,8 +41,7 @@ try:
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
     package = str(error.name).partition(".")[0]
-    msg = f"ferrohook.service needs the package {package}: install ferrohook[service]"
-    raise ModuleNotFoundError(msg, name=package) from error
+    raise ModuleNotFoundError(missing_package(__name__, package), name=package) from error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -169,7 +169,7 @@ class ModelMetrics(Collector):
         self._namespace = namespace
         self._captured = 0
         self._counting = threading.Lock()
-        self._modules = select(model, what)
+        self._modules = select(model, what, called=True)
         self._root = type(model).__name__
         self._calls = {name: CallCounter() for name in self._modules}
         self._latencies = {name: LatencyDetector() for name in self._modules}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import crc32
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.tensors import parts
+from ferrohook.texts import missing_package, with_article
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from typing_extensions import Buffer
 
 _KEY = "ferrohook"
 
@@ -30,8 +34,7 @@ def safetensors_library() -> ModuleType:
     try:
         import safetensors.torch  # noqa: PLC0415 (an extra)
     except ModuleNotFoundError as error:
-        msg = "reading needs the package safetensors: install ferrohook[safetensors]"
-        raise HookError(msg) from error
+        raise HookError(missing_package("reading", "safetensors")) from error
     return safetensors
 
 
@@ -71,8 +74,33 @@ FORMATS = {
 """The format's names of dtypes; it has no others."""
 
 
+class Checksum:
+    """CRC-32 of the bytes of a file, the one of zlib."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, data: Buffer) -> None:
+        """Continues it over more bytes."""
+        self.value = crc32(data, self.value)
+
+    @classmethod
+    def of(cls, path: Path) -> int:
+        """Reads a file and returns its checksum."""
+        checksum = cls()
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(2**20):
+                checksum.update(block)
+        return checksum.value
+
+
 def write(
-    target: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], *, sync: bool = False
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str],
+    *,
+    sync: bool = False,
+    checksum: Checksum | None = None,
 ) -> None:
     """Writes tensors to a file that appears whole or not at all.
 
@@ -85,6 +113,7 @@ def write(
             `FORMATS`.
         metadata: metadata of the file's header.
         sync: return only when the file would survive a loss of power.
+        checksum: continued over all bytes of the file.
     """
     # Sorted by element size, so that each tensor is aligned.
     named = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -102,10 +131,10 @@ def write(
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for _, tensor in named:
-                flat = tensor.detach().cpu().contiguous().view(-1)
-                file.write(flat.view(torch.uint8).numpy().data)
+            for data in _contents(encoded, named):
+                file.write(data)
+                if checksum is not None:
+                    checksum.update(data)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -115,6 +144,13 @@ def write(
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _contents(header: bytes, named: list[tuple[str, Tensor]]) -> Iterator[Buffer]:
+    yield len(header).to_bytes(8, "little") + header
+    for _, tensor in named:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        yield flat.view(torch.uint8).numpy().data
 
 
 def sync_to_disk(directory: Path) -> None:
@@ -152,7 +188,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {"value": value}
     inside = value.items() if isinstance(value, Mapping) else parts(value)
     if inside is None:
-        msg = f"{path}: a {type(value).__name__} cannot be saved, only tensors and plain data"
+        msg = f"{path}: {with_article(value)} cannot be saved, only tensors and plain data"
         raise HookTypeError(msg)
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"

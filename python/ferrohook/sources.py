@@ -32,6 +32,10 @@ class Source(ABC):
         """Returns the tensors since the last `take`, by layer and name; the caller owns them."""
 
     @abstractmethod
+    def contents(self) -> list[str]:
+        """Describes the tensors that it yields, with the options that they depend on."""
+
+    @abstractmethod
     def silent(self) -> list[str]:
         """Returns the layers that never ran."""
 
@@ -78,6 +82,10 @@ class CapturedOutputs(Source):
         self._session.clear()
         self._ran |= {*taken}
         return taken
+
+    def contents(self) -> list[str]:
+        """Returns the names of the layers."""
+        return self._session.names
 
     def silent(self) -> list[str]:
         """Returns the layers that never ran."""

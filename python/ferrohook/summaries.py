@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import TYPE_CHECKING
 
+from ferrohook._core import NativeDetector
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
 from ferrohook.hook_info import timed_hooks
 from ferrohook.instrumentation import find_registry
 from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
+from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -19,8 +23,13 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 
+UNLIMITED = 10_000
+"""Columns of a tree whose lines stay whole."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
 def summary(model: nn.Module, also: Selector = ()) -> Tree:
-    """Returns the modules of a model that have hooks, as a tree for `rich.print`.
+    """Returns the modules of a model that have hooks, as a tree for `print` and `rich.print`.
 
     Lists the hooks that fire in this context, in firing order: phase, hook, priority, calls, and
     the time of timed hooks (`register(timed=True)`).
@@ -32,13 +41,12 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
         SelectionError: `also` matches nothing.
-        HookError: the package rich is not installed (`ferrohook[rich]`).
+        HookError: the package rich is not installed.
     """
     try:
-        from rich.tree import Tree  # noqa: PLC0415 (an extra)
+        summary_class = _summary_class()
     except ModuleNotFoundError as error:
-        msg = "summary needs the package rich: install ferrohook[rich]"
-        raise HookError(msg) from error
+        raise HookError(missing_package("summary", "rich")) from error
     expect_module(model, "summary shows")
     modules = select(model)
     hooks = {name: timed_hooks(find_registry(module)) for name, module in modules.items()}
@@ -55,10 +63,24 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
             continue
         parent, _, last = name.rpartition(".")
         title = _title(last, module)
-        nodes[name] = nodes[parent].add(title) if name else Tree(title)
+        nodes[name] = nodes[parent].add(title) if name else summary_class(title)
         for hook in hooks[name]:
-            nodes[name].add(_line(*hook))
+            nodes[name].add(_line(name, *hook))
     return nodes[""]
+
+
+def _summary_class() -> type[Tree]:
+    # Rich is an extra.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.tree import Tree  # noqa: PLC0415
+
+    class Summary(Tree):
+        def __str__(self) -> str:
+            file = io.StringIO()
+            Console(file=file, width=UNLIMITED).print(self)
+            return file.getvalue().rstrip("\n")
+
+    return Summary
 
 
 def _title(name: str, module: nn.Module) -> str:
@@ -66,8 +88,11 @@ def _title(name: str, module: nn.Module) -> str:
     return f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
 
 
-def _line(hook: HookInfo, seconds: float | None) -> str:
-    name = getattr(hook.hook, "__qualname__", None) or repr(hook.hook)
+def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
+    shown = hook.hook
+    if isinstance(shown, NativeDetector):
+        shown = shown.modules.get(module, shown)
+    name = getattr(shown, "__qualname__", None) or _ADDRESS.sub("", repr(shown))
     details = [f"{hook.calls} calls"]
     if seconds is not None:
         details.append(f"{seconds * 1e3:.3f} ms")

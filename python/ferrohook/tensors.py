@@ -61,6 +61,16 @@ def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[An
             yield from tensors_by_path(item, (*path, key))
 
 
+def leaves_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields tensors and parts without tensors, each with the Python expression of its path."""
+    if isinstance(value, Tensor) or not any(True for _ in tensors_in(value)):
+        yield path, value
+        return
+    by_key = isinstance(value, tuple | list | dict)
+    for key, item in parts(value) or ():
+        yield from leaves_by_path(item, f"{path}[{key!r}]" if by_key else f"{path}.{key}")
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors of a structure in order."""
     if isinstance(value, Tensor):
@@ -78,6 +88,11 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
     if inside is None:
         return value
     return rebuilt(value, [map_tensors(convert, item) for _, item in inside])
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Cuts a tensor from autograd's graph, which cannot be copied."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

@@ -1,17 +1,18 @@
 """Python twin of the native call, which `torch.compile` traces in its place.
 
 Dynamo reads the hooks from `HookedModule._registry.traced` and guards on the result, so the next
-call after a change of hooks is traced anew. It cannot trace the counting of calls:
-`HookHandle.calls` does not increase inside a compiled region. Hooks with `always_call` or an
-`on_error` other than `raise`, and hooks that raise while traced, break the graph (with
-`fullgraph=True`: raise).
+call after a change of hooks is traced anew. It cannot trace the counting of calls: inside a
+compiled region `HookHandle.calls` does not increase, and `HookHandle.traced` is true. Hooks with
+`always_call` or an `on_error` other than `raise`, and hooks that raise while traced, break the
+graph (with `fullgraph=True`: raise).
 """
 
 # The twin is registered with Dynamo when somebody imports that, which takes seconds. A capture
-# stands in the graph as the operator `ferrohook::record`, which asks the context for its recorder
-# when it runs. These break the graph too: native detectors, captures that keep gradients, the
-# graph or structures of several tensors, and backward hooks around list or dict outputs or a call
-# with keywords alone. Backward hooks need compiled autograd, as PyTorch's do.
+# stands in the graph as the operator `ferrohook::record`, which asks the context for its recorders
+# when it runs: graphs traced in a capture have the operators of all modules that were captured
+# before. These break the graph too: native detectors, captures that keep gradients, the graph or
+# structures of several tensors, and backward hooks around list or dict outputs or a call with
+# keywords alone. Backward hooks need compiled autograd, as PyTorch's do.
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ from torch.nn.modules import module as module_globals
 from torch.utils.hooks import BackwardHook
 
 from ferrohook._core import HookedBase, record
+from ferrohook.backward import BackwardPass
+from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import change, change_part
 
@@ -40,38 +43,56 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "Sequence[tuple[Any, str, bool]]"
 """Hooks of one phase: callable, kind, `with_kwargs`."""
 NO_TORCH_HOOKS: tuple[Rows, Rows, Rows, Rows] = ((), (), (), ())
-_GLOBAL_PRE = module_globals._global_forward_pre_hooks
-_GLOBAL = module_globals._global_forward_hooks
 
 
 def traced_call(self: HookedBase, *args: Any, **kwargs: Any) -> Any:
     """`HookedModule.__call__` for Dynamo."""
-    return _call(self, self._registry, self._inner, args, kwargs, NO_TORCH_HOOKS)
+    native = HookedBase.__call__
+    return _call(native, self, self._registry, self._inner, args, kwargs, NO_TORCH_HOOKS)
 
 
-def traced_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`__call__` and `_call_impl` of an instrumented module for Dynamo."""
-    deprecated = self._backward_hooks and not self._is_full_backward_hook
-    if deprecated or self._forward_hooks_always_called:
-        torch._dynamo.graph_break()
-    torch_hooks = (
-        [
-            (hook, "plain", number in self._forward_pre_hooks_with_kwargs)
-            for number, hook in (*_GLOBAL_PRE.items(), *self._forward_pre_hooks.items())
-        ],
-        [
-            (hook, "plain", number in self._forward_hooks_with_kwargs)
-            for number, hook in (*_GLOBAL.items(), *self._forward_hooks.items())
-        ],
-        [(hook, "plain", False) for hook in self._backward_pre_hooks.values()],
-        [(hook, "plain", False) for hook in self._backward_hooks.values()],
-    )
-    registry = self._ferrohook_dispatcher.registry
-    return _call(self, registry, self.forward, args, kwargs, torch_hooks)
+def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the twin of `__call__` or `_call_impl` of instrumented modules for Dynamo."""
+
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        deprecated = self._backward_hooks and not self._is_full_backward_hook
+        if deprecated or self._forward_hooks_always_called:
+            return call_untraced(native, self, args, kwargs)
+        torch_hooks = (
+            [
+                (hook, "plain", number in self._forward_pre_hooks_with_kwargs)
+                for number, hook in (
+                    *module_globals._global_forward_pre_hooks.items(),
+                    *self._forward_pre_hooks.items(),
+                )
+            ],
+            [
+                (hook, "plain", number in self._forward_hooks_with_kwargs)
+                for number, hook in (
+                    *module_globals._global_forward_hooks.items(),
+                    *self._forward_hooks.items(),
+                )
+            ],
+            [(hook, "plain", False) for hook in self._backward_pre_hooks.values()],
+            [(hook, "plain", False) for hook in self._backward_hooks.values()],
+        )
+        registry = self._ferrohook_dispatcher.registry
+        return _call(native, self, registry, self.forward, args, kwargs, torch_hooks)
+
+    return dispatch
 
 
-# After a graph break the native call runs instead: code behind `graph_break()` is never reached.
+# With `nested_graph_breaks` the twin itself is split at a graph break and goes on behind it. So
+# each one is the call of an untraced function that does the right thing.
+def call_untraced(
+    native: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Breaks the graph and makes the native call; frames inside it are traced again."""
+    return native(module, *args, **kwargs)
+
+
 def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
+    native: Callable[..., Any],
     self: Any,
     registry: Registry,
     target: Any,
@@ -83,42 +104,51 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
     if not traceable:
         # always_call and on_error apply when the graph itself fails, and some recorders store
         # tensors with their autograd graph.
-        torch._dynamo.graph_break()
+        return call_untraced(native, self, args, kwargs)
     forward_pre, forward, backward_pre, backward = (
         (*torchs, *ours) for torchs, ours in zip(torch_hooks, phases, strict=True)
     )
+    taps = (backward_pre or backward) and torch.is_grad_enabled()
+    if taps and not _compiles_backward():
+        torch._dynamo.graph_break("backward hooks are traced with compiled autograd alone")
+        return call_untraced(native, self, args, kwargs)
     args, kwargs = _forward_pre(self, registry, forward_pre, args, kwargs)
     tap = None
-    if (backward_pre or backward) and torch.is_grad_enabled():
-        if kwargs and not args:
-            torch._dynamo.graph_break()  # torch's BackwardHook observes positional arguments alone
-        # Dynamo needs compiled autograd to trace this, and says so in its error.
+    if taps:
         tap = BackwardHook(
             self,
             [_plain_backward(hook) if kind == "typed" else hook for hook, kind, _ in backward],
             [hook for hook, _, _ in backward_pre],
         )
-        args = tap.setup_input_hook(args)
+        if args or not kwargs:
+            args = tap.setup_input_hook(args)
+        else:
+            args, kwargs = BackwardPass.tap_inputs(tap, args, kwargs)  # breaks the graph
     output = _forward(self, registry, forward, args, kwargs, target(*args, **kwargs))
     if tap is None:
         return output
-    if not isinstance(output, torch.Tensor | tuple):
-        torch._dynamo.graph_break()  # BackwardHook observes no lists and dicts
-    return tap.setup_output_hook(output)
+    if isinstance(output, torch.Tensor | tuple):
+        return tap.setup_output_hook(output)
+    return BackwardPass.tap_outputs(tap, output)  # breaks the graph
+
+
+def _compiles_backward() -> bool:
+    # Dynamo imports the submodule itself.
+    autograd: Any = torch._dynamo.compiled_autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(autograd.compiled_autograd_enabled)
 
 
 def _forward_pre(
     module: Any, registry: Registry, hooks: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    recorders = 0
     for hook, kind, with_kwargs in hooks:
         if kind == "recorder":
             value = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
-            _record(registry, "forward_pre", recorders, hook, value)
-            recorders += 1
+            _record(registry, "forward_pre", hook, value)
         elif kind == "intervention":
-            if kwargs and not args:
-                torch._dynamo.graph_break()  # the native hook refuses them
+            if not args:
+                msg = "an intervention on inputs needs a positional argument"
+                raise HookTypeError(msg)
             changed = _intervene(hook, args[0] if len(args) == 1 else args)
             args = (changed,) if len(args) == 1 else changed
         elif kind == "typed":
@@ -140,11 +170,9 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    recorders = 0
     for hook, kind, with_kwargs in hooks:
         if kind == "recorder":
-            _record(registry, "forward", recorders, hook, output)
-            recorders += 1
+            _record(registry, "forward", hook, output)
             continue
         if kind == "intervention":
             output = _intervene(hook, output)
@@ -166,23 +194,36 @@ def _intervene(row: tuple[Any, ...], value: Any) -> Any:
     return change_part(kind, value, part, lambda x: change(kind, x, vector, tuple(numbers)))
 
 
-def _record(registry: Registry, phase: str, position: int, part: Any, value: Any) -> None:
-    if part is not None:
-        by_name = isinstance(part, str) and not isinstance(value, dict)
-        value = getattr(value, part) if by_name else value[part]
-    if not isinstance(value, torch.Tensor):
-        torch._dynamo.graph_break()  # the operator takes a single tensor
-    torch.ops.ferrohook.record(value, registry.module, phase, position)
+def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:
+    part, key = operator
+    tensor = value if part is None else _part(value, part)
+    if isinstance(tensor, torch.Tensor):
+        torch.ops.ferrohook.record(tensor, registry.id_tensor, phase, key)
+    elif (phase, key) in registry.operating:  # else no capture wants it in this call
+        record_untraced(registry, phase, key, value)
+
+
+def record_untraced(registry: Registry, phase: str, key: str, value: Any) -> None:
+    """Breaks the graph and records the part of a value natively."""
+    record(registry.module, phase, key, value, whole=True)
+
+
+def _part(value: Any, part: Any) -> Any:
+    """Returns the recorded part of a value; None if there is none."""
+    if isinstance(value, tuple | list) and isinstance(part, int):
+        return value[part] if -len(value) <= part < len(value) else None
+    if isinstance(value, dict) and isinstance(part, str):
+        return value.get(part)
+    return getattr(value, part, None) if isinstance(part, str) else value[part]
 
 
 @torch.library.custom_op("ferrohook::record", mutates_args=())
-def _record_op(value: torch.Tensor, module: int, phase: str, position: int) -> None:
-    # Clones, as compiled code may reuse the buffer.
-    record(module, phase, position, value.detach().clone())
+def _record_op(value: torch.Tensor, module: torch.Tensor, phase: str, key: str) -> None:
+    record(int(module), phase, key, value)
 
 
 @_record_op.register_fake
-def _(value: torch.Tensor, module: int, phase: str, position: int) -> None:
+def _(value: torch.Tensor, module: torch.Tensor, phase: str, key: str) -> None:
     pass
 
 
@@ -245,6 +286,15 @@ def never_trace(owner: type | ModuleType, name: str, reason: str) -> None:
     _after_dynamo_import(disable)
 
 
+def never_trace_frame(function: Callable[..., Any]) -> None:
+    """Excludes a function from tracing, but nothing that it calls; it gets no slower."""
+
+    def skip() -> None:
+        torch._dynamo.decorators.skip(function)
+
+    _after_dynamo_import(skip)
+
+
 def _after_dynamo_import(callback: Callable[[], object]) -> None:
     if _DYNAMO in sys.modules:
         callback()
@@ -288,6 +338,14 @@ class _DynamoImportHook(MetaPathFinder, Loader):
             _CALLBACKS.pop(0)()
 
 
+for _function in (
+    call_untraced,
+    record_untraced,
+    BackwardPass.tap_inputs,
+    BackwardPass.tap_outputs,
+):
+    never_trace_frame(_function)
 trace_as(HookedBase.__call__, traced_call)
+_after_dynamo_import(patch_dynamo)
 if _DYNAMO not in sys.modules:
     sys.meta_path.insert(0, _DynamoImportHook())

@@ -40,7 +40,7 @@ def test_a_cache_is_a_mapping(acts: fh.ActivationCache) -> None:
     for cache in (acts, acts.to("cpu")):
         with pytest.raises(KeyError):
             cache["nope"]
-        with pytest.raises(fh.SelectionError, match=r"'nope' .* captured modules: 0, 1, 2, $"):
+        with pytest.raises(fh.SelectionError, match=r"'nope' .* modules: '0', '1', '2', ''$"):
             cache["nope"]
 
 
@@ -63,22 +63,70 @@ def test_stack_takes_all_calls() -> None:
     assert acts.stack("shared").tolist() == [[0], [2]]
 
 
+def test_a_name_that_is_no_str_is_refused_as_one(acts: fh.ActivationCache) -> None:
+    with pytest.raises(KeyError) as caught:
+        acts[0]  # type: ignore[index]
+    expected = "a module's name is a str, got int 0; captured: '0', '1', '2', ''"
+    assert str(caught.value) == expected
+    assert 0 not in acts
+    assert acts.get(0) is None  # type: ignore[call-overload]
+
+
+def test_gradients_that_were_not_captured_name_the_option(
+    tmp_path: Path, acts: fh.ActivationCache
+) -> None:
+    acts.save(tmp_path / "acts")
+    for cache in (acts, acts.to("cpu"), fh.ActivationCache.load(tmp_path / "acts")):
+        assert not cache.grads
+        with pytest.raises(fh.SelectionError, match="open the capture with grads=True"):
+            cache.grads["0"]
+
+
 def test_nbytes_and_repr(acts: fh.ActivationCache) -> None:
     assert acts.nbytes == 80 + 80 + 40 + 40
     assert repr(acts).splitlines() == [
-        "name  shape   dtype    bytes",
-        "0     (5, 4)  float32     80",
-        "1     (5, 4)  float32     80",
-        "2     (5, 2)  float32     40",
-        "      (5, 2)  float32     40",
+        "name        shape   dtype    bytes",
+        "0           (5, 4)  float32     80",
+        "1           (5, 4)  float32     80",
+        "2           (5, 2)  float32     40",
+        "Sequential  (5, 2)  float32     40",
     ]
     assert repr(fh.ActivationCache({})).split() == ["name", "shape", "dtype", "bytes"]
-    structure = fh.ActivationCache({"a": [(torch.ones(1), {"b": torch.ones(2)}), None], "n": 3})
-    assert [line.split() for line in repr(structure).splitlines()[1:]] == [
-        ["a", "(1,)", "float32", "4"],
-        ["a", "(2,)", "float32", "8"],
-        ["n", "-", "int", "-"],
+
+
+def test_the_repr_shows_parts_of_structures() -> None:
+    x = torch.ones(1)
+    value = {"a": [(x, {"b": torch.ones(2)}), None], "d": Data(x, Named(x, [1, 2])), "n": 3}
+    assert repr(fh.ActivationCache(value)).splitlines() == [
+        "name  part         shape  dtype     bytes",
+        "a     [0][0]       (1,)   float32       4",
+        "a     [0][1]['b']  (2,)   float32       8",
+        "a     [1]          -      NoneType      -",
+        "d     .first       (1,)   float32       4",
+        "d     .second[0]   (1,)   float32       4",
+        "d     .second[1]   -      list          -",
+        "n                  -      int           -",
     ]
+
+
+def test_the_repr_shows_the_call_of_each_row(tmp_path: Path) -> None:
+    model = Twice()
+    model.once.forward = lambda x: (x, x)  # type: ignore[assignment, method-assign, return-value]
+    with fh.capture(model, ["shared", "once"], keep="all", grads=True) as acts:
+        model.shared(torch.zeros(1))
+        model.shared(torch.zeros(2))
+        model.once(torch.zeros(3))
+    shown = [
+        "name    call  part  shape  dtype    bytes",
+        "shared  0           (1,)   float32      4",
+        "shared  1           (2,)   float32      8",
+        "once    0     [0]   (3,)   float32     12",
+        "once    0     [1]   (3,)   float32     12",
+    ]
+    acts.save(tmp_path / "acts")
+    for cache in (acts, acts.to("cpu"), fh.ActivationCache.load(tmp_path / "acts")):
+        assert repr(cache).splitlines() == shown
+    assert repr(acts.grads).splitlines()[1].split() == ["shared", "0", "-", "NoneType", "-"]
 
 
 def test_to_preserves_structures_and_shares_tensors_on_the_device(x: Tensor) -> None:

@@ -58,6 +58,11 @@ def test_wrong_options_are_refused_by_capture_itself(
     assert_plain(model)
 
 
+def test_a_subscript_of_a_capture_names_the_with_statement(model: nn.Sequential) -> None:
+    with pytest.raises(fh.HookTypeError, match=r"`with capture as acts:` .* acts\['0'\]"):
+        fh.capture(model, "0")["0"]
+
+
 @pytest.mark.parametrize("what", ["nope", [], nn.Conv2d, re.compile("nope"), lambda *_: False])
 def test_an_empty_selection_is_refused(model: nn.Sequential, what: Any) -> None:
     with pytest.raises(fh.SelectionError):

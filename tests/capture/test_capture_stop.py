@@ -154,9 +154,9 @@ def test_modules_that_never_ran_are_reported(model: nn.Sequential, x: Tensor) ->
         model[0](x)
     assert told[0].filename == __file__
     assert list(acts) == ["0"]
-    with pytest.raises(fh.SelectionError, match=r"'1' never ran .*: 0$"):
+    with pytest.raises(fh.SelectionError, match=r"'1' never ran .*: '0'$"):
         acts["1"]
-    with pytest.raises(fh.SelectionError, match=r"'nope' was not selected .*: 0$"):
+    with pytest.raises(fh.SelectionError, match=r"'nope' was not selected .*: '0'$"):
         acts["nope"]
 
 

@@ -30,6 +30,46 @@ def test_calls_of_another_context_are_not_captured(model: nn.Sequential, x: Tens
     assert torch.equal(outer["0"], model[0](x))
 
 
+def test_the_warning_in_a_thread_pool_names_wrap(model: nn.Sequential, x: Tensor) -> None:
+    text = (
+        r"^'0', '1' were selected and never ran in this context; for calls in worker threads, use "
+        r"wrap: c = capture\(\.\.\.\); with c as acts: pool\.map\(c\.wrap\(model\), inputs\)$"
+    )
+    with (
+        pytest.warns(fh.NeverFiredWarning, match=text),
+        ThreadPoolExecutor(1) as pool,
+        fh.capture(model, ["0", "1"]),
+    ):
+        [*pool.map(model, [x, x])]
+    # As the warning says.
+    c = fh.capture(model, ["0", "1"], keep="all")
+    with c as acts, ThreadPoolExecutor(1) as pool:
+        [*pool.map(c.wrap(model), [x, x])]
+    assert len(acts["0"]) == len(acts["1"]) == 2
+
+
+def test_the_warning_of_hooks_of_a_scope_names_wrap(model: nn.Sequential) -> None:
+    def warned(**options: Any) -> str:
+        with (
+            pytest.warns(fh.NeverFiredWarning) as caught,
+            fh.register(model, "0", lambda *_: None, **options),
+        ):
+            pass
+        (warning,) = caught
+        return str(warning.message)
+
+    with fh.scope() as s:
+        assert "; for calls in worker threads, use wrap: with scope() as s: " in warned(scope=s)
+    assert warned() == "'0' was selected and never ran in this context"  # fires in all threads
+
+
+def test_the_warning_names_wrap_only_if_no_module_ran(model: nn.Sequential, x: Tensor) -> None:
+    with pytest.warns(fh.NeverFiredWarning) as caught, fh.capture(model, ["0", "1"]):
+        model[0](x)
+    (warning,) = caught
+    assert str(warning.message) == "'1' was selected and never ran in this context"
+
+
 def test_captures_of_tasks_are_isolated(model: nn.Sequential) -> None:
     async def use(number: int) -> bool:
         x = torch.full((1, 3), float(number))

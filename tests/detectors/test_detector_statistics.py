@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -256,7 +256,6 @@ def test_norms_equal_torchs_in_every_layout(dtype: torch.dtype, holes: bool) -> 
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=50),
     st.lists(st.integers(0, 50), max_size=3),

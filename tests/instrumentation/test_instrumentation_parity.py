@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from support.instrumentation import Log, logging, small, state_of, torch_script,
 from support.internals import is_instrumented
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # Side by side with PyTorch
 
@@ -141,6 +143,74 @@ def test_hooks_after_an_exception_run_as_in_pytorch(failing: str, where: str, al
                 log.append(str(error))
 
     side_by_side(act, Model)
+
+
+def register_prepended(model: nn.Module, log: Log) -> Iterator[Any]:
+    """Registers torch's hooks of all phases, global ones included, and yields their handles."""
+    for name in ("a", "b"):
+        yield model.register_forward_pre_hook(logging(log, f"pre {name}"), prepend=True)
+        yield model.register_forward_hook(logging(log, f"post {name}"), prepend=True)
+        yield model.register_full_backward_hook(logging(log, f"back {name}"), prepend=True)
+        yield model.register_full_backward_pre_hook(logging(log, f"back pre {name}"), prepend=True)
+        for kind in ("forward_pre", "forward", "full_backward", "full_backward_pre"):
+            register = getattr(torch_global, f"register_module_{kind}_hook")
+            handle = register(logging(log, f"global {kind} {name}"))
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+            yield handle
+
+
+@pytest.mark.parametrize("by", ["instrument", "register", "capture"])
+def test_torch_s_prepended_hooks_keep_their_order(by: str) -> None:
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "instrument": fh.instrument,
+        "register": lambda model: fh.register(model, "*", lambda *_: None),
+        "capture": lambda model: fh.capture(model, "*", grads=True),
+    }
+    logs: list[Log] = []
+    for way in (contextlib.nullcontext, ways[by]):
+        log: Log = []
+        model = nn.Sequential(nn.Linear(4, 4))
+        with contextlib.ExitStack() as stack:
+            for handle in (*register_prepended(model[0], log), *register_prepended(model, log)):
+                stack.callback(handle.remove)
+            stack.enter_context(way(model))
+            model(x().requires_grad_()).sum().backward()
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert logs[0].index("pre b") < logs[0].index("pre a")
+
+
+@pytest.mark.parametrize("name", ["forward_pre", "forward", "backward_pre", "backward"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_global_hook_dicts_that_are_replaced_are_read_anew(wrapped: bool, name: str) -> None:
+    log: Log = []
+    model = nn.Linear(4, 4)
+    called = fh.HookedModule(model) if wrapped else model
+    restored = contextlib.nullcontext() if wrapped else fh.instrument(model)
+
+    def run() -> Log:
+        log.clear()
+        called(x().requires_grad_()).sum().backward()
+        return log.copy()
+
+    kind = name.replace("backward", "full_backward")
+    with restored:
+        assert run() == []
+        old = getattr(torch_global, f"register_module_{kind}_hook")(logging(log, "old"))
+        try:
+            assert run() == ["old"]
+            new = OrderedDict(new=logging(log, "new"))
+            with mock.patch.object(torch_global, f"_global_{name}_hooks", new):
+                assert run() == ["new"]
+                new.clear()
+                assert run() == []
+            assert run() == ["old"]
+        finally:
+            old.remove()
+        with mock.patch.object(torch_global, f"_global_{name}_hooks", new):
+            assert run() == []
+            new["new"] = logging(log, "new")
+            assert run() == ["new"]
 
 
 PHASES = ["forward_pre", "forward", "backward_pre", "backward"]

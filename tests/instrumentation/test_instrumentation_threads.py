@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.instrumentation import Log, hook_dicts, small, state_of, x
+from support.instrumentation import Log, hook_dicts, logging, small, state_of, x
 from support.internals import is_instrumented
 from support.threads import in_threads, repeating
 
@@ -115,6 +115,28 @@ def test_a_hook_of_pytorch_s_methods_survives_captures_of_other_threads() -> Non
     in_threads(4, act)
     assert not any(is_instrumented(each) for each in model.modules())
     assert not any(hook_dicts(each) for each in model.modules())
+
+
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="without a GIL, CPython 3.13's OrderedDict cannot be read while another thread writes",
+)
+def test_torch_s_hooks_keep_their_order_while_another_thread_changes_them() -> None:
+    log: Log = []
+    model = nn.Identity()
+    for name in ("second", "first"):
+        model.register_forward_hook(logging(log, name), prepend=True)
+
+    def change() -> None:
+        ahead = model.register_forward_hook(lambda *_: None, prepend=True)
+        behind = nn.Module.register_forward_hook(model, lambda *_: None)
+        ahead.remove()
+        behind.remove()
+
+    with fh.register(model, "", lambda *_: None), repeating(change):
+        for _ in range(2000):
+            model(None)
+    assert log == ["first", "second"] * 2000
 
 
 # Lifetimes

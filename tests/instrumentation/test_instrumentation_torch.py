@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import ferrohook as fh
 from support.instrumentation import call, logging, same, small, torch_script, x
 from support.internals import is_instrumented
+from support.interpreters import assert_ends_well, run_with_torch
 from support.modules import Zero
 
 
@@ -231,3 +232,43 @@ def test_compiled_in_place_and_back() -> None:
         assert torch.equal(model(x()), expected + 1)
         assert handle.calls == 1
     assert torch.equal(model(x()), expected)
+
+
+MODELS = """
+x = torch.ones(1, 2)
+model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+"""
+
+
+@pytest.mark.parametrize("way", ["instrument", "HookedModule"])
+def test_a_library_that_wraps_the_call_of_all_modules_sees_instrumented_ones(way: str) -> None:
+    code = f"""
+called = fh.{way}(model)
+called = model if "{way}" == "instrument" else called
+seen = []
+plain = nn.Module.__call__
+def counting(module, *args, **kwargs):
+    seen.append(module)
+    return plain(module, *args, **kwargs)
+for _ in range(6):
+    nn.Module.__call__ = counting  # at first: before any hooked call
+    called(x)
+    assert seen == [model, *model], seen
+    nn.Module.__call__ = plain
+    called(x)
+    assert len(seen) == 3
+    seen.clear()
+"""
+    assert_ends_well(run_with_torch(MODELS + code))
+
+
+def test_fx_keeps_leaf_modules_if_the_first_call_is_traced() -> None:
+    code = """
+fh.instrument(model)
+for _ in range(6):
+    graph = torch.fx.symbolic_trace(model).graph
+    ops = [node.op for node in graph.nodes]
+    assert ops == ["placeholder", "call_module", "call_module", "output"], ops
+    assert torch.equal(model(x), model[1](model[0](x)))
+"""
+    assert_ends_well(run_with_torch(MODELS + code))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import functools
 import gc
+import json
+import pickle
 import weakref
 from typing import TYPE_CHECKING
 
@@ -43,6 +46,32 @@ def test_metadata_is_a_dict_by_context() -> None:
         del detector.metadata["calls"]
     detector.metadata = {"fresh": 0}
     assert [*detector.metadata] == ["fresh"]
+
+
+def test_metadata_is_a_dict() -> None:
+    detector = fi.LayerActivationDetector("")
+    on(module := nn.Identity(), detector)
+    empty = detector.metadata
+    module(X)
+    metadata, tensors = detector.metadata, detector.tensor_metadata
+    shape = {"activations_shape": tuple(X.shape)}
+    assert isinstance(metadata, dict)
+    assert json.dumps(metadata) == json.dumps(shape)
+    assert metadata | {"a": 1} == shape | {"a": 1}
+    assert {"a": 1} | metadata == {"a": 1} | shape
+    assert {**metadata} == metadata.copy() == copy.copy(metadata) == empty == shape
+    assert type(metadata.copy()) is type(copy.deepcopy(metadata)) is dict
+    assert pickle.loads(pickle.dumps(metadata)) == shape
+    assert [*reversed(metadata)] == [*shape]
+    metadata |= {"b": 2}
+    assert detector.metadata == metadata == shape | {"b": 2}
+    assert json.loads(json.dumps(metadata))["b"] == 2
+    assert metadata.pop("b") == 2
+    assert detector.metadata.setdefault("c", 3) == metadata["c"] == 3
+    assert isinstance(tensors, dict)
+    for copied in (tensors.copy(), tensors | {}, {} | tensors, {**tensors}):
+        assert type(copied) is dict
+        assert torch.equal(copied["activations"], X)
 
 
 def test_tasks_are_isolated(switch_often: None) -> None:

@@ -21,11 +21,11 @@ def test_hooks_are_found_by_layer_and_type() -> None:
     shift, seen, pre = Shift(), Seen(), Seen("pre_forward", hook_id="pre")
     assert layers.register_hook("head", shift) == shift.id == shift.hook_id
     layers.register_hook("model_head", seen)
-    assert layers.register_hook(0, pre) == "pre"
+    assert layers.register_hook(1, pre) == "pre"
     assert layers.get_hooks() == [shift, seen, pre]
     assert layers.get_hooks("head") == layers.get_hooks("model_head") == [shift, seen]
     assert layers.get_hooks(hook_type=fi.HookType.PRE_FORWARD) == [pre]
-    assert layers.get_hooks(0, "forward") == []
+    assert layers.get_hooks(1, "forward") == []
     assert layers.get_controllers() == [shift]
     assert layers.get_detectors() == [seen, pre]
     assert pre.context is layers

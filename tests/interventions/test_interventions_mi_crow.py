@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import ferrohook as fh
 from ferrohook import interventions as fi
 from support.internals import find_registry
 from support.interventions import IDS, MASK, Lm, Model, Output, Returns, Seen, X, double, on
@@ -243,6 +244,10 @@ def test_flat_names_and_indices_equal_mi_crows(crow_layers: Any) -> None:
     for index, (path, flat) in enumerate(zip(names, crow.get_layer_names(), strict=True)):
         hook = Seen()
         for signature in (path, flat, index):
+            if path == "layers":  # a container: never called
+                with pytest.raises(fh.SelectionError, match="never called"):
+                    layers.register_hook(signature, hook)
+                continue
             layers.register_hook(signature, hook)
             assert hook.layer == path
             assert layers.get_hooks(flat) == [hook]

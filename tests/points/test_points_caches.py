@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import copy
+import pickle
 import weakref
 from typing import Any
 
@@ -242,6 +244,28 @@ def test_a_cache_is_a_mutable_mapping(model: Model, x: torch.Tensor, tmp_path: A
     assert cache.stack("blocks.*.hook_mid").shape == (1, *x.shape)
     cache.clear()
     assert not cache
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+)
+@pytest.mark.parametrize("options", [{}, {"incl_bwd": True}, {"pos_slice": 1}])
+def test_a_duplicate_of_a_cache_answers_as_the_cache(
+    model: Model, x: torch.Tensor, duplicate: Any, options: dict[str, Any]
+) -> None:
+    _, cache = model.run_with_cache(x, **options)
+    cache["own"] = 3
+    copied = duplicate(cache)
+    assert type(copied) is PointCache
+    assert list(copied) == list(cache)
+    assert repr(copied) == repr(cache)
+    for name in set(cache) - {"own"}:
+        assert torch.equal(copied[name], cache[name])
+    copied[MID].zero_()
+    assert not copied[MID].any()
+    assert cache[MID].any()
+    del copied["own"]
+    assert "own" in cache
 
 
 def test_deleting_from_a_cache_frees_the_tensor(model: Model, x: torch.Tensor) -> None:

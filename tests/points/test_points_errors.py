@@ -11,7 +11,7 @@ import torch
 import ferrohook as fh
 from ferrohook import points
 from ferrohook.points import HookedRootModule, HookPoint
-from support.points import MID, Model, noting, observe
+from support.points import MID, Model, observe
 
 
 def test_a_wrong_direction_is_refused(model: Model) -> None:
@@ -213,17 +213,6 @@ def test_layer_of_a_name_without_one_raises(name: str | None) -> None:
     point.name = name
     with pytest.raises(ValueError, match="layer"):
         point.layer()
-
-
-def test_backward_hooks_that_cannot_fire_warn(model: Model, x: torch.Tensor) -> None:
-    fired: list[Any] = []
-    with pytest.warns(UserWarning, match="removed at the end of run_with_hooks"):
-        loss = model.run_with_hooks(x, bwd_hooks=[(MID, noting(fired, 1))])
-    loss.backward()
-    assert fired == []
-    with model.hooks(bwd_hooks=[(MID, noting(fired, 1))]):
-        model(x).backward()
-    assert fired == [1]
 
 
 def test_a_named_point_that_never_ran_warns(model: Model, x: torch.Tensor) -> None:

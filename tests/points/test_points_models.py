@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -166,6 +168,75 @@ def test_hooks_without_reset_stay_in_their_context(model: Model, x: torch.Tensor
     assert model.list_hooks() == {}
     assert torch.equal(model(x), clean)
     assert in_no_scope()
+
+
+@pytest.mark.parametrize("by", ["run_with_hooks", "hooks"])
+def test_backward_hooks_of_a_block_go_with_the_graphs_recorded_in_it(
+    model: Model, x: torch.Tensor, by: str
+) -> None:
+    log: list[Any] = []
+    hook = noting(log, "backward")
+    reference = weakref.ref(hook)
+    before = model(x)
+    fwd = [(MID, noting(log, "forward"))]
+    if by == "hooks":
+        with model.hooks(fwd, [(MID, hook), ("hook_out", zero)]):
+            loss, other = model(x), model(x)
+    else:
+        loss, other = (
+            model.run_with_hooks(x, fwd_hooks=fwd, bwd_hooks=[(MID, hook), ("hook_out", zero)])
+            for _ in range(2)
+        )
+    del hook
+    assert log == ["forward", "forward"]
+    assert not any(point.has_hooks() for point in model.hook_points())
+    after = model(x)
+    assert len(log) == 2
+    for unhooked in (before, after):
+        unhooked.backward()
+    assert len(log) == 2
+    model.zero_grad()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert log[2:] == ["backward"] * 2
+    gradient = model.blocks[0].linear.weight.grad
+    assert gradient is not None
+    assert not gradient.any()
+    del loss
+    gc.collect()
+    assert reference() is not None
+    other.backward()
+    assert len(log) == 5
+    del other
+    gc.collect()
+    assert reference() is None
+
+
+def test_backward_hooks_of_a_block_do_not_reach_later_calls_of_a_copied_context(
+    model: Model, x: torch.Tensor
+) -> None:
+    log: list[Any] = []
+    model.add_hook(MID, noting(log, "everywhere"), dir="bwd")
+    with model.hooks(bwd_hooks=[(MID, noting(log, "block"))]):
+        inside = contextvars.copy_context()
+        kept = model(x)  # keeps the hooks
+    late = inside.run(model, x)
+    assert len(inside.run(lambda: model.hook_dict[MID].bwd_hooks)) == 1
+    late.backward()
+    assert log == ["everywhere"]
+    kept.backward()
+    assert log == ["everywhere", "everywhere", "block"]
+
+
+def test_a_backward_hook_that_was_removed_does_not_fire_after_its_block(
+    model: Model, x: torch.Tensor
+) -> None:
+    log: list[Any] = []
+    with model.hooks(bwd_hooks=[(MID, noting(log, "block"))]):
+        loss = model(x)
+        model.reset_hooks()
+    loss.backward()
+    assert log == []
 
 
 def test_clear_contexts_clears_ctx(model: Model, x: torch.Tensor) -> None:

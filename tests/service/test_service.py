@@ -53,7 +53,12 @@ SCREENSHOT = "FERROHOOK_SCREENSHOT"
 def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
     """Runs the service in this process; yields its address."""
     server = Server(
-        create_app(encoder, settings), grace=0.0, port=0, log_config=None, access_log=False
+        create_app(encoder, settings),
+        grace=0.0,
+        seconds=settings.seconds,
+        port=0,
+        log_config=None,
+        access_log=False,
     )
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -326,6 +331,39 @@ def test_slow_bodies_are_refused(encoder: Encoder) -> None:
             assert b"did not come within 0.3 seconds" in response.read()
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST /embed HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"],
+    ids=["nothing", "a part", "all but the end"],
+)
+@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
+def test_slow_headers_are_cut_off(encoder: Encoder, sent: bytes, *, before: bool) -> None:
+    with serving(encoder, Settings(seconds=0.3, observe=False)) as url:
+        address = url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), LIMIT) as connection:
+            if before and sent:  # on a connection that is kept alive
+                connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                first = http.client.HTTPResponse(connection)
+                first.begin()
+                assert (first.status, first.read()) == (200, b'{"status":"ok"}')
+            connection.sendall(sent)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert response.status == 408
+            assert response.read() == b""
+            assert connection.recv(1) == b""  # closed
+
+
+def test_requests_after_each_other_are_not_cut_off(encoder: Encoder) -> None:
+    with (
+        serving(encoder, Settings(seconds=0.2, observe=False)) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:  # on one connection, longer than the limit
+            assert client.get("/healthz").status_code == 200
+
+
 def test_a_timed_out_request_frees_its_thread(encoder: Encoder) -> None:
     reached = []
 
@@ -462,6 +500,16 @@ def test_hooks_are_listed_without_metrics(encoder: Encoder) -> None:
         assert client.get("/hooks").json()["modules"][0]["latency"] is None
 
 
+def test_pages_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+    for path in ("/", "/docs"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'none'" in answer.text
+        assert re.findall(r"(?:src|href)=[\"'](?:https?:)?//", answer.text) == []
+    assert client.get("/openapi.json").json()["paths"].keys() >= {"/embed", "/hooks", "/metrics"}
+    assert client.get("/redoc").status_code == 404
+
+
 def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     playwright = pytest.importorskip("playwright.sync_api")
@@ -486,9 +534,8 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         playwright.expect(inner).to_be_hidden()
         calls = layer.locator("td.calls")
         before = int(calls.inner_text().replace(",", ""))
-        for folded in ("encoder", "encoder.layer", "encoder.layer.0"):
-            page.locator(f'tr[data-module="{folded}"] button').click()
         playwright.expect(layer).to_be_visible()
+        page.locator('tr[data-module="encoder.layer.0"] button').click()
         stop = threading.Event()
 
         def ask() -> None:
@@ -507,6 +554,14 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         assert int(calls.inner_text().replace(",", "")) > before
         playwright.expect(layer.locator("td.hooks")).to_contain_text("forward_pre check_deadline")
         page.locator('tr[data-module="encoder.layer.0"] button').click()
+        width = "document.documentElement.scrollWidth"
+        for columns in (420, 700, 1400):
+            page.set_viewport_size({"width": columns, "height": 800})
+            assert page.evaluate(width) <= columns
+        page.goto(f"{url}/docs")
+        playwright.expect(page.locator("main")).to_contain_text("POST /embed")
+        page.set_viewport_size({"width": 420, "height": 800})
+        assert page.evaluate(width) <= 420
         browser.close()
     assert wrong == []
     assert picture.read_bytes().startswith(b"\x89PNG")

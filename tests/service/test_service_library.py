@@ -308,5 +308,5 @@ def test_missing_packages_are_named(package: str, monkeypatch: pytest.MonkeyPatc
         if name == "ferrohook.service" or name.startswith(f"{package}."):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"{package}: install ferrohook\[service\]"):
+    with pytest.raises(ModuleNotFoundError, match=f"{package}: pip install {package}"):
         importlib.import_module("ferrohook.service")

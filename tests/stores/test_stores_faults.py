@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -274,10 +275,13 @@ def test_an_index_lists_file_layers_and_completeness(tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         fill(store, 0)
     (line,) = (tmp_path / "run" / "index.jsonl").read_text().splitlines()
-    size = (tmp_path / "run" / "00000000.safetensors").stat().st_size
+    written = (tmp_path / "run" / "00000000.safetensors").read_bytes()
+    content = {"name": "00000000.safetensors", "bytes": len(written), "crc32": zlib.crc32(written)}
+    before, _, _ = line.rpartition(", ")
     assert json.loads(line) == {
         "batch": 0,
-        "file": {"name": "00000000.safetensors", "bytes": size},
+        "file": content,
         "layers": {"layer": ["output"]},
         "complete": True,
+        "crc32": zlib.crc32(before.encode()),
     }

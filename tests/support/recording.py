@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.mix = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = torch.softmax(x @ x.mT, -1)
+        weights = torch.softmax(x @ x.transpose(-1, -2), -1)
         return self.mix(weights @ x), weights
 
 

@@ -149,3 +149,47 @@ def test_hooks_that_remove_each_other_fire_once() -> None:
         assert len(set(bodies)) == len(bodies)
         assert sum(handle.calls for handle in handles) == len(bodies) >= 1
         assert hooked.hooks() == []
+
+
+class Litter:
+    """A cycle whose finaliser acts, and leaves another one for the next collection."""
+
+    def __init__(self, act: Callable[[], bool]) -> None:
+        self.me, self.act = self, act
+
+    def __del__(self) -> None:
+        if self.act():
+            Litter(self.act)
+
+
+def test_a_finaliser_may_wait_for_a_thread_that_instruments() -> None:
+    threshold = gc.get_threshold()
+    models = [Echo() for _ in range(2)]
+    with fh.instrument(models[0]), fh.instrument(models[1]):
+        pass  # makes the classes
+    stuck: list[bool] = []
+    wanted = left = 0
+    while left == 0:
+        wanted += 1
+        left = wanted
+
+        def instrument_elsewhere() -> bool:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                other = threading.Thread(target=lambda: fh.instrument(models[1]).restore())
+                other.start()
+                other.join(10)
+                stuck.append(other.is_alive())
+            return left > 0
+
+        gc.collect()
+        Litter(instrument_elsewhere)
+        gc.set_threshold(1)
+        try:
+            instrumentation = fh.instrument(models[0])
+            instrumentation.restore()
+        finally:
+            gc.set_threshold(*threshold)
+        assert not any(stuck)
+    assert wanted > 1

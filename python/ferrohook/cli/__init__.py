@@ -39,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if the command found a fault; 2 after a mistake of the user, printed in
         one line; 130 after Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         return int(COMMANDS[options.command].run(options))
     except BrokenPipeError:
@@ -60,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="ferrohook", description="Hooks for PyTorch modules on a Rust core.")
     parser.add_argument("--version", action="version", version=f"ferrohook {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = (command.__doc__ or "").partition(": ")[2].partition("\n")[0]
         sub = commands.add_parser(name, help=about, description=about)

@@ -64,7 +64,7 @@ def examine() -> tuple[dict[str, str], bool]:
         found |= _torch()
         sound = found["hooks"] == WORKS
     else:
-        found["torch"] = "not installed: nothing but ferrohook._core can be imported without it"
+        found["torch"] = "not installed: only ferrohook._core works without it"
     for package in OPTIONAL:
         try:
             found[package] = importlib.metadata.version(package)
@@ -77,7 +77,7 @@ def _free_threading() -> str:
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "no, this Python has the GIL"
     on = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return "off: the GIL is on (PYTHON_GIL, or an extension that needs it)" if on else "yes"
+    return "off: PYTHON_GIL or an extension turned the GIL on" if on else "yes"
 
 
 def _torch() -> dict[str, str]:
@@ -90,7 +90,7 @@ def _torch() -> dict[str, str]:
         "GPU": f"{', '.join(gpus)} (CUDA {torch.version.cuda})" if gpus else "torch sees none",
         "hooks": _try_hook(compiled=False),
         "hooks in torch.compile": _try_hook(compiled=True),
-        "C++ compiler": compiler or "none on the PATH; torch.compile's default backend needs one",
+        "C++ compiler": compiler or "none on the PATH, and torch.compile needs one",
     }
 
 

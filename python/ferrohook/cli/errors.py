@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from ferrohook.texts import missing_package
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -41,13 +43,11 @@ def check_writable(path: Path, suffix: str) -> None:
         raise UserError(msg)
 
 
-def need(package: str, *, extra: str | None = None) -> None:
+def need(package: str) -> None:
     """Requires a package.
 
     Raises:
         UserError: the package is not installed.
     """
     if importlib.util.find_spec(package) is None:
-        wanted = package if extra is None else f"ferrohook[{extra}]"
-        msg = f"this needs the package {package}, which is not installed: install {wanted}"
-        raise UserError(msg)
+        raise UserError(missing_package("this", package))

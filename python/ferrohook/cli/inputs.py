@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ferrohook.cli.errors import UserError, describe, need
+from ferrohook.texts import with_article
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +49,7 @@ def read(source: str, where: str, model: nn.Module) -> Call:
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
-    need("safetensors", extra="safetensors")
+    need("safetensors")
     import safetensors.torch
 
     _check_there(path)
@@ -86,7 +87,7 @@ def _arguments(value: Any, path: Path, model: nn.Module) -> Call:
             return tuple(value), {}
         case dict():
             return _by_name(value, path, model)
-    msg = f"{path} contains a {type(value).__name__}: save a tensor, a tuple or a dict of tensors"
+    msg = f"{path} contains {with_article(value)}: save a tensor, a tuple or a dict of tensors"
     raise UserError(msg)
 
 

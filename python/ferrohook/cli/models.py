@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli.errors import UserError, describe, need
+from ferrohook.texts import with_article
 
 if TYPE_CHECKING:
     import argparse
@@ -83,7 +84,7 @@ def _module(found: object, where: str) -> nn.Module:
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        msg = f"{where} is a {type(found).__name__}: name an nn.Module, or a callable returning one"
+        msg = f"{where} is {with_article(found)}: name an nn.Module, or a callable returning one"
         raise UserError(msg)
     try:
         result = found()
@@ -91,7 +92,7 @@ def _module(found: object, where: str) -> nn.Module:
         msg = f"{where}() failed: {describe(error)} (it is called without arguments)"
         raise UserError(msg) from error
     if not isinstance(result, nn.Module):
-        msg = f"{where}() returned a {type(result).__name__}: an nn.Module was expected"
+        msg = f"{where}() returned {with_article(result)}: an nn.Module was expected"
         raise UserError(msg)
     return result
 
@@ -114,7 +115,7 @@ def _from_file(path: Path, *, trust: bool) -> nn.Module:
         raise _unreadable(path, error) from error
     if not isinstance(loaded, nn.Module):
         msg = (
-            f"{path} contains a {type(loaded).__name__}, no nn.Module: save the whole model by "
+            f"{path} contains {with_article(loaded)}, no nn.Module: save the whole model by "
             "torch.save(model, path), or pass module:factory"
         )
         raise UserError(msg)

@@ -11,9 +11,6 @@ from ferrohook.cli.errors import need
 if TYPE_CHECKING:
     import argparse
 
-UNLIMITED = 10_000
-"""Columns if stdout is no terminal: lines stay whole."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
@@ -29,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the tree."""
-    need("rich", extra="rich")
+    need("rich")
     need("torch")
 
     from rich.console import Console
@@ -37,5 +34,8 @@ def run(options: argparse.Namespace) -> int:
     import ferrohook as fh
 
     shown = fh.summary(models.load(options.model, trust=options.trust), options.select)
-    Console(width=None if sys.stdout.isatty() else UNLIMITED).print(shown)
+    if sys.stdout.isatty():
+        Console().print(shown)
+    else:
+        print(shown)  # lines stay whole
     return 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ferrohook._core import refuse_async
 from ferrohook.errors import HookTypeError
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import (
@@ -46,6 +47,7 @@ class Controller(Hook):
     """
 
     _controls = True
+    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class FunctionController(Controller):
         if not callable(function):
             msg = f"function is called with a tensor, got {type(function).__name__}"
             raise HookTypeError(msg)
+        refuse_async(function, "function")
         super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
         self.function = function
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import abc
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from ferrohook.arguments import check_copy
 from ferrohook.errors import HookError, HookTypeError
-from ferrohook.interventions.context_dict import ContextDict, TensorDict
+from ferrohook.interventions.context_dict import (
+    EMPTY,
+    Content,
+    Contents,
+    ContextDict,
+    TensorDict,
+)
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import extract_tensor_from_output, first_tensor
 from ferrohook.sources import Collectable
 from ferrohook.stores import Store
+from ferrohook.versions import version_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +51,7 @@ class Detector(Hook, Collectable):
     """
 
     _detects = True
+    _hook_fn: ClassVar[Any] = None  # its `_before` and `_after` do without
     # Behind controllers, those of negative priority included; ahead of captures.
     _priority = -(2**31)
 
@@ -57,26 +67,25 @@ class Detector(Hook, Collectable):
             msg = f"store is a ferrohook.Store or None, got {type(store).__name__}"
             raise HookTypeError(msg)
         self.store = store
-        self._metadata: ContextDict[Any] = ContextDict()
-        self._tensor_metadata = TensorDict()
+        self._contents = Contents()
 
     @property
     def metadata(self) -> ContextDict[Any]:
         """Collected values of this context, except tensors."""
-        return self._metadata
+        return ContextDict(self._contents)
 
     @metadata.setter
     def metadata(self, content: Mapping[str, Any]) -> None:
-        self._metadata.replace(dict(content))
+        self.metadata.replace(dict(content))
 
     @property
     def tensor_metadata(self) -> TensorDict:
         """Collected tensors of this context."""
-        return self._tensor_metadata
+        return TensorDict(self._contents)
 
     @tensor_metadata.setter
     def tensor_metadata(self, content: Mapping[str, Tensor]) -> None:
-        self._tensor_metadata.replace(dict(content))
+        self.tensor_metadata.replace(dict(content))
 
     @abc.abstractmethod
     def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 (mi_crow's name)
@@ -91,8 +100,7 @@ class Detector(Hook, Collectable):
 
     def clear_captured(self) -> None:
         """Removes everything collected in this context."""
-        self._metadata.clear()
-        self._tensor_metadata.clear()
+        self._contents.replace(EMPTY)
 
     def save(self, run: str, batch: int) -> None:
         """Puts the tensors of this context into the store.
@@ -112,24 +120,23 @@ class Detector(Hook, Collectable):
             missing = "has no store" if self.store is None else "is registered on no layer"
             msg = f"{self} {missing}: save needs both"
             raise HookError(msg)
-        self.store.put(run, batch, layer, dict(self._tensor_metadata))
+        self.store.put(run, batch, layer, dict(self.tensor_metadata))
 
-    def _collect(self, dtype: torch.dtype | None = None, **values: Any) -> None:
+    def _collect(self, **values: Any) -> None:
         """Replaces the contents by copies and shapes of the values that are tensors."""
         tensors, shapes = {}, {}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                tensors[name] = self._copy(value, dtype)
+                tensors[name] = self._copy(value)
                 shapes[f"{name}_shape"] = tuple(value.shape)
-        self._tensor_metadata.replace(tensors)
-        self._metadata.replace(shapes)
+        self._contents.replace(Content(shapes, tensors, {}))
 
-    def _copy(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # Copies on the CPU too: later operations may write in place.
         source = tensor.detach() if tensor.requires_grad else tensor
         cast = source if dtype is None else source.to(dtype)
         if source.is_cuda:
-            return self._tensor_metadata.copies.start(cast, clone=cast is source)
+            return self._contents.copies.start(cast, clone=cast is source)
         return source.clone() if cast is source else cast
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -158,17 +165,21 @@ class Detector(Hook, Collectable):
 class LayerActivationDetector(Detector):
     """Collects a layer's last output: the tensor that `extract_tensor_from_output` finds.
 
-    The tensor is a detached copy on the CPU, safe from later writes in place. As a pre-forward
-    hook it collects the layer's input.
+    By default the tensor is a detached copy on the CPU, safe from later writes in place. As a
+    pre-forward hook it collects the layer's input.
 
     Args:
         layer_signature: name or index of the layer.
         hook_id: see `Hook`.
         target_dtype: dtype that the tensor is cast to.
         store: see `Detector`.
+        copy: `clone` copies; `checked` keeps the detached tensor itself, on its device, and reading
+            it raises `StaleActivationError` after a write in place; `ref` keeps it unchecked. See
+            `ferrohook.capture`.
 
     Raises:
         HookTypeError: no `layer_signature`, or an argument has the wrong type.
+        ValueError: an unknown `copy`.
     """
 
     def __init__(
@@ -177,24 +188,47 @@ class LayerActivationDetector(Detector):
         hook_id: str | None = None,
         target_dtype: torch.dtype | None = None,
         store: Store | None = None,
+        *,
+        copy: Literal["checked", "clone", "ref"] = "clone",
     ) -> None:
         check_signature(layer_signature)
+        check_copy(copy)
         if not isinstance(target_dtype, torch.dtype | None):
             msg = f"target_dtype is a torch.dtype or None, got {type(target_dtype).__name__}"
             raise HookTypeError(msg)
         super().__init__(hook_id=hook_id, store=store, layer_signature=layer_signature)
         self.target_dtype = target_dtype
+        self._copies = copy
 
     def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002, D102 (Detector's)
-        if self._hook_type is HookType.FORWARD:
+        tensor: Tensor | None
+        if isinstance(output, Tensor):
+            tensor = output  # what most layers return
+        elif self._hook_type is HookType.FORWARD:
             tensor = extract_tensor_from_output(output)
         else:
             tensor = first_tensor(input[0], in_dicts=True) if input else None
-        self._collect(self.target_dtype, activations=tensor)
+        if tensor is None:
+            self._contents.replace(EMPTY)
+        elif self._copies == "clone" or is_compiling():  # compiled regions reuse buffers
+            self._contents.replace((self._copy(tensor, self.target_dtype), None))
+        else:
+            self._contents.replace(self._reference(tensor))
+
+    def _reference(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Returns the detached tensor, and its version if it is to be checked."""
+        source = tensor.detach() if tensor.requires_grad else tensor
+        dtype = self.target_dtype
+        if dtype is not None and dtype != source.dtype:
+            return source.to(dtype), None
+        if self._copies == "ref":
+            return source, None
+        version = version_of(source)
+        return (source.clone() if version is None else source), version
 
     def get_captured(self) -> Tensor | None:
         """Returns the activations of the last call in this context, or None."""
-        return self._tensor_metadata.get("activations")
+        return self.tensor_metadata.get("activations")
 
 
 class ModelInputDetector(Detector):
@@ -284,11 +318,11 @@ class ModelInputDetector(Detector):
 
     def get_captured_input_ids(self) -> Tensor | None:
         """Returns the ids of the last call in this context, or None."""
-        return self._tensor_metadata.get("input_ids")
+        return self.tensor_metadata.get("input_ids")
 
     def get_captured_attention_mask(self) -> Tensor | None:
         """Returns the mask of the last call in this context, or None."""
-        return self._tensor_metadata.get("attention_mask")
+        return self.tensor_metadata.get("attention_mask")
 
 
 class ModelOutputDetector(Detector):
@@ -335,8 +369,8 @@ class ModelOutputDetector(Detector):
 
     def get_captured_output_logits(self) -> Tensor | None:
         """Returns the logits of the last call in this context, or None."""
-        return self._tensor_metadata.get("output_logits")
+        return self.tensor_metadata.get("output_logits")
 
     def get_captured_output_hidden_state(self) -> Tensor | None:
         """Returns the hidden state of the last call in this context, or None."""
-        return self._tensor_metadata.get("output_hidden_state")
+        return self.tensor_metadata.get("output_hidden_state")

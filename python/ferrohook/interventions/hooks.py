@@ -8,6 +8,7 @@ import enum
 import uuid
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from ferrohook._core import refuse_async
 from ferrohook.errors import HookError as _HookError
 from ferrohook.errors import HookTypeError
 
@@ -64,8 +65,10 @@ class Owner(Protocol):
         ...
 
 
-class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
+class Hook(abc.ABC):
     """A hook object, registered by `Layers`; see `Detector` and `Controller`.
+
+    Any other subclass implements `_hook_fn`.
 
     Args:
         layer_signature: name or index of its layer.
@@ -96,6 +99,16 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
     _layers: Owner | None = None
     _context: Any = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if (cls._detects or cls._controls) and cls._hook_fn is not None:
+            method = "process_activations" if cls._detects else "modify_activations"
+            msg = (
+                f"{cls.__name__} has a _hook_fn, which only direct subclasses of Hook implement: "
+                f"implement {method} instead"
+            )
+            raise HookTypeError(msg)
+
     def __init__(
         self,
         layer_signature: str | int | None = None,
@@ -106,6 +119,9 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
             msg = f"hook_id is a str or None, got {type(hook_id).__name__}"
             raise HookTypeError(msg)
         check_signature(layer_signature, optional=True)
+        for name in ("_hook_fn", "process_activations", "modify_activations"):
+            if method := getattr(self, name, None):
+                refuse_async(method, name)
         self.layer_signature = layer_signature
         self._hook_type = self._validated(hook_type)
         self._id = str(uuid.uuid4()) if hook_id is None else hook_id
@@ -187,13 +203,39 @@ class Hook(abc.ABC):  # noqa: B024 (its subclasses have the abstract methods)
 
         return forward_pre_hook
 
-    def _before(self, _module: Any, _args: Any, _kwargs: Any) -> Any:
-        """Hook that the registry calls before a forward."""
-        return None
+    @abc.abstractmethod
+    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:  # noqa: A002 (mi_crow's name)
+        """Runs at each call of the module.
 
-    def _after(self, _module: Any, _args: Any, _output: Any) -> Any:
+        Args:
+            module: the module that is called.
+            input: tuple of its positional arguments.
+            output: its output, None in a pre-forward hook.
+
+        Returns:
+            In a pre-forward hook, the arguments that replace `input`, or None to leave it. Ignored
+            in a forward hook, as in mi_crow.
+        """
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Hook that the registry calls before a forward."""
+        if self._hook_fn is None:  # the end of the chain of a detector that controls
+            return None
+        try:
+            changed = self._hook_fn(module, args, None)
+        except Exception as error:
+            raise self._failed(error) from error
+        if changed is None:
+            return None
+        return changed if isinstance(changed, tuple) else (changed,), kwargs
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
         """Hook that the registry calls after a forward."""
-        return None
+        try:
+            if self._hook_fn is not None:
+                self._hook_fn(module, args, output)
+        except Exception as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> HookError:
         return HookError(self._id, self._hook_type.value, error, self.layer)

@@ -14,6 +14,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.interventions.controllers import Controller
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
+from ferrohook.selection import refuse_container
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Layers:
             The hook's id.
 
         Raises:
-            SelectionError: the model has no such layer, or several.
+            SelectionError: the model has no such layer, or several; or it is a container, which is
+                never called.
             HookError: the hook, or one of its id, is registered; or the module cannot be
                 instrumented.
             HookTypeError: an argument has the wrong type.
@@ -110,6 +112,7 @@ class Layers:
                 msg += ": register it by ferrohook.register(model, layer, hook)"
             raise HookTypeError(msg)
         path, module = self._find(layer_signature)
+        refuse_container(path, module)
         kind = hook.hook_type if hook_type is None else hook._validated(hook_type)
         before = kind is HookType.PRE_FORWARD
         options: dict[str, Any] = {

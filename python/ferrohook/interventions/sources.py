@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
+import torch
+
 from ferrohook.errors import HookError
+from ferrohook.fingerprints import fingerprint
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.layers import Layers
 from ferrohook.sources import Source, source_of
@@ -64,9 +68,34 @@ class DetectedTensors(Source):
         self._ran = self._ran or bool(taken) or self._count() > self._calls
         return {self._layer: taken} if taken else {}
 
+    def contents(self) -> list[str]:
+        """Describes the detector by its class, layer, time and options.
+
+        Options are the arguments of its constructor that it keeps in attributes of their names.
+        """
+        detector = self._detector
+        if not detector.enabled:
+            return []
+        layer = detector.layer
+        if layer is None and self._signature is not None:
+            layer = self._layers._find(self._signature)[0]
+        kept = {**vars(detector)}
+        options = [
+            f"{name}={_text(kept[name])}"
+            for name in inspect.signature(type(detector)).parameters
+            if name in kept and name not in {"layer_signature", "store"}
+        ]
+        where = f"{detector.hook_type} of {layer!r}"
+        return [f"{type(detector).__qualname__}({', '.join([where, *options])})"]
+
     def silent(self) -> list[str]:
         """Returns the detector's layer if it never ran."""
         return [] if self._ran or not self._detector.enabled else [self._layer]
+
+
+def _text(value: object) -> str:
+    plain = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+    return repr(value) if plain else fingerprint(value)
 
 
 source_of.register(Detector, DetectedTensors)

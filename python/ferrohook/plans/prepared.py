@@ -23,7 +23,14 @@ from ferrohook._core import (
     record_all,
 )
 from ferrohook.activations import ActivationCache
-from ferrohook.capture_session import Activations, Options, gradients_of, options_of, values_of
+from ferrohook.capture_session import (
+    Activations,
+    Options,
+    Recorded,
+    RecordedGradients,
+    mark_calls,
+    options_of,
+)
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.never_fired import explain
@@ -35,8 +42,6 @@ from ferrohook.selection import select
 from ferrohook.steering import Intervention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ferrohook.plans.positions import Prompt
 
 
@@ -142,9 +147,6 @@ class Prepared:
         template = Collector(
             [*modules], stop=None if root is None else root.module, **options.collector
         )
-        if root is not None:
-            calls = RootCalls(template, place)
-            root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=self._frame)
         record_all(
             template,
             [*modules.values()],
@@ -155,8 +157,7 @@ class Prepared:
             place=place,
         )
         if root is not None:
-            last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": self._frame}
-            root.register("forward", calls, **last)
+            mark_calls(root, RootCalls(template, place), self._frame)
         places = {name: index for index, name in enumerate(modules)}
         contents.captures.append(_Capture(places, options, template))
 
@@ -232,7 +233,9 @@ class Request(RequestBase, Scope):
     """
 
     if TYPE_CHECKING:
-        _plan: _Contents
+
+        @property
+        def _plan(self) -> _Contents: ...
 
     _prompt: Prompt | None = None
 
@@ -240,22 +243,25 @@ class Request(RequestBase, Scope):
     def acts(self) -> ActivationCache:
         """The activations that the plan keeps, of this request; readable after it is closed."""
         captures = [*enumerate(self._plan.captures)]
-        kept = [self._read(place, capture, values_of) for place, capture in captures]
+        kept = [self._view(place, capture, Recorded) for place, capture in captures]
         grads = [
-            self._read(place, capture, gradients_of)
+            self._view(place, capture, RecordedGradients)
             for place, capture in captures
             if capture.options.collector["grads"]
         ]
-        return ActivationCache(_combined(kept), _combined(grads) if grads else None)
-
-    def _read(self, place: int, capture: _Capture, read: Callable[..., list[Any]]) -> Activations:
-        options = capture.options
-        return Activations(
-            capture.places,
-            collector := self._collector(place),
-            functools.partial(read, options.copies, collector),
-            only_last=options.only_last,
+        per_call = all(not capture.options.only_last for _, capture in captures)
+        model = self._plan.model()
+        return ActivationCache(
+            _combined(kept),
+            _combined(grads) if grads else None,
+            model="" if model is None else model._get_name(),
+            per_call=bool(captures) and per_call,
         )
+
+    def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
+        options = capture.options
+        values = recorded(self._collector(place), options.copies)
+        return Activations(capture.places, values, only_last=options.only_last)
 
     def close(self) -> None:
         """Closes the request, wherever it is entered: its hooks fire no more."""
@@ -326,7 +332,7 @@ def _kept_name(entry: KeepEntry, name: str) -> str:
 
 def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:
     try:
-        return select(model, entry.what)
+        return select(model, entry.what, called=True)
     except (SelectionError, HookTypeError) as error:
         msg = f"entry {number} of the plan: {error}"
         raise type(error)(msg) from error

@@ -11,7 +11,7 @@ from ferrohook._core import Collector, record_all
 from ferrohook.activations import ActivationCache
 from ferrohook.errors import StaleActivationError
 from ferrohook.priorities import BEHIND_ALL
-from ferrohook.tensors import map_tensors, share_memory
+from ferrohook.tensors import as_leaf, map_tensors, share_memory
 from ferrohook.versions import check_unchanged, versions_of
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ class _Entries(MutableMapping[str, Any]):
     def entries(self) -> dict[str, _Entry]:
         recorded, self._recorded = self._recorded, dict  # releases the recorder
         return recorded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the collectors; nothing writes to the tensors of a copy but its reader.
+        entries = {name: _CachedValue(map_tensors(as_leaf, self[name])) for name in self}
+        return {"_recorded": dict, "entries": entries}
 
     def __getitem__(self, name: str) -> Any:
         return self.entries[name].read(name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ferrohook.arguments import describe
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
+from ferrohook.texts import with_article
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +70,7 @@ def points_filtered(model: nn.Module, names_filter: NamesFilter) -> dict[str, Ho
 def _unknown(model: nn.Module, name: str) -> str:
     points: Mapping[str, HookPoint] = model.hook_dict  # type: ignore[assignment]  # of a root
     modules: Mapping[str, nn.Module] = model.mod_dict  # type: ignore[assignment]  # of a root
-    kind = f"is a {modules[name]._get_name()}" if name in modules else "names nothing"
+    kind = f"is {with_article(modules[name])}" if name in modules else "names nothing"
     msg = f"{name!r} {kind} in {model._get_name()} and is no hook point"
     if not points:
         return f"{msg}: it has none"

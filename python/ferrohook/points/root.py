@@ -273,6 +273,9 @@ class HookedRootModule(nn.Module):
     ) -> Iterator[Self]:
         """Adds hooks for the calls of this context, and removes exactly those at its end.
 
+        Backward hooks fire in the backward of the calls made in the block, also after it: they are
+        removed with the graphs that these calls recorded.
+
         Args:
             fwd_hooks: pairs of a name, or a predicate of names, and a forward hook.
             bwd_hooks: likewise for backward hooks.
@@ -288,7 +291,7 @@ class HookedRootModule(nn.Module):
             >>> with model.hooks(fwd_hooks=[("blocks.0.hook_out", ablate)]):
             ...     model(ids)
         """
-        with Scope(_HooksContext(self)) as level:
+        with Scope(_HooksContext(self), for_graphs=bool(bwd_hooks)) as level:
             persistent = None if reset_hooks_end else Frame(_PersistentHooks())
             if persistent is not None:
                 persistent.enter_outermost()
@@ -340,9 +343,6 @@ class HookedRootModule(nn.Module):
     ) -> Any:
         """Calls the model with hooks for this call alone, see `hooks`.
 
-        Backward hooks need `reset_hooks_end=False` and `reset_hooks` after the backward, else a
-        `UserWarning` says so.
-
         Args:
             *model_args: positional arguments of the model.
             fwd_hooks: pairs of a name, or a predicate of names, and a forward hook.
@@ -358,12 +358,6 @@ class HookedRootModule(nn.Module):
             SelectionError: no hook point has that name.
             HookTypeError: a hook cannot be called as `hook(tensor, hook=point)`.
         """
-        if bwd_hooks and reset_hooks_end:
-            msg = (
-                "the backward hooks are removed at the end of run_with_hooks, before any backward: "
-                "pass reset_hooks_end=False, or call the model and backward inside hooks()"
-            )
-            warnings.warn(msg, UserWarning, stacklevel=2)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 

@@ -73,7 +73,7 @@ def make_points(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Se
     created: Points = {}
     for key, kinds in wanted.items():
         selector = key if isinstance(points, Mapping) else points
-        for name, module in select(model, selector).items():
+        for name, module in select(model, selector, called=True).items():
             if isinstance(module, HookPoint):
                 continue  # already one
             for kind in _check_kinds(kinds):

@@ -7,13 +7,13 @@ its records.
 # The first recording of a model makes an installation: a native hook (`RecordedLayer`) behind all
 # others on each declared layer. The model's other modules are instrumented too: PyTorch's way to
 # call them costs more, and a forward that alternates between both evicts each from the processor's
-# caches. A call of the model is the tag of a frame, in place of the call around it; so a sub-model
-# keeps its parent from recording it. A layer asks its context for the call and hands it the
-# output. On a thread without a call the owner is found by the tensors that calls know
-# (`attribution.py`), or the output is dropped with an `UnattributedWarning`. A traced call
-# collects into lists that become outputs of the graph, found through a thread-local variable,
-# which Dynamo can follow. An installation is never changed: each recording call compares the
-# module tree with it, and makes a new one where they differ.
+# caches. A call of the model is the tag of a frame. A layer asks its context for the innermost
+# call, so a sub-model keeps its parent from recording it, and hands that the output. On a thread
+# without a call the owner is found by the tensors that calls know (`attribution.py`), or the output
+# is dropped with an `UnattributedWarning`. A traced call has a twin in Python (`tracing.py`): its
+# lists become outputs of the graph, and layers find it through a thread-local variable, which
+# Dynamo can follow. An installation is never changed: each recording call compares the modules with
+# it, and makes a new one where they differ.
 
 from ferrohook.recording.declarations import OutputRecorder as OutputRecorder
 from ferrohook.recording.defaults import merge_with_config_defaults as merge_with_config_defaults

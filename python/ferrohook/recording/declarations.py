@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import jit, nn
 
-from ferrohook._core import ModuleTree
 from ferrohook.arguments import describe, expect
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookError, HookTypeError, SelectionError
@@ -88,14 +87,6 @@ class OutputRecorder:
         return self.layer_name is None or f".{self.layer_name.strip('.')}." in f"{path}."
 
 
-class Target(NamedTuple):
-    """A recorded module."""
-
-    key: str
-    recorder: OutputRecorder
-    module: nn.Module
-
-
 def declares(module: nn.Module) -> bool:
     """True if a module or its class has a declaration, even an empty one."""
     return DECLARATION in vars(module) or hasattr(type(module), DECLARATION)
@@ -114,11 +105,11 @@ def declared_by(module: nn.Module) -> dict[str, Any]:
     return cast("dict[str, Any]", declared)
 
 
-def _recorders(module: nn.Module) -> dict[str, list[OutputRecorder]]:
-    """Parses the declaration of a module."""
+def _recorders(declared: dict[str, Any]) -> dict[str, list[OutputRecorder]]:
+    """Parses a declaration."""
     return {
         key: [_parsed(key, each) for each in (value if isinstance(value, list) else [value])]
-        for key, value in declared_by(module).items()
+        for key, value in declared.items()
     }
 
 
@@ -147,75 +138,66 @@ def _parsed(key: str, declared: Any) -> OutputRecorder:
     raise HookTypeError(msg)
 
 
-class TreeEntry(NamedTuple):
-    """A module as `ModuleTree` takes it.
+class LayerKey(NamedTuple):
+    """Key that a layer is recorded under."""
 
-    `children` is None if it is not descended into, `declared` if it has no declaration of its own.
-    """
+    key: str
+    # Index of the recorded item, for an output that is a tuple.
+    item: int
+    # Only for hidden states: true if they begin with the input of the first layer.
+    initial: bool | None
+    # Detaches, moves and casts a value; None to store it as it is.
+    convert: Callable[[Any], Any] | None
 
+
+class Target(NamedTuple):
+    """A recorded module."""
+
+    recorder: OutputRecorder
     module: nn.Module
-    children: list[nn.Module | None] | None
-    declared: dict[str, Any] | None
 
 
 class Plan(NamedTuple):
-    """Recorded layers of a model, with a snapshot of its modules."""
+    """Modules of a model, each with a copy of its own declaration, and the recorded ones by key."""
 
+    modules: list[tuple[nn.Module, dict[str, Any] | None]]
     targets: dict[str, list[Target]]
-    modules: list[nn.Module]
-    tree: ModuleTree
-
-    @property
-    def recorders(self) -> dict[str, OutputRecorder]:
-        """For each key a recorder with the options of storage."""
-        return {
-            key: found[0].recorder if found else OutputRecorder(nn.Module)
-            for key, found in self.targets.items()
-        }
 
 
 def plan_of(model: nn.Module) -> Plan:
     """Finds the recorded layers. A sub-model with a declaration of its own uses that one."""
+    modules: list[tuple[nn.Module, dict[str, Any] | None]] = []
     targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
     visited: set[int] = set()
-    tree: list[TreeEntry] = []
 
-    def walk(
-        module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]] | None
-    ) -> None:
-        """Descends; `recorders` are inherited, None for a module with its own declaration."""
+    def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
+        declared = dict(declared_by(module)) if module is model or declares(module) else None
+        recorders = recorders if declared is None else _recorders(declared)
+        modules.append((module, declared))
+        visited.add(id(module))
         # TorchScript runs its modules outside of Python.
         scripted = isinstance(module, jit.ScriptModule)
-        children = {} if scripted else dict(module._modules)
-        declared = dict(declared_by(module)) if recorders is None else None
-        recorders = _recorders(module) if recorders is None else recorders
-        visited.add(id(module))
-        tree.append(TreeEntry(module, None if scripted else list(children.values()), declared))
-        for name, child in children.items():
+        for name, child in () if scripted else module._modules.items():
             if child is not None and id(child) not in visited:
-                walk(child, f"{path}.{name}", None if declares(child) else recorders)
+                walk(child, f"{path}.{name}", recorders)
         for key, each in recorders.items():
             for recorder in each:
                 if recorder.fits(module, path):
-                    targets.setdefault(key, []).append(Target(key, recorder, module))
+                    targets.setdefault(key, []).append(Target(recorder, module))
 
-    walk(model, "", None)
-    _check_alike(targets)
-    return Plan(targets, [entry.module for entry in tree], ModuleTree(tree))
-
-
-def _check_alike(targets: dict[str, list[Target]]) -> None:
+    walk(model, "", {})
     for key, found in targets.items():
         if len({target.recorder.kept for target in found}) > 1:
             msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
             raise HookError(msg)
+    return Plan(modules, targets)
 
 
 def unmatched(model: nn.Module, key: str) -> SelectionError:
     """Makes the error for a key whose recorders match none of the model's modules."""
     named = [
         recorder.class_name or getattr(recorder.target_class, "__name__", "")
-        for recorder in _recorders(model)[key]
+        for recorder in _recorders(declared_by(model))[key]
     ]
     classes = dict.fromkeys(type(module).__name__ for module in model.modules())
     closest = list(dict.fromkeys(name for each in named for name in closest_to(each, classes)))

@@ -9,6 +9,7 @@ import functools
 import inspect
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import Call, frames
+from ferrohook._core import Call, in_flight
 from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.errors import HookTypeError
 from ferrohook.recording.attribution import warn_unattributed
-from ferrohook.recording.declarations import HIDDEN, declared_by, unmatched
+from ferrohook.recording.declarations import HIDDEN, OutputRecorder, declared_by, unmatched
 from ferrohook.recording.layers import install, installation_of
 from ferrohook.recording.tracing import TRACED, TracedCall
 from ferrohook.suggestions import closest_to
@@ -93,21 +94,14 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
             config = getattr(self, "config", None)
             declared = declared_by(self)
             return_dict = kwargs.pop("return_dict", getattr(config, "return_dict", True))
-            flags, asked = _flags(self, declared, config, kwargs)
-            around = innermost()
-            traced = torch.compiler.is_compiling() and around is None
-            if around is not None or TRACED.call is not None:
-                asked = []  # passed on by an enclosing model
+            flags, explicit = _flags(self, declared, config, kwargs)
             if names is not None:  # drops flags that the forward does not take
                 kwargs = {
                     name: value
                     for name, value in kwargs.items()
                     if name in names or not name.startswith(FLAG)
                 }
-            if traced:
-                outputs, recorded = _traced_call(self, forward, args, kwargs, flags, asked)
-            else:
-                outputs, recorded = _call(self, around, forward, args, kwargs, flags, asked)
+            outputs, recorded = _run(_Request(self, forward, args, kwargs, flags, explicit))
             if recorded:
                 tie = getattr(config, "tie_last_hidden_states", None)
                 tie = tie_last_hidden_states if tie is None else tie
@@ -122,17 +116,6 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
         msg = f"capture_outputs decorates a forward, got {describe(func)}"
         raise HookTypeError(msg)
     return decorate if func is None else decorate(func)
-
-
-def innermost() -> Call | None:
-    """Returns the innermost call of this context: it records, or keeps others from recording.
-
-    Native layers use the native twin; Dynamo traces this one.
-    """
-    for frame in frames.get():
-        if type(frame.tag) is Call:
-            return frame.tag
-    return None
 
 
 def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -158,35 +141,37 @@ def _flags(
     Raises:
         HookTypeError: an unknown flag.
     """
-    flags, by_keyword = {}, []
+    flags, explicit = {}, []
     for key in declared:
         with_attentions = key in WITH_ATTENTIONS
         name = FLAG + (ATTENTIONS if with_attentions else key)
-        explicit = name in kwargs
-        value = kwargs[name] if explicit else getattr(config, name, False)
+        value = kwargs[name] if name in kwargs else getattr(config, name, False)
         if value:
             flags[key] = value
-            if explicit and not with_attentions:
-                by_keyword.append(key)
+            if name in kwargs and not with_attentions:
+                explicit.append(key)
     for name, value in kwargs.items():
         if not name.startswith(FLAG) or value is None or value is False:
             continue
         if name.removeprefix(FLAG) not in declared and not hasattr(config, name):
             _check_flag(model, name)
-    return flags, by_keyword
+    return flags, explicit
 
 
 @_as_constant
 def _check_flag(model: nn.Module, name: str) -> None:
     # An enclosing model passes on its flags.
     models = [model, *_callers(model)]
-    if any(name in _flags_of(each) for each in models):
+
+    def known() -> bool:
+        return any(name in _FLAGS.get(each, ()) for each in models)
+
+    if not known():
+        # Not seen yet, or changed since.
+        _FLAGS.update((each, _flags_of(each)) for each in models)
+    if known():
         return
-    for each in models:
-        _FLAGS.pop(each, None)  # stale if a sub-model was added
-    if any(name in _flags_of(each) for each in models):
-        return
-    flags = sorted(_flags_of(model))
+    flags = sorted(_FLAGS[model])
     closest = ", ".join(closest_to(name, flags) or flags)
     msg = f"{type(model).__name__} knows no {name!r}: the closest it has are {closest or 'none'}"
     raise HookTypeError(msg)
@@ -209,28 +194,21 @@ def _unwrap_traced(caller: Any) -> Any:
     return getattr(variable, "value", caller)
 
 
-def _flags_of(model: nn.Module) -> frozenset[str]:
+def _flags_of(model: nn.Module) -> set[str]:
     """Returns the flags that the model or a sub-module declares, or a forward takes."""
-    with contextlib.suppress(KeyError):
-        return _FLAGS[model]
-    declared_flags: set[str] = set()
+    flags: set[str] = set()
     for module in model.modules():
-        declared_flags.update(FLAG + key for key in declared_by(module))
+        flags.update(FLAG + key for key in declared_by(module))
         with contextlib.suppress(TypeError, ValueError):  # without a signature
-            declared_flags |= _parameters_of_class(plain_class(type(module)))
-    if FLAG + CROSS in declared_flags or FLAG + "mask_decoder_attentions" in declared_flags:
-        declared_flags.add(FLAG + ATTENTIONS)
-    _FLAGS[model] = frozenset(declared_flags)
-    return _FLAGS[model]
+            names = inspect.signature(plain_class(type(module)).forward).parameters
+            flags.update(name for name in names if name.startswith(FLAG))
+    if not flags.isdisjoint(FLAG + key for key in WITH_ATTENTIONS):
+        flags.add(FLAG + ATTENTIONS)
+    return flags
 
 
-_FLAGS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def _parameters_of_class(cls: type[nn.Module]) -> frozenset[str]:
-    names = inspect.signature(cls.forward).parameters
-    return frozenset(name for name in names if name.startswith(FLAG))
+# Of models whose forwards got flags that these do not declare.
+_FLAGS: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _match_output(
@@ -242,27 +220,28 @@ def _match_output(
         matched[key] = values
         if key == HIDDEN and tie and values and values[-1] is not None:
             for name in ("vision_hidden_states", "last_hidden_state"):
-                if _has(outputs, name):
-                    matched[key] = (*values[:-1], _get(outputs, name))
+                if (state := _field(outputs, name)) is not _ABSENT:
+                    matched[key] = (*values[:-1], state)
                     break
         elif (
             key == ATTENTIONS
             and isinstance(declared[key], list)
             and len(declared[key]) == SELF_AND_CROSS
             and CROSS not in declared
-            and _has(outputs, CROSS)
+            and _field(outputs, CROSS) is not _ABSENT
         ):
             # A layer's self-attention and its cross-attention alternate.
             matched[key], matched[CROSS] = values[0::2], values[1::2]
     return matched
 
 
-def _has(outputs: Any, name: str) -> bool:
-    return hasattr(outputs, name) or (isinstance(outputs, (dict, Mapping)) and name in outputs)
+def _field(outputs: Any, name: str) -> Any:
+    """Returns an attribute or an item of an output, `_ABSENT` if it has none."""
+    item = outputs.get(name, _ABSENT) if isinstance(outputs, (dict, Mapping)) else _ABSENT
+    return getattr(outputs, name, item)
 
 
-def _get(outputs: Any, name: str) -> Any:
-    return getattr(outputs, name) if hasattr(outputs, name) else outputs[name]
+_ABSENT = object()
 
 
 def _add_to_output(outputs: Any, recorded: dict[str, tuple[Any, ...]]) -> Any:
@@ -290,25 +269,89 @@ def _as_tuple(outputs: Any) -> Any:
     if hasattr(outputs, "to_tuple"):
         return outputs.to_tuple()
     if isinstance(outputs, Mapping):
-        return tuple(value for value in outputs.values() if value is not None)
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        values = [*outputs.values()]
+    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         values = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
-        return tuple(value for value in values if value is not None)
+    else:
+        return outputs
+    return tuple(value for value in values if value is not None)
+
+
+@dataclasses.dataclass
+class _Request:
+    """Call of a forward, the requested keys with their flags, and those named by a keyword."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    flags: dict[str, Any]
+    explicit: list[str]
+
+    def run(self) -> Any:
+        return self.forward(self.model, *self.args, **self.kwargs)
+
+
+def _run(request: _Request) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+    """Runs the forward. Returns its output and the values recorded for each key."""
+    inside = in_flight.innermost is not None
+    outer = TRACED.call
+    if inside or outer is not None:  # passed on by an enclosing model
+        request.explicit = []
+    traced = torch.compiler.is_compiling() and not inside
+    if traced and outer is None and not request.flags:
+        return request.run(), {}
+    recorded: dict[str, list[Any]] = {key: [] for key in request.flags}
+    TRACED.call = _make_traced_call(request, recorded) if traced else None
+    try:
+        outputs = request.run() if traced else _run_eagerly(request, recorded)
+    finally:
+        TRACED.call = outer
+    return outputs, {key: tuple(values) for key, values in recorded.items()}
+
+
+def _make_traced_call(request: _Request, recorded: dict[str, list[Any]]) -> TracedCall:
+    if not recorded:
+        return TracedCall("", None, recorded)
+    indices = _indices(request.flags)
+    return TracedCall(*_install_for_trace(request.model, indices, request.explicit), recorded)
+
+
+@_as_constant
+def _install_for_trace(
+    model: nn.Module, indices: list[int] | None, explicit: list[str]
+) -> tuple[str, tuple[int, ...] | None]:
+    """Installs for a trace. Returns the installation's number and the selected states."""
+    installation = install(model, traced=True)
+    selected = _select_states(installation, model, indices, explicit)
+    installation.watch()
+    return installation.number, None if selected is None else tuple(selected)
+
+
+def _run_eagerly(request: _Request, recorded: dict[str, list[Any]]) -> Any:
+    while True:
+        call = _make_call(request, recorded)
+        with call as begun:
+            if begun:  # else another thread has uninstalled meanwhile
+                outputs = request.run()
+                break
+    if recorded:
+        call.installation.copies.finish()
+    if call.unattributed:
+        warn_unattributed(call)
     return outputs
 
 
-def _make_call(  # noqa: PLR0913, PLR0917 (the state of a call)
-    model: nn.Module,
-    around: Call | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    flags: dict[str, Any],
-    asked: list[str],
-) -> Call:
-    """Installs the recorders and makes the call."""
-    installation = install(model) if flags else installation_of(model)
-    selected = _select_states(model, flags, asked, installation) if installation and flags else None
-    return Call(model, installation, flags, selected, around, args, kwargs)
+def _make_call(request: _Request, recorded: dict[str, list[Any]]) -> Call:
+    model, arguments = request.model, (request.args, request.kwargs)
+    if not recorded:
+        return Call(model, installation_of(model), recorded, None, arguments, [])
+    installation = install(model)
+    indices = _indices(request.flags)
+    selected = _select_states(installation, model, indices, request.explicit)
+    here = threading.current_thread()
+    others = [thread for thread in threading.enumerate() if thread is not here]
+    return Call(model, installation, recorded, selected, arguments, others)
 
 
 never_trace(
@@ -318,97 +361,32 @@ never_trace(
 )
 
 
-def _select_states(
-    model: nn.Module, flags: dict[str, Any], asked: list[str], installation: Installation
-) -> list[int] | None:
+def _indices(flags: dict[str, Any]) -> list[int] | None:
     """Returns the indices of the requested hidden states, None for all."""
-    for key in asked:
-        if not installation.layers[key]:
-            raise unmatched(model, key)
     flag = flags.get(HIDDEN, True)
     if isinstance(flag, bool):
         return None
     try:
-        indices = [flag] if isinstance(flag, int) else [operator.index(each) for each in flag]
+        # Plain ints: Dynamo makes those that differ between calls dynamic.
+        return [operator.index(each) for each in ([flag] if isinstance(flag, int) else flag)]
     except TypeError as error:
         msg = f"output_hidden_states is a bool, an index or a list of them, got {flag!r}"
         raise HookTypeError(msg) from error
-    if min(indices, default=0) >= 0:
+
+
+def _select_states(
+    installation: Installation, model: nn.Module, indices: list[int] | None, explicit: list[str]
+) -> list[int] | None:
+    """Counts negative indices from the end. Raises for an explicit key that matches no module."""
+    for key in explicit:
+        if not installation.recorders[key]:
+            raise unmatched(model, key)
+    if indices is None or min(indices, default=0) >= 0:
         return indices
-    recorder = installation.recorders[HIDDEN]
-    config = getattr(model, "config", None)
-    layers = getattr(config, recorder.num_hidden_layers_key, None)
-    layers = installation.layers[HIDDEN] if layers is None else layers
-    count = layers + recorder.capture_initial_hidden_state
+    recorders = installation.recorders[HIDDEN]
+    # No layers, no states.
+    recorder = recorders[0] if recorders else OutputRecorder(nn.Module)
+    layers = getattr(getattr(model, "config", None), recorder.num_hidden_layers_key, None)
+    count = len(recorders) if layers is None else layers
+    count += recorder.capture_initial_hidden_state
     return [index % count for index in indices if -count <= index < count]
-
-
-def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
-    model: nn.Module,
-    around: Call | None,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    flags: dict[str, Any],
-    asked: list[str],
-) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """Runs the forward. Returns its output and the recorded values."""
-    traced = TRACED.call
-    if traced is not None:
-        TRACED.call = None
-    try:
-        while True:
-            call = _make_call(model, around, args, kwargs, flags, asked)
-            ran = call.run(forward)
-            if ran is not None:  # None: another thread has uninstalled meanwhile
-                break
-    finally:
-        if traced is not None:
-            TRACED.call = traced
-    if call.unattributed:
-        warn_unattributed(call)
-    return ran
-
-
-def _static_flag(flag: Any) -> Any:
-    """Converts a flag to plain ints: Dynamo makes those that differ between calls dynamic."""
-    if isinstance(flag, (list, tuple)):
-        return [operator.index(each) for each in flag]
-    return operator.index(flag) if isinstance(flag, int) and not isinstance(flag, bool) else flag
-
-
-@_as_constant
-def _install_for_trace(
-    model: nn.Module, flags: dict[str, Any], asked: list[str]
-) -> tuple[str, tuple[int, ...] | None]:
-    """Installs for a trace. Returns the installation's number and the selected states."""
-    installation = install(model, traced=True)
-    selected = _select_states(model, flags, asked, installation)
-    installation.watch()
-    return installation.number, None if selected is None else tuple(selected)
-
-
-def _traced_call(  # noqa: PLR0913, PLR0917 (the state of a call)
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    flags: dict[str, Any],
-    asked: list[str],
-) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """`_call` for Dynamo: runs the forward and records in the trace."""
-    outer = TRACED.call
-    if not flags and outer is None:
-        return forward(model, *args, **kwargs), {}
-    if not torch.compiler.is_compiling() and outer is None:  # the graph broke: this is Python
-        return _call(model, None, forward, args, kwargs, flags, asked)
-    if HIDDEN in flags:
-        flags = {**flags, HIDDEN: _static_flag(flags[HIDDEN])}
-    number, selected = _install_for_trace(model, flags, asked) if flags else ("", None)
-    call = TracedCall(number, list(flags), selected)
-    TRACED.call = call
-    try:
-        outputs = forward(model, *args, **kwargs)
-    finally:
-        TRACED.call = outer
-    return outputs, {key: tuple(values) for key, values in call.recorded.items()}

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
-import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from ferrohook._core import (
-    Attachment,
-    Collector,
-    InstallationBase,
-    RecordedLayerBase,
-    calls_in_progress,
-    installations,
-)
+from ferrohook._core import InstallationBase, RecordedLayerBase
 from ferrohook.arguments import expect_module
 from ferrohook.conversion import converter
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, make_class
-from ferrohook.recording.attribution import ATTRIBUTED, find_owner
-from ferrohook.recording.declarations import HIDDEN, OutputRecorder, plan_of
+from ferrohook.recording.attribution import find_owner
+from ferrohook.recording.declarations import HIDDEN, LayerKey, plan_of
 from ferrohook.recording.tracing import TRACED, first_of
+from ferrohook.tensors import map_tensors
 from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor, nn
+
     from ferrohook._core import Call
-    from ferrohook.recording.declarations import Plan, Target
+    from ferrohook.recording.declarations import OutputRecorder, Target
 
 # Never held while user code runs. Recursive, as a finaliser may run while it is held.
-_LOCK = threading.RLock()
-_NUMBERS = itertools.count()
+_LOCK = RLock()
+# By the ids of their models.
+_INSTALLATIONS: dict[int, Installation] = {}
 
 
 class Installation(InstallationBase):
@@ -46,85 +41,67 @@ class Installation(InstallationBase):
     It is looked up by the model's id and keeps no module alive; copies and pickles exclude it.
     """
 
-    def __new__(cls, _model: nn.Module, plan: Plan, _former: Installation | None) -> Self:
-        """Makes a collector for each key of the plan."""
-        copies = HostCopies()
-        keys = [_collector(key, recorder, copies) for key, recorder in plan.recorders.items()]
-        moved = any(recorder.device is not None for recorder in plan.recorders.values())
-        return super().__new__(cls, keys, plan.tree, copies if moved else None)
-
-    def __init__(self, model: nn.Module, plan: Plan, former: Installation | None) -> None:
+    def __init__(
+        self, _modules: object, model: nn.Module, targets: dict[str, list[Target]]
+    ) -> None:
         # Removes the entry with the model: a later model may get the same id.
-        self.model = weakref.ref(model, functools.partial(_remove, installations, id(model)))
+        forget = functools.partial(_forget, _INSTALLATIONS, sys.is_finalizing, id(model))
+        self.model = weakref.ref(model, forget)
         # Identifies it, and its successors, in graphs.
-        self.number: str = str(next(_NUMBERS)) if former is None else former.number
-        self.recorders = plan.recorders
-        self.layers = {key: len(found) for key, found in plan.targets.items()}
-        self._attachment = Attachment()
+        self.number = str(id(model))
+        self.recorders = {key: [each.recorder for each in found] for key, found in targets.items()}
+        self.copies = HostCopies()
 
-    def attach(self, plan: Plan, *, all_modules: bool) -> None:
-        """Instruments the layers of the plan and, with `all_modules`, the model's other modules.
+    def attach(self, targets: dict[str, list[Target]]) -> None:
+        """Instruments the layers and registers their hooks.
 
         Raises:
             HookError: a layer cannot be instrumented.
         """
-        layers: dict[int, list[Target]] = {}
-        for target in itertools.chain.from_iterable(plan.targets.values()):
-            layers.setdefault(id(target.module), []).append(target)
-        names = {
-            f"{each[0].key} {place}": each[0].module for place, each in enumerate(layers.values())
+        modules: dict[str, nn.Module] = {}
+        keys: dict[int, list[LayerKey]] = {}
+        for key, found in targets.items():
+            for recorder, module in found:
+                if id(module) not in keys:
+                    modules[f"{key} {len(modules)}"] = module
+                initial = recorder.capture_initial_hidden_state if key == HIDDEN else None
+                convert = _conversion(recorder, self.copies)
+                layer_key = LayerKey(key, recorder.index, initial, convert)
+                keys.setdefault(id(module), []).append(layer_key)
+        attach(modules, self.attachment)
+        layers = {
+            id(module): RecordedLayer(self, keys[id(module)], type(module).__name__)
+            for module in modules.values()
         }
-        attach(names, self._attachment)
-        for targets in layers.values():
-            module = targets[0].module
-            around = any(id(each) in layers for each in module.modules() if each is not module)
-            layer = RecordedLayer(self, targets, around=around)
-            if around:
-                self._attachment.register([module], "forward_pre", layer)
-            self._attachment.register([module], "forward", layer)
-        # Best effort: PyTorch's own call costs more, and its code evicts that of the layers from
-        # the processor's caches.
-        if all_modules:
-            others = [module for module in plan.modules if id(module) not in layers]
-            self._attachment.instrument(others, make_class, explicit=False)
-
-    def retire(self) -> None:
-        """Releases the model once the in-flight calls have ended."""
-        self.retired = True
-        self.release_when_idle()
-
-    def release_when_idle(self) -> None:
-        """Releases a retired model, once, if no call is in flight."""
-        with _LOCK:
-            if any(call.installation is self for call in calls_in_progress()):
-                return
-        self.release()
-
-    def release(self) -> None:
-        """Releases the model, even during a call."""
-        self._attachment.release()
+        for module in modules.values():
+            layer = layers[id(module)]
+            others = (layers.get(id(each)) for each in module.modules() if each is not module)
+            inside = [other for other in others if other is not None]
+            for other in inside:
+                other.enclosing.append(layer)
+            if inside:
+                self.attachment.register([module], "forward_pre", layer)
+            self.attachment.register([module], "forward", layer)
 
 
-def _collector(key: str, recorder: OutputRecorder, copies: HostCopies) -> Collector:
+def _conversion(recorder: OutputRecorder, copies: HostCopies) -> Callable[[Any], Any] | None:
+    """Makes the function that prepares a value for storage; None to store it as it is."""
     device = None if recorder.device is None else torch.device(recorder.device)
-    return Collector(
-        [key],
-        detach=recorder.detach,
-        copy="ref",
-        keep=None,
-        convert=converter(copies, device, recorder.dtype, None, "ref"),
-        grads=False,
-        max_bytes=None,
-        stop=None,
-    )
+    convert = converter(copies, device, recorder.dtype, None, "ref")
+    if convert is None and not recorder.detach:
+        return None
+
+    def keep(tensor: Tensor) -> Tensor:
+        if recorder.detach and tensor.requires_grad:
+            tensor = tensor.detach()
+        return tensor if convert is None else convert(tensor)
+
+    return functools.partial(map_tensors, keep)
 
 
-# `ending` is a default argument: at finalization a module's globals may be gone.
-def _remove(
-    installed: dict[int, Installation],
-    key: int,
-    _model: object,
-    ending: Callable[[], bool] = sys.is_finalizing,
+# The names are arguments: at finalization a module's globals may be gone.
+def _forget(
+    installed: dict[int, Installation], ending: Callable[[], bool], key: int, _model: object
 ) -> None:
     installation = installed.pop(key, None)
     if installation is not None and not ending():  # its layers may be another model's too
@@ -133,7 +110,7 @@ def _remove(
 
 def installation_of(model: nn.Module) -> Installation | None:
     """Looks up the installation of a model."""
-    return installations.get(id(model))
+    return _INSTALLATIONS.get(id(model))
 
 
 def install(model: nn.Module, *, traced: bool = False) -> Installation:
@@ -149,12 +126,18 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
         if former is not None and former.holds():
             return former
         plan = plan_of(model)
-        installation = Installation(model, plan, former)
+        installation = Installation(plan.modules, model, plan.targets)
         try:
-            installation.attach(plan, all_modules=not traced)
-            installations[id(model)] = installation
+            installation.attach(plan.targets)
+            # Best effort: PyTorch's own call costs more, and its code evicts that of the layers
+            # from the processor's caches.
+            recorded = {id(each.module) for found in plan.targets.values() for each in found}
+            others = [module for module, _ in plan.modules if id(module) not in recorded]
+            if not traced:
+                installation.attachment.instrument(others, make_class, explicit=False)
+            _INSTALLATIONS[id(model)] = installation
         except BaseException:
-            installation.release()
+            installation.attachment.release()
             raise
     if former is not None:
         former.retire()
@@ -172,17 +155,9 @@ def uninstall(model: nn.Module) -> None:
     """
     expect_module(model, "uninstall takes")
     for module in model.modules():
-        installation = installations.pop(id(module), None)
+        installation = _INSTALLATIONS.pop(id(module), None)
         if installation is not None:
             installation.retire()
-
-
-class LayerKey(NamedTuple):
-    """Key that a layer is recorded under, see `_core.pyi`."""
-
-    key: int
-    item: int
-    initial: bool | None
 
 
 class RecordedLayer(RecordedLayerBase):
@@ -192,60 +167,45 @@ class RecordedLayer(RecordedLayerBase):
     a layer on a worker thread, whose context has none, and records where `torch.compile` traces.
     """
 
-    def __new__(cls, installation: Installation, targets: list[Target], *, around: bool) -> Self:  # noqa: ARG004 (for __init__)
-        """Makes a `LayerKey` for each target."""
-        places = {key: place for place, key in enumerate(installation.recorders)}
-        keys = [
-            LayerKey(
-                places[key],
-                recorder.index,
-                recorder.capture_initial_hidden_state if key == HIDDEN else None,
-            )
-            for key, recorder, _ in targets
-        ]
-        return super().__new__(cls, installation, keys)
-
-    def __init__(self, installation: Installation, targets: list[Target], *, around: bool) -> None:
+    def __init__(self, installation: Installation, keys: list[LayerKey], name: str) -> None:
+        self._installation = installation
         self._number = installation.number
-        self._recorders = tuple((target.key, target.recorder) for target in targets)
-        # True if other recorded layers are inside.
-        self._around = around
+        self._keys = keys
+        # Class of the layer.
+        self._name = name
+        # Recorded layers around it.
+        self.enclosing: list[RecordedLayer] = []
+        # By thread the call that it runs for, where the context has none.
+        self._running: dict[int, Call | None] = {}
 
     def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, _module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Records the layer's output in a trace of `torch.compile`."""
-        traced = TRACED.call
-        if traced is not None and traced.number == self._number:
-            for key, recorder in self._recorders:
-                if key in traced.recorded:
-                    traced.take(key, recorder, first_of(args, kwargs), output)
+        call = TRACED.call
+        if call is not None and call.number == self._number:
+            call.record(self._keys, args, kwargs, output)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the call for the layer and those inside, if the context has none."""
         if TRACED.call is None:
-            ATTRIBUTED.enter(module, self._find_owner(module, args, kwargs))
+            self._running[get_ident()] = self._find_owner(args, kwargs)
 
-    def end(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Records the layer's output, if the context has no call."""
         if TRACED.call is not None:
-            self(module, args, kwargs, output)
+            self(None, args, kwargs, output)
             return
-        call = ATTRIBUTED.leave(module) if self._around else self._find_owner(module, args, kwargs)
-        if call is not None and call.installation is self.installation:
+        here = get_ident()
+        begun = here in self._running
+        call = self._running.pop(here) if begun else self._find_owner(args, kwargs)
+        if call is not None:
             self.record(call, args, kwargs, output)
 
-    def _find_owner(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | None:
-        """Returns the call of the enclosing layer, else searches for one."""
-        outer = ATTRIBUTED.around(module)
-        if outer is not None:
-            return outer.call
-        model = self.installation.model()
-        return None if model is None else find_owner(model, module, first_of(args, kwargs))
+    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        enclosing = [layer._running.get(get_ident()) for layer in self.enclosing]
+        model = self._installation.model()
+        return find_owner(model, self._name, first_of(args, kwargs), enclosing)
 
 
 # Dynamo would compile functions that the native call of a compiled region calls.

@@ -9,15 +9,42 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import SelectionError
-from ferrohook.recording.declarations import HIDDEN
-from ferrohook.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from torch import Tensor
+    from ferrohook.recording.declarations import LayerKey
 
-    from ferrohook.recording.declarations import OutputRecorder
+
+class TracedCall:
+    """Twin of `Call` for Dynamo, which cannot trace native code."""
+
+    def __init__(
+        self, number: str, selected: Sequence[int] | None, recorded: dict[str, list[Any]]
+    ) -> None:
+        self.number = number
+        self._recorded = recorded
+        self._selected = selected
+
+    def record(
+        self, keys: Sequence[LayerKey], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Records a layer's output under each of its keys."""
+        for key in keys:
+            values = self._recorded.get(key.key)
+            if values is None:
+                continue
+            if key.initial and not values:
+                self._append(values, key, first_of(args, kwargs))
+            value = _item_of(output, key)
+            if value is not None:
+                self._append(values, key, value)
+
+    def _append(self, values: list[Any], key: LayerKey, value: Any) -> None:
+        selected = None if key.initial is None else self._selected
+        if selected is not None and len(values) not in selected:
+            value = None
+        values.append(value if key.convert is None else key.convert(value))
 
 
 def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -25,48 +52,13 @@ def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def _picked(key: str, output: Any, index: int) -> Any:
-    """Picks the recorded part of a layer's output."""
+def _item_of(output: Any, key: LayerKey) -> Any:
     if not isinstance(output, tuple):
         return output
-    if not -len(output) <= index < len(output):
-        msg = f'"{key}" has no output_index {index}: it is a tuple of {len(output)}'
+    if not -len(output) <= key.item < len(output):
+        msg = f'"{key.key}" has no output_index {key.item}: it is a tuple of {len(output)}'
         raise SelectionError(msg)
-    return output[index]
-
-
-class TracedCall:
-    """A call of a model that Dynamo traces: recorded values become outputs of the graph."""
-
-    def __init__(self, number: str, keys: list[str], selected: tuple[int, ...] | None) -> None:
-        self.number = number
-        self.recorded: dict[str, list[Any]] = {key: [] for key in keys}
-        self._selected = selected
-
-    def take(self, key: str, recorder: OutputRecorder, taken: Any, output: Any) -> None:
-        """Records the output of a layer, and the input of the first one."""
-        value = _picked(key, output, recorder.index)
-        if key == HIDDEN and recorder.capture_initial_hidden_state and not self.recorded[key]:
-            self._append(key, recorder, taken)
-        if value is not None:
-            self._append(key, recorder, value)
-
-    def _append(self, key: str, recorder: OutputRecorder, value: Any) -> None:
-        values = self.recorded[key]
-        if key == HIDDEN and self._selected is not None and len(values) not in self._selected:
-            values.append(None)
-        else:
-            values.append(map_tensors(_traced_keep(recorder), value))
-
-
-def _traced_keep(recorder: OutputRecorder) -> Callable[[Tensor], Tensor]:
-    def keep(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach() if recorder.detach else tensor
-        if recorder.dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(recorder.dtype)
-        return tensor if recorder.device is None else tensor.to(recorder.device)
-
-    return keep
+    return output[key.item]
 
 
 class _Traced(threading.local):

@@ -1,15 +1,16 @@
 """Stores of collected tensors by run, batch and layer, read back lazily."""
 
 # A batch is a file: one background thread writes it under another name, renames it and appends a
-# line to the index of its run. Files that are not in the index and an incomplete last line are
-# leftovers of a process that was killed, and are ignored: a resumed run has the bytes of an
-# uninterrupted one. Bytes that wait to be written are bounded; `put` waits for room at a queue
-# with no lock held, as a `Condition` that Ctrl-C interrupts may keep its lock. After an error the
-# writer writes nothing more. A kernel lock on `.lock` refuses a second writer and ends with the
-# process.
+# line to the index of its run, with the checksums of the file and of the line. Files that are not
+# in the index and an incomplete last line are leftovers of a process that was killed, and are
+# ignored: a resumed run has the bytes of an uninterrupted one. Bytes that wait to be written are
+# bounded; `put` waits for room at a queue with no lock held, as a `Condition` that Ctrl-C
+# interrupts may keep its lock. After an error the writer writes nothing more. A kernel lock on
+# `.lock` refuses a second writer and ends with the process.
 
 from ferrohook.stores.local import LocalStore as LocalStore
 from ferrohook.stores.memory import MemoryStore as MemoryStore
+from ferrohook.stores.store import DamagedBatch as DamagedBatch
 from ferrohook.stores.store import Store as Store
 
-__all__ = ["LocalStore", "MemoryStore", "Store"]
+__all__ = ["DamagedBatch", "LocalStore", "MemoryStore", "Store"]

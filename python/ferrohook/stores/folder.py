@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import defaultdict
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ferrohook import shards
 from ferrohook.errors import StoreError
@@ -96,48 +96,81 @@ class Folder:
         """Writes a shard to a new file and adds it to the index."""
         index = self.index(shard.run)
         index.folder.mkdir(exist_ok=True)
-        indexed = index.read().get(shard.batch, IndexedBatch())
+        content = shard.content
+        before = index.read().get(shard.batch, IndexedBatch())
+        restarted = content.restarted and before != IndexedBatch()
+        files = () if restarted else before.files
         tensors = {
             _tensor_key(layer, name): tensor
-            for layer, named in shard.content.layers.items()
+            for layer, named in content.layers.items()
             for name, tensor in named.items()
         }
         file: ShardFile | None = None
         if tensors:
-            suffix = f".{indexed.files}" if indexed.files else ""
+            suffix = f".{len(files)}" if files else ""
             path = index.folder / f"{shard.batch:08}{suffix}.safetensors"
-            shards.write(path, tensors, {"ferrohook.store": str(shard)}, sync=self._sync)
-            file = ShardFile(path.name, path.stat().st_size)
-        index.append(
-            {
-                "batch": shard.batch,
-                "file": None if file is None else file._asdict(),
-                "layers": {layer: list(named) for layer, named in shard.content.layers.items()},
-                "complete": shard.content.complete,
-            },
-            sync=self._sync,
-        )
+            metadata = {"ferrohook.store": str(shard)}
+            checksum = shards.Checksum()
+            shards.write(path, tensors, metadata, sync=self._sync, checksum=checksum)
+            file = ShardFile(path.name, path.stat().st_size, checksum.value)
+        line: dict[str, Any] = {
+            "batch": shard.batch,
+            "file": None if file is None else file._asdict(),
+            "layers": {layer: list(named) for layer, named in content.layers.items()},
+            "complete": content.complete,
+        }
+        if restarted:
+            line["restarted"] = True
+        if content.fingerprint:
+            line["fingerprint"] = content.fingerprint
+        if content.manifest is not None and index.manifest is None:
+            line["manifest"] = content.manifest
+        index.append(line, sync=self._sync)
+        if restarted:
+            for old in {each.name for each in before.files} - {file and file.name}:
+                (index.folder / old).unlink(missing_ok=True)
 
-    def read(self, run: str, layer: str, files: Mapping[str, ShardFile]) -> dict[str, Tensor]:
-        """Reads the tensors of a layer from their files."""
+    def damage(self, run: str, file: ShardFile, *, contents: bool) -> str | None:
+        """Compares a file with its index entry.
+
+        Args:
+            run: name of the run.
+            file: the entry.
+            contents: compare the checksum too, which reads the file.
+
+        Returns:
+            A sentence on the damage; None if there is none.
+        """
+        path = self.path / run / file.name
+        try:
+            if (size := path.stat().st_size) != file.bytes:
+                return f"{path} is damaged: it has {size} bytes, {file.bytes} were written"
+            if contents and file.crc32 not in (None, found := shards.Checksum.of(path)):
+                return (
+                    f"{path} is damaged: its checksum is {found:08x}, that of the written bytes "
+                    f"was {file.crc32:08x}"
+                )
+        except OSError as error:
+            return f"{path} cannot be read, although the index of its run has it: {error}"
+        return None
+
+    def read(
+        self, run: str, layer: str, files: Mapping[str, ShardFile], *, verify: bool
+    ) -> dict[str, Tensor]:
+        """Reads the tensors of a layer from their files; `verify` compares checksums first."""
         names: dict[ShardFile, list[str]] = defaultdict(list)
         for name, file in files.items():
             names[file].append(name)
         tensors: dict[str, Tensor] = {}
         for file, contained in names.items():
-            tensors |= self._read(self.path / run, file, layer, contained)
+            if problem := self.damage(run, file, contents=verify):
+                raise StoreError(problem)
+            tensors |= self._read(self.path / run / file.name, layer, contained)
         return {name: tensors[name] for name in files}
 
-    def _read(
-        self, folder: Path, file: ShardFile, layer: str, names: list[str]
-    ) -> dict[str, Tensor]:
-        path = folder / file.name
+    def _read(self, path: Path, layer: str, names: list[str]) -> dict[str, Tensor]:
         library = shards.safetensors_library()
         try:
-            size = path.stat().st_size
-            if size != file.bytes:
-                msg = f"{path} is damaged: it has {size} bytes, {file.bytes} were written"
-                raise StoreError(msg)
             with library.safe_open(path, framework="pt") as tensors:
                 return {name: tensors.get_tensor(_tensor_key(layer, name)) for name in names}
         except (OSError, library.SafetensorError) as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook import shards
+from ferrohook._core import crc32
 from ferrohook.errors import StoreError
 
 if TYPE_CHECKING:
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class ShardFile(NamedTuple):
-    """Name and size of a file."""
+    """Name, size and checksum of a file."""
 
     name: str
     bytes: int
+    crc32: int | None = None
+    """None in the indices of earlier versions."""
 
 
 @dataclass
@@ -28,14 +31,16 @@ class IndexedBatch:
     """Entry of a batch in an index."""
 
     layers: dict[str, dict[str, ShardFile]] = field(default_factory=dict)
-    files: int = 0
+    files: tuple[ShardFile, ...] = ()
     complete: bool = False
+    fingerprint: str = ""
 
 
 class RunIndex:
     """Index of a run: one line of JSON per file, with its batch and layers.
 
-    Lines are only appended. A last line without a line end is ignored: its process was killed.
+    Lines are only appended. A last line without a line end is ignored: its process was killed. A
+    line ends with the checksum of what stands before it; lines of earlier versions have none.
     """
 
     NAME = "index.jsonl"
@@ -46,6 +51,8 @@ class RunIndex:
         self._lock = threading.Lock()
         self._batches: dict[int, IndexedBatch] = {}
         self._bytes_read = 0
+        self.manifest: Mapping[str, Any] | None = None
+        """Manifest of the run, once `read` has come by it."""
 
     def read(self) -> Mapping[int, IndexedBatch]:
         """Reads new lines; returns the batches by index."""
@@ -64,7 +71,7 @@ class RunIndex:
             if not line.endswith(b"\n"):
                 return
             try:
-                self._add(json.loads(line))
+                self._add(_decode(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 msg = f"{self._path} is damaged: line at byte {self._bytes_read} is {line[:80]!r}"
                 raise StoreError(msg) from error
@@ -72,6 +79,8 @@ class RunIndex:
 
     def _add(self, line: dict[str, Any]) -> None:
         old = self._batches.get(line["batch"], IndexedBatch())
+        if line.get("restarted"):
+            old = IndexedBatch(fingerprint=old.fingerprint)
         file = None if line["file"] is None else ShardFile(**line["file"])
         new = {
             # A line without a file has no names.
@@ -80,12 +89,16 @@ class RunIndex:
         }
         # A new object: readers may have the old.
         self._batches[line["batch"]] = IndexedBatch(
-            old.layers | new, old.files + (file is not None), old.complete or line["complete"]
+            old.layers | new,
+            old.files if file is None else (*old.files, file),
+            old.complete or line["complete"],
+            line.get("fingerprint", old.fingerprint),
         )
+        self.manifest = self.manifest or line.get("manifest")
 
     def append(self, line: dict[str, Any], *, sync: bool) -> None:
         """Appends a line, whole or not at all."""
-        encoded = json.dumps(line).encode() + b"\n"
+        encoded = _encode(line)
         with self._lock:
             self._read_new_lines()
             with self._path.open("ab", buffering=0) as file:
@@ -102,3 +115,20 @@ class RunIndex:
                     file.truncate(self._bytes_read)
                     raise
             self._read_new_lines()
+
+
+_CHECKSUM = b', "crc32": '
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    content = json.dumps(line).encode().removesuffix(b"}")
+    return b"%b%b%d}\n" % (content, _CHECKSUM, crc32(content))
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    # No other member `crc32` follows it, and a str has its quotes escaped.
+    content, separator, checksum = line.rpartition(_CHECKSUM)
+    if separator and int(checksum.removesuffix(b"}\n")) != crc32(content):
+        msg = "its checksum is another"
+        raise ValueError(msg)
+    return dict(json.loads(line))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.arguments import at_least_one
-from ferrohook.errors import StoreError
+from ferrohook.errors import StoreError, UnverifiedWarning
 from ferrohook.stores.folder import Folder
 from ferrohook.stores.shard import Shard
-from ferrohook.stores.store import Batch, Store, check_batch, find, own_tensors
+from ferrohook.stores.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
 from ferrohook.stores.writer import Writer, closed_message
 
 if TYPE_CHECKING:
@@ -32,10 +33,14 @@ class LocalStore(Store):
     complete and readable, and after `flush` or `close` all files are in it. Open batches are
     written as they are at that time, and continued in a second file.
 
+    The index has a CRC-32 (`zlib.crc32`) of each file, computed as it is written, and of each of
+    its own lines. `verify` compares those of files, `get` with `verify=True`; those of lines are
+    always compared. The files of earlier versions have none.
+
     One store writes to a folder at a time; any number may read it meanwhile. Reading flushes this
     store first. A store that is not closed is closed at the end of the process.
 
-    Reading needs the package safetensors (`ferrohook[safetensors]`).
+    Reading needs the package safetensors.
     """
 
     def __init__(
@@ -96,8 +101,22 @@ class LocalStore(Store):
         if largest is not None and content is not None:
             writer.put(Shard(*largest, content))
 
-    def complete(self, run: str, batch: int) -> None:
-        """Marks a batch as complete and queues it for writing.
+    def restart(self, run: str, batch: int) -> None:  # noqa: D102
+        check_batch(run, batch)
+        self._check_writable()
+        with self._lock:
+            self._check_writable()  # see `put`
+            self._open[run, batch] = Batch(restarted=True)
+
+    def complete(
+        self,
+        run: str,
+        batch: int,
+        *,
+        fingerprint: str = "",
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Marks a batch as complete and queues it for writing; see `Store.complete`.
 
         It is written when the next `flush` returns, or when `completed` lists it.
         """
@@ -106,6 +125,8 @@ class LocalStore(Store):
         with self._lock:
             finished = self._open.pop((run, batch), Batch())
         finished.complete = True
+        finished.fingerprint = fingerprint
+        finished.manifest = manifest
         writer.put(Shard(run, batch, finished))
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
@@ -152,22 +173,57 @@ class LocalStore(Store):
         return sorted(self._index(run))
 
     def completed(self, run: str) -> list[int]:  # noqa: D102
-        check_batch(run, 0)
-        if run not in self.runs():
-            return []
-        return sorted(number for number, batch in self._index(run).items() if batch.complete)
+        return sorted(number for number, batch in self._known(run).items() if batch.complete)
+
+    def manifest(self, run: str) -> Mapping[str, Any] | None:  # noqa: D102
+        self._known(run)  # reads new lines
+        return self._folder.index(run).manifest
+
+    def fingerprints(self, run: str) -> dict[int, str]:  # noqa: D102
+        batches = self._known(run).items()
+        return {number: batch.fingerprint for number, batch in batches if batch.fingerprint}
+
+    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:  # noqa: D102
+        damaged: list[DamagedBatch] = []
+        unverified = 0
+        for name in self.runs() if run is None else [run]:
+            for number, batch in sorted(self._index(name).items()):
+                damages = (
+                    self._folder.damage(name, file, contents=contents) for file in batch.files
+                )
+                if problem := next(filter(None, damages), None):
+                    damaged.append(DamagedBatch(name, number, problem))
+                unverified += any(file.crc32 is None for file in batch.files)
+        if contents and unverified:
+            _warn_unverified(f"{unverified} batches of {self._folder.path}")
+        return damaged
 
     def layers(self, run: str, batch: int) -> list[str]:  # noqa: D102
         return list(find(self._index(run), batch, "batch").layers)
 
-    def get(self, run: str, batch: int, layer: str) -> dict[str, Tensor]:  # noqa: D102
+    def get(  # noqa: D102
+        self, run: str, batch: int, layer: str, *, verify: bool = False
+    ) -> dict[str, Tensor]:
         indexed = find(self._index(run), batch, "batch")
         files = find(indexed.layers, layer, "layer")
-        return self._folder.read(run, layer, files)
+        if verify and any(file.crc32 is None for file in files.values()):
+            where = f"batch {batch} of run {run!r} of {self._folder.path}"
+            _warn_unverified(where)
+        return self._folder.read(run, layer, files, verify=verify)
 
     def _index(self, run: str) -> Mapping[int, IndexedBatch]:
         find(dict.fromkeys(self.runs()), run, "run")
         return self._folder.index(run).read()
+
+    def _known(self, run: str) -> Mapping[int, IndexedBatch]:
+        """Returns the index of a run; empty for an unknown run."""
+        check_batch(run, 0)
+        return self._index(run) if run in self.runs() else {}
+
+
+def _warn_unverified(subject: str) -> None:
+    msg = f"{subject}: no checksum was stored, so only the sizes of the files were compared"
+    warnings.warn(msg, UnverifiedWarning, stacklevel=3)  # the caller of the store
 
 
 def _submit(writer: Writer, lock: threading.Lock, opened: dict[tuple[str, int], Batch]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import StoreError
-from ferrohook.stores.store import Batch, Store, check_batch, find, own_tensors
+from ferrohook.stores.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,7 @@ class MemoryStore(Store):
 
     def __init__(self) -> None:
         self._runs: dict[str, dict[int, Batch]] = {}
+        self._manifests: dict[str, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -36,11 +37,29 @@ class MemoryStore(Store):
         with self._lock:
             self._opened(run, batch).add(layer, owned)
 
-    def complete(self, run: str, batch: int) -> None:  # noqa: D102
+    def restart(self, run: str, batch: int) -> None:  # noqa: D102
         check_batch(run, batch)
         self._check_open()
         with self._lock:
-            self._opened(run, batch).complete = True
+            fingerprint = self._opened(run, batch).fingerprint
+            self._runs[run][batch] = Batch(fingerprint=fingerprint)
+
+    def complete(  # noqa: D102
+        self,
+        run: str,
+        batch: int,
+        *,
+        fingerprint: str = "",
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_batch(run, batch)
+        self._check_open()
+        with self._lock:
+            opened = self._opened(run, batch)
+            opened.fingerprint = fingerprint or opened.fingerprint
+            if manifest is not None:
+                self._manifests.setdefault(run, manifest)
+            opened.complete = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -73,10 +92,30 @@ class MemoryStore(Store):
         batches = self._runs.get(run, {})
         return sorted(number for number, batch in list(batches.items()) if batch.complete)
 
+    def manifest(self, run: str) -> Mapping[str, Any] | None:  # noqa: D102
+        return self._manifests.get(run)
+
+    def fingerprints(self, run: str) -> dict[int, str]:  # noqa: D102
+        batches = list(self._runs.get(run, {}).items())
+        return {number: batch.fingerprint for number, batch in batches if batch.fingerprint}
+
+    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:  # noqa: ARG002
+        """Returns no batches: there are no files."""
+        if run is not None:
+            find(self._runs, run, "run")
+        return []
+
     def layers(self, run: str, batch: int) -> list[str]:  # noqa: D102
         return list(self._batch(run, batch).layers)
 
-    def get(self, run: str, batch: int, layer: str) -> dict[str, Tensor]:  # noqa: D102
+    def get(  # noqa: D102
+        self,
+        run: str,
+        batch: int,
+        layer: str,
+        *,
+        verify: bool = False,  # noqa: ARG002 (there are no files)
+    ) -> dict[str, Tensor]:
         tensors = find(self._batch(run, batch).layers, layer, "layer")
         return {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
 _NAME = re.compile(r"\w[\w.-]*")
+
+
+class DamagedBatch(NamedTuple):
+    """A batch of which a file is missing, cut off or changed."""
+
+    run: str
+    batch: int
+    problem: str
+    """Sentence that names the file."""
 
 
 class Store(ABC):
@@ -52,8 +61,29 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def complete(self, run: str, batch: int) -> None:
+    def restart(self, run: str, batch: int) -> None:
+        """Opens a batch anew: the tensors put from now on replace all that it had.
+
+        Raises:
+            StoreError: as for `put`.
+        """
+
+    @abstractmethod
+    def complete(
+        self,
+        run: str,
+        batch: int,
+        *,
+        fingerprint: str = "",
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
         """Marks a batch as complete.
+
+        Args:
+            run: name of the run.
+            batch: index of the batch.
+            fingerprint: fingerprint of the input that the batch was made of.
+            manifest: description of the run in plain data, stored with its first batch.
 
         Raises:
             StoreError: as for `put`.
@@ -99,6 +129,32 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def manifest(self, run: str) -> Mapping[str, Any] | None:
+        """Returns the manifest of a run; None if it has none, or for an unknown run."""
+
+    @abstractmethod
+    def fingerprints(self, run: str) -> dict[int, str]:
+        """Returns the fingerprints of batches by index, those of damaged batches included.
+
+        Empty for an unknown run.
+        """
+
+    @abstractmethod
+    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:
+        """Lists damaged batches: a file is missing, of another size, or of another checksum.
+
+        Args:
+            run: name of the run; None for all runs.
+            contents: read all files and compare checksums; False compares their sizes alone.
+
+        Warns with `UnverifiedWarning` of files without a checksum, which an earlier version wrote.
+
+        Raises:
+            SelectionError: the store has no such run.
+            StoreError: the index of a run is damaged.
+        """
+
+    @abstractmethod
     def layers(self, run: str, batch: int) -> list[str]:
         """Lists the layers of a batch, in the order of `put`.
 
@@ -107,8 +163,14 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def get(self, run: str, batch: int, layer: str) -> dict[str, Tensor]:
+    def get(self, run: str, batch: int, layer: str, *, verify: bool = False) -> dict[str, Tensor]:
         """Reads the tensors of a layer by name, on the CPU; the caller owns them.
+
+        Args:
+            run: name of the run.
+            batch: index of the batch.
+            layer: name of the layer.
+            verify: compare the checksum of the batch first, which reads the whole of its files.
 
         Raises:
             SelectionError: the store has no such run, batch or layer.
@@ -134,6 +196,9 @@ class Batch:
     layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     nbytes: int = 0
     complete: bool = False
+    restarted: bool = False
+    fingerprint: str = ""
+    manifest: Mapping[str, Any] | None = None
 
     def add(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
         """Adds tensors to a layer; replaces those of the same names."""

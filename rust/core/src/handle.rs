@@ -46,6 +46,12 @@ impl<H> Handle<H> {
         self.state.calls()
     }
 
+    /// True once a trace has the hook: code compiled from it invokes the callback and counts nothing.
+    #[must_use]
+    pub fn traced(&self) -> bool {
+        self.state.traced()
+    }
+
     /// Current priority of the hook; higher fires first.
     #[must_use]
     pub fn priority(&self) -> i64 {

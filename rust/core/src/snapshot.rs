@@ -54,6 +54,11 @@ impl<H> Entry<H> {
         self.state.enabled()
     }
 
+    /// Notes that a trace has the hook, for [`Handle::traced`](crate::Handle::traced).
+    pub fn mark_traced(&self) {
+        self.state.mark_traced();
+    }
+
     /// Number of invocations that have ended.
     #[must_use]
     pub fn calls(&self) -> u64 {

@@ -102,6 +102,8 @@ pub(crate) struct HookState {
     last: bool,
     priority: AtomicI64,
     word: AtomicU64,
+    /// True once a trace has the hook. Not loom's atomic: it is only ever set, and orders nothing.
+    traced: std::sync::atomic::AtomicBool,
 }
 
 impl HookState {
@@ -117,6 +119,7 @@ impl HookState {
             last,
             priority: AtomicI64::new(priority),
             word: AtomicU64::new(0),
+            traced: std::sync::atomic::AtomicBool::new(false),
         }
     }
 
@@ -161,6 +164,15 @@ impl HookState {
 
     pub(crate) fn calls(&self) -> u64 {
         self.word() / CALL
+    }
+
+    pub(crate) fn traced(&self) -> bool {
+        self.traced.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    pub(crate) fn mark_traced(&self) {
+        self.traced
+            .store(true, std::sync::atomic::Ordering::Relaxed);
     }
 
     /// Returns true for the call that removed the hook.

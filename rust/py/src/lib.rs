@@ -5,6 +5,7 @@
 mod attach;
 mod call;
 mod capture;
+mod checksum;
 mod contexts;
 mod cpython;
 mod error;
@@ -15,10 +16,11 @@ mod registry;
 mod torch;
 
 use pyo3::prelude::*;
+use pyo3::types::PyMapping;
 
 #[pymodule(gil_used = false)]
 mod _core {
-    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+    use super::{Bound, PyMapping, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
     use crate::attach::attachment::{Attachment, AttachmentContext};
@@ -37,7 +39,11 @@ mod _core {
     #[pymodule_export]
     use crate::capture::root_calls::RootCalls;
     #[pymodule_export]
+    use crate::checksum::crc32;
+    #[pymodule_export]
     use crate::contexts::frame::Frame;
+    #[pymodule_export]
+    use crate::hooks::callable::py_refuse_async;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;
     #[pymodule_export]
@@ -56,13 +62,11 @@ mod _core {
     #[pymodule_export]
     use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::recorded::call::{Call, calls_in_progress};
+    use crate::recorded::call::{Call, InFlight, calls_in_progress};
     #[pymodule_export]
     use crate::recorded::installation::InstallationBase;
     #[pymodule_export]
     use crate::recorded::layer::RecordedLayerBase;
-    #[pymodule_export]
-    use crate::recorded::tree::ModuleTree;
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
@@ -71,14 +75,18 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::cpython::heap_type::account_for_class(&module.py().get_type::<HookedBase>());
-        // Created here: the stack may be exhausted at the first call that needs it.
-        module.add("Stop", module.py().get_type::<crate::call::stop::Stop>())?;
-        let frames = crate::contexts::current::variable(module.py())?;
+        let py = module.py();
+        // Created here: in a call the stack may be exhausted, and a finaliser that runs while pyo3
+        // creates a class would wait for it.
+        module.add("Stop", py.get_type::<crate::call::stop::Stop>())?;
+        let _classes = [
+            py.get_type::<crate::call::backward::BackwardWalk>(),
+            py.get_type::<crate::capture::keeping::GradientSlot>(),
+            py.get_type::<PyMapping>(),
+        ];
+        let frames = crate::contexts::current::variable(py)?;
         module.add("frames", frames)?;
-        module.add(
-            "installations",
-            crate::recorded::installation::installations(module.py()),
-        )?;
+        module.add("in_flight", crate::recorded::call::InFlight)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

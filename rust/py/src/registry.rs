@@ -2,19 +2,22 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferrohook_core::{Phase, Placement, Work};
+use ferrohook_core::{Entry, Phase, Placement, Work};
 use pyo3::exceptions::PyException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::contexts::current::Frames;
+use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
+use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
 use crate::hooks::site::Site;
+use crate::torch;
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
 type Snapshot = ferrohook_core::Snapshot<Hook>;
@@ -29,6 +32,9 @@ pub struct Registry {
     /// Hooks that fire in every context.
     hooks: CoreRegistry,
     scoped: Scoped,
+    operators: Operators,
+    /// Tensor of the id, made when first read.
+    id_tensor: PyOnceLock<Py<PyAny>>,
     /// Number of exceptions of hooks, those of frames and removed ones included.
     errors: AtomicU64,
 }
@@ -41,6 +47,8 @@ impl Registry {
             module: MODULES.fetch_add(1, Ordering::Relaxed),
             hooks,
             scoped: Scoped::default(),
+            operators: Operators::default(),
+            id_tensor: PyOnceLock::new(),
             errors: AtomicU64::default(),
         }
     }
@@ -89,7 +97,7 @@ impl Registry {
         self.hooks.work()
     }
 
-    /// Adds a hook, or returns an error and changes nothing.
+    /// Adds a hook, or returns an error and changes nothing. `name` is the module's, if known.
     pub fn register(
         &self,
         phase: Phase,
@@ -97,13 +105,17 @@ impl Registry {
         placement: Placement,
         options: Options,
         scope: Option<&ScopeArg<'_>>,
+        name: Option<&str>,
     ) -> PyResult<HookHandle> {
         let py = hook.py();
-        let hook = Hook::new(hook, phase, options, &self.hooks)?;
+        let hook = Hook::new(hook, phase, options, &self.hooks, name)?;
         let Some(ScopeArg(scope)) = scope else {
             return Ok(HookHandle(hook.register(phase, placement, &self.hooks)));
         };
         let scope = scope.get();
+        if hook.operator() {
+            scope.use_operators();
+        }
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
         let handle = hook.register(phase, placement, &hooks);
         // Another thread may have closed the frame meanwhile, without this hook.
@@ -137,7 +149,7 @@ impl Registry {
     }
 
     fn begin_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> Option<Snapshot> {
-        let mut snapshots = frame::hooks(frames, self.module)
+        let mut snapshots = frame::hooks(frames.iter_borrowed(), self.module)
             .filter(|hooks| hooks.occupied(phase))
             .map(|hooks| hooks.snapshot(phase))
             .chain(self.begin_outside(self.work(), phase));
@@ -151,7 +163,8 @@ impl Registry {
 
     /// Takes the snapshot of a phase for the current context.
     fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Snapshot>> {
-        self.begin(py, phase, &Frames::default())
+        let frames = frame::only_open(&active(py)?)?;
+        self.begin(py, phase, &Frames::fixed(frames))
     }
 
     /// True if a phase has hooks that fire in `frames`; `work` is that of the call.
@@ -165,7 +178,7 @@ impl Registry {
     ) -> PyResult<bool> {
         if work.watched(phase)
             && let Some(frames) = frames.entered(py)?
-            && frame::hooks(frames, self.module).any(|hooks| hooks.occupied(phase))
+            && frame::hooks(frame::open(frames), self.module).any(|hooks| hooks.occupied(phase))
         {
             return Ok(true);
         }
@@ -228,7 +241,7 @@ impl Registry {
             timed,
         };
         let placement = priority.place(prepend);
-        self.register(phase.0, hook, placement, options, scope.as_ref())
+        self.register(phase.0, hook, placement, options, scope.as_ref(), None)
     }
 
     /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
@@ -259,7 +272,7 @@ impl Registry {
     fn handles(&self, py: Python<'_>) -> Vec<(Py<PyAny>, HookHandle)> {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
         let entries = snapshots.iter().flat_map(Snapshot::iter);
-        let with_handle = |entry: &ferrohook_core::Entry<Hook>| {
+        let with_handle = |entry: &Entry<Hook>| {
             let object = entry.hook().object().clone_ref(py);
             (object, HookHandle(self.hooks.handle(entry)))
         };
@@ -293,33 +306,76 @@ impl Registry {
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
-            Hook::new(&copied, phase, hook.options, fork)
+            Hook::new(&copied, phase, hook.options, fork, hook.module_name())
         })?;
         Ok(Self::new(hooks))
     }
 
     /// The hooks of a trace in this context, and True if a trace of them behaves like an eager
-    /// call. For each phase the enabled ones in firing order, (callback, kind, with_kwargs) each;
-    /// the callback of a recorder is the recorded part.
+    /// call. For each phase the enabled ones in firing order, (callback, kind, with_kwargs) each,
+    /// and behind them the operators, if the context has a hook for any operator of any module: the
+    /// graph is the same whichever of them have one. Their callback is (recorded part, key).
     #[getter]
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
-        let mut faithful = true;
-        let mut phases = Vec::new();
+        let frames = Frames::default();
+        let operators = frames.entered(py)?.is_some_and(frame::any_operators);
+        let (mut faithful, mut phases, mut snapshots) = (true, Vec::new(), Vec::new());
         for phase in Phase::ALL {
             let mut rows = Vec::new();
-            for entry in self.firing(py, phase)?.iter().flat_map(Snapshot::iter) {
-                if entry.enabled()
-                    && !entry.removed()
-                    && let Some(hook) = entry.hook().traced(py, phase)?
-                {
-                    faithful &= hook.faithful;
-                    let row = (hook.callback, hook.kind, hook.with_kwargs);
-                    rows.push(row.into_pyobject(py)?);
+            let snapshot = self.begin(py, phase, &frames)?;
+            for entry in fired(snapshot.as_ref()) {
+                let Some(hook) = entry.hook().traced(py, phase)? else {
+                    continue;
+                };
+                faithful &= hook.faithful;
+                match hook.operator {
+                    Some(key) => self.operators.lay(phase, key, hook.callback.unbind()),
+                    None => rows.push((hook.callback, hook.kind, hook.with_kwargs)),
                 }
             }
+            if operators {
+                let laid = self.operators.callbacks(py, phase).into_iter();
+                rows.extend(laid.map(|callback| (callback, "recorder", false)));
+            }
             phases.push(PyTuple::new(py, rows)?);
+            snapshots.push((phase, snapshot));
+        }
+        if faithful {
+            for (phase, snapshot) in &snapshots {
+                let forward = matches!(phase, Phase::ForwardPre | Phase::Forward);
+                // Without compiled autograd, backward hooks break the graph.
+                if snapshot.is_some() && (forward || torch::compiles_backward(py)?) {
+                    fired(snapshot.as_ref()).for_each(Entry::mark_traced);
+                }
+            }
         }
         Ok((PyTuple::new(py, phases)?, faithful))
+    }
+
+    /// The operators that have a hook in this context: (phase, key) each.
+    #[getter]
+    fn operating<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let mut keys = Vec::new();
+        for phase in Phase::ALL {
+            for entry in fired(self.firing(py, phase)?.as_ref()) {
+                if let Some(key) = entry.hook().traced(py, phase)?.and_then(|it| it.operator) {
+                    keys.push((phase.name(), key));
+                }
+            }
+        }
+        PyTuple::new(py, keys)
+    }
+
+    /// Id of the module as a tensor: the input by which one graph serves many modules.
+    #[getter]
+    fn id_tensor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(tensor) = self.id_tensor.get(py) {
+            return Ok(tensor.bind(py).clone());
+        }
+        // Not inside `get_or_init`: torch runs Python code.
+        let tensor = torch::plain_int_tensor(py, self.module)?;
+        let _ = self.id_tensor.set(py, tensor.unbind());
+        self.id_tensor(py)
     }
 
     /// True if a call in this context has forward hooks, those of recording included.
@@ -336,12 +392,20 @@ impl Registry {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.hooks.visit(|hook| visit.call(hook.object()))
+        self.hooks.visit(|hook| visit.call(hook.object()))?;
+        self.operators.visit(&visit)
     }
 
     fn __clear__(&self) {
+        self.operators.clear();
         self.hooks.clear_all();
     }
+}
+
+/// Entries of a snapshot that a phase beginning now would enter.
+fn fired(snapshot: Option<&Snapshot>) -> impl Iterator<Item = &Entry<Hook>> {
+    let entries = snapshot.into_iter().flat_map(Snapshot::iter);
+    entries.filter(|entry| entry.enabled() && !entry.removed())
 }
 
 type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64, Option<f64>);

@@ -8,7 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
-use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, registry_of, release};
+use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, register_each, release};
 use crate::contexts::frame::{Release, ScopeArg};
 use crate::error::{hook_error, is_hook_error};
 use crate::hooks::handle::HookHandle;
@@ -32,6 +32,13 @@ struct AttachedModule {
     module: Py<PyWeakrefReference>,
     /// True if instrumented by a call of `instrument`, not just for a hook or a capture.
     explicit: bool,
+}
+
+impl AttachedModule {
+    fn new(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<Self> {
+        let module = PyWeakrefReference::new(module)?.unbind();
+        Ok(Self { module, explicit })
+    }
 }
 
 impl Default for Attachment {
@@ -79,12 +86,8 @@ impl Attachment {
         make_class: &Bound<'_, PyAny>,
         explicit: bool,
     ) -> PyResult<()> {
-        let reference = PyWeakrefReference::new(module)?.unbind();
+        let attached = AttachedModule::new(module, explicit)?;
         acquire(module, make_class, explicit)?;
-        let attached = AttachedModule {
-            module: reference,
-            explicit,
-        };
         self.add(module.py(), |contents| contents.modules.push(attached))
             .inspect_err(|_| drop(release(module, explicit)))
     }
@@ -142,7 +145,7 @@ impl Attachment {
 
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
-    /// The options are those of `ferrohook.register`.
+    /// The options are those of `ferrohook.register`; `names` are those of the modules.
     ///
     /// Returns:
     ///     The handles, in the order of the modules.
@@ -152,8 +155,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None, names = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None, names=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -173,6 +176,7 @@ impl Attachment {
         on_error: OnError,
         timed: bool,
         scope: Option<ScopeArg<'_>>,
+        names: Option<Vec<String>>,
     ) -> PyResult<Vec<Py<HookHandle>>> {
         let options = Options {
             with_kwargs,
@@ -181,18 +185,19 @@ impl Attachment {
             timed,
         };
         let placement = priority.place(prepend);
-        let register = |module: &Bound<'_, PyAny>| {
-            let registry = registry_of(module)?;
-            let registry = registry.get();
-            let handle = registry.register(phase.0, hook, placement, options, scope.as_ref())?;
-            let handle = Py::new(py, handle)?;
+        let mut names = names.unwrap_or_default().into_iter();
+        let hooks = modules.into_iter();
+        let hooks = hooks.map(|module| Ok((module, hook.clone(), names.next())));
+        let registered = register_each(hooks, phase.0, placement, options, scope.as_ref());
+        let add = |handle: PyResult<Py<HookHandle>>| {
+            let handle = handle?;
             self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
                 .inspect_err(|_| {
                     handle.get().0.remove();
                 })?;
             Ok(handle)
         };
-        modules.iter().map(register).collect()
+        registered.map(add).collect()
     }
 
     /// Takes over modules that were instrumented for a hook, and the hooks on them.
@@ -208,30 +213,13 @@ impl Attachment {
         let mut attached = Vec::new();
         for module in &modules {
             if !has_hooks_elsewhere(module)? {
-                attached.push(AttachedModule {
-                    module: PyWeakrefReference::new(module)?.unbind(),
-                    explicit: false,
-                });
+                attached.push(AttachedModule::new(module, false)?);
             }
         }
         self.add(py, |contents| {
             contents.modules.extend(attached);
             contents.handles.extend(handles);
         })
-    }
-
-    /// The instrumented modules that are alive, in the order of their addition.
-    #[getter]
-    fn modules<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let references: Vec<_> = {
-            let contents = self.0.lock();
-            let modules = contents.iter().flat_map(|contents| &contents.modules);
-            modules.map(|each| each.module.clone_ref(py)).collect()
-        };
-        references
-            .iter()
-            .filter_map(|reference| reference.bind(py).upgrade())
-            .collect()
     }
 
     /// Has the attachment released when a scope is closed.

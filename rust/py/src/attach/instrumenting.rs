@@ -1,17 +1,22 @@
 //! Instrumenting and restoring modules: the change of class, reference-counted.
 
+use ferrohook_core::{Phase, Placement};
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 use pyo3::exceptions::PyTypeError;
+use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
 use crate::attach::dispatcher::Dispatcher;
 use crate::attach::wrapper::HookedBase;
+use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::error::{hook_error, type_name};
+use crate::hooks::handle::HookHandle;
+use crate::hooks::options::Options;
 use crate::registry::Registry;
 use crate::torch;
 
@@ -61,16 +66,21 @@ pub fn assign_class(
 ) -> PyResult<bool> {
     let py = module.py();
     let state = instance_dict(module)?;
-    let _others_wait = one_at_a_time(py);
-    let class = if dispatcher_in(&state)?.is_some() {
-        instrumented
-    } else {
-        Some(plain)
+    own_class(py)?;
+    let set = {
+        let _others_wait = one_at_a_time(py);
+        let class = if dispatcher_in(&state)?.is_some() {
+            instrumented
+        } else {
+            Some(plain)
+        };
+        class.map_or(Ok(false), |class| set_class(module, class).map(|()| true))
     };
-    class.map_or(Ok(false), |class| set_class(module, class).map(|()| true))
+    set.map_err(|error| refused(py, error))
 }
 
-/// Locks changes of class. Recursive: an allocation meanwhile may have the garbage collector run a
+/// Locks changes of class. Nothing that is done under the lock runs Python code, unless it fails.
+/// Recursive for that: an exception is an allocation, at which the garbage collector may run a
 /// finaliser, which changes a class too.
 fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
     static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
@@ -106,23 +116,28 @@ pub fn acquire(
     let class_cache = class.getattr(intern!(py, "_call_cache"))?.cast_into()?;
     let registry = Py::new(py, Registry::empty())?;
     let fresh = Bound::new(py, Dispatcher::new(registry, class_cache.unbind()))?;
-    let _others_wait = one_at_a_time(py);
-    let dispatcher = dispatcher_in(&state)?.unwrap_or(fresh);
-    state.set_item(intern!(py, Dispatcher::KEY), &dispatcher)?;
-    if !instrumented(module)?
-        && let Err(error) = set_class(module, &class)
-    {
-        state.del_item(intern!(py, Dispatcher::KEY))?;
-        return Err(error);
-    }
-    dispatcher.get().acquire(explicit);
-    Ok(())
+    own_class(py)?;
+    let change = || {
+        let _others_wait = one_at_a_time(py);
+        let dispatcher = dispatcher_in(&state)?;
+        let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
+        state.set_item(intern!(py, Dispatcher::KEY), dispatcher)?;
+        if !instrumented(module)?
+            && let Err(error) = set_class(module, &class)
+        {
+            state.del_item(intern!(py, Dispatcher::KEY))?;
+            return Err(error);
+        }
+        dispatcher.get().acquire(explicit);
+        Ok(())
+    };
+    change().map_err(|error| refused(py, error))
 }
 
 /// True for modules that are never instrumented: wrappers have a registry of their own, and
 /// `HookedRootModule.wrap` uses that of the model inside.
 pub fn has_hooks_elsewhere(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    static WRAPPER: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    static WRAPPER: Once<Py<PyType>> = Once::new();
     let wrapper = WRAPPER.import(module.py(), "ferrohook.wrapper", "TransparentWrapper")?;
     module.get_type().is_subclass(wrapper)
 }
@@ -145,6 +160,26 @@ pub fn registry_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Regis
     Ok(dispatcher.get().registry(py).clone())
 }
 
+/// Module, hook, and the module's name in the model, if known.
+type Registration<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<String>);
+
+/// Registers hooks, each with its module, in order. Those before one that is refused are registered.
+pub fn register_each<'py>(
+    hooks: impl Iterator<Item = PyResult<Registration<'py>>>,
+    phase: Phase,
+    placement: Placement,
+    options: Options,
+    scope: Option<&ScopeArg<'py>>,
+) -> impl Iterator<Item = PyResult<Py<HookHandle>>> {
+    hooks.map(move |each| {
+        let (module, hook, name) = each?;
+        let registry = registry_of(&module)?;
+        let registry = registry.get();
+        let handle = registry.register(phase, &hook, placement, options, scope, name.as_deref())?;
+        Py::new(module.py(), handle)
+    })
+}
+
 fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {
     let found = state.get_item(intern!(state.py(), Dispatcher::KEY))?;
     // None: the dict was pickled and restored by other code.
@@ -153,29 +188,60 @@ fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, 
 
 /// True if the module's class was made for instrumented modules.
 fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let made_from = intern!(module.py(), "_made_from");
-    Ok(module.get_type().getattr_opt(made_from)?.is_some())
+    let py = module.py();
+    let name = intern!(py, "_made_from");
+    for base in module.get_type().mro().iter_borrowed() {
+        // No `getattr`: it runs code of a metaclass, and makes an exception where there is none.
+        let base = base.cast::<PyType>()?.as_type_ptr();
+        // SAFETY: a live class, which keeps its dict alive; null for one of the interpreter's own.
+        let namespace = unsafe { Borrowed::from_ptr_or_opt(py, (*base).tp_dict) };
+        if let Some(namespace) = namespace
+            && namespace.cast::<PyDict>()?.contains(name)?
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Sets the actual class: `__class__` of an instrumented module reads as the original one.
+///
+/// Runs no Python code, for callers that hold the lock.
 fn set_class(module: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<()> {
-    static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = module.py();
+    let own = own_class(py)?.as_ptr();
+    // SAFETY: live objects; the descriptor of `object.__class__` has this slot.
+    let set = unsafe {
+        let set = (*ffi::Py_TYPE(own)).tp_descr_set;
+        set.map_or(-1, |set| set(own, module.as_ptr(), class.as_ptr()))
+    };
+    if set == 0 {
+        Ok(())
+    } else {
+        Err(PyErr::fetch(py))
+    }
+}
+
+/// Returns `object.__dict__["__class__"]`.
+fn own_class(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static CLASS: Once<Py<PyAny>> = Once::new();
     let own = CLASS.get_or_try_init(py, || {
         let object = py.get_type::<PyAny>();
         let namespace = object.getattr(intern!(py, "__dict__"))?;
         namespace.get_item("__class__").map(Bound::unbind)
     })?;
-    let set = own.call_method1(py, intern!(py, "__set__"), (module, class));
-    set.map(drop).map_err(|error| {
-        if !error.is_instance_of::<PyTypeError>(py) {
-            return error;
-        }
-        let refused = hook_error(
-            py,
-            format!("its class cannot be changed: {}", error.value(py)),
-        );
-        refused.set_cause(py, Some(error));
-        refused
-    })
+    Ok(own.bind(py))
+}
+
+/// Explains the error of [`set_class`].
+fn refused(py: Python<'_>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyTypeError>(py) {
+        return error;
+    }
+    let refused = hook_error(
+        py,
+        format!("its class cannot be changed: {}", error.value(py)),
+    );
+    refused.set_cause(py, Some(error));
+    refused
 }

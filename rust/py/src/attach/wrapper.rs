@@ -65,7 +65,7 @@ impl HookedBase {
         let registry = self.registry(hook.py())?;
         registry
             .get()
-            .register(phase, hook, placement, options, scope)
+            .register(phase, hook, placement, options, scope, None)
     }
 }
 

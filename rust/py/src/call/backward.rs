@@ -6,11 +6,12 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::contexts::current::Frames;
+use crate::contexts::frame::only_open;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Turn;
 use crate::hooks::site::{Repeats, Site};
@@ -48,7 +49,7 @@ impl<'py> Tap<'py> {
         let phases = [Phase::BackwardPre, Phase::Backward];
         for ((phase, hooks), fires) in phases.into_iter().zip([&mut pre, &mut full]).zip(fires) {
             if fires {
-                let entered = frames.entered(py)?.cloned();
+                let entered = frames.entered(py)?.map(only_open).transpose()?;
                 let walk = BackwardWalk {
                     registry: registry.clone().unbind(),
                     frames: entered.unwrap_or_else(|| PyTuple::empty(py)).unbind(),
@@ -59,7 +60,7 @@ impl<'py> Tap<'py> {
         }
         let mut pass = None;
         if !(pre.is_empty() && full.is_empty()) && torch::is_grad_enabled(py)? {
-            static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+            static CLASS: Once<Py<PyAny>> = Once::new();
             let class = CLASS.import(py, "ferrohook.backward", "BackwardPass")?;
             pass = Some(class.call1((module, pre, full))?);
         }
@@ -105,7 +106,7 @@ impl<'py> Tap<'py> {
 
 /// Hooks of one phase as a single hook of torch's, for a call made in `frames`.
 #[pyclass(frozen)]
-struct BackwardWalk {
+pub struct BackwardWalk {
     registry: Py<Registry>,
     frames: Py<PyTuple>,
     phase: Phase,
@@ -186,7 +187,6 @@ impl<'py> Walk<'_, 'py> {
         repeat: usize,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, hook) = (site.module.py(), site.entry.hook());
-        let callback = hook.object().bind(py);
         if let Some(native) = hook.native() {
             let turn = Turn {
                 phase: site.entry.phase(),
@@ -200,8 +200,9 @@ impl<'py> Walk<'_, 'py> {
                 repeat,
                 describe: &|| site.describe(),
             };
-            return native.run(callback, &turn);
+            return native.run(hook.target().bind(py), &turn);
         }
+        let callback = hook.object().bind(py);
         let result = match self.grad_output {
             Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
             None => invoke::call(callback, [site.module, grads]),

@@ -343,7 +343,7 @@ impl<'py> Call<'_, 'py> {
             repeat: self.repeats.of(entry),
             describe: &|| self.site(entry).describe(),
         };
-        native.run(entry.hook().object().bind(self.module.py()), &turn)
+        native.run(entry.hook().target().bind(self.module.py()), &turn)
     }
 
     /// Calls a hook of PyTorch's contract.

@@ -189,11 +189,6 @@ impl Collector {
         self.store.lock().ran.len() == self.names.len()
     }
 
-    /// Its only name.
-    pub fn name(&self) -> &str {
-        self.names.first().map_or("", String::as_str)
-    }
-
     /// Begins a call of the module to stop.
     pub fn begin_call(&self) {
         self.store.lock().calls.push(RootCall {

@@ -8,14 +8,6 @@ use crate::capture::collector::{Collector, OverBudget};
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::torch::tensors::{map_tensors, requires_grad};
 
-/// Prepares `value` for storage under the collector's only name.
-pub fn prepare<'py>(
-    collector: &Bound<'py, Collector>,
-    value: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    Keeping::of(collector, 0).keep(value)
-}
-
 /// Stores `value` under a name.
 pub fn record<'py>(
     collector: &Bound<'py, Collector>,
@@ -85,7 +77,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
 
 /// Hook that receives the gradient of a stored tensor.
 #[pyclass(frozen)]
-struct GradientSlot {
+pub struct GradientSlot {
     /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
     collector: Py<PyWeakrefReference>,
     tensor: TensorSlot,

@@ -3,10 +3,11 @@
 use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyInt, PyString, PyTuple};
 
-use crate::attach::instrumenting::registry_of;
+use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
 use crate::capture::request::{Place, Source};
 use crate::contexts::current::Frames;
@@ -54,7 +55,7 @@ impl Recorder {
     /// Phase that it is registered for.
     #[getter(phase)]
     fn phase_name(&self) -> &'static str {
-        self.only_phase().name()
+        Self::phase_of(self.inputs).name()
     }
 
     fn __repr__(&self) -> String {
@@ -69,23 +70,32 @@ impl Recorder {
 
 impl Native for Recorder {
     fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Some(slf.get().only_phase())
+        Some(Self::phase_of(slf.get().inputs))
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        slf.get().record(turn)?;
+        // Frames are looked up for plans alone.
+        let frames = match slf.get().source.place {
+            Some(_) => (turn.frames)()?,
+            None => None,
+        };
+        slf.get().record(frames.as_ref(), turn.repeat, turn.value)?;
         Ok(None)
     }
 
-    /// Traces the recorded part, which is the same for every capture.
+    const OPERATOR: bool = true;
+
+    /// Traces the operator of the recorded part, which is the same for every capture.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let (py, this) = (slf.py(), slf.get());
-        let part = this.part.as_ref().map(|part| part.bind(py).clone());
+        let key = this.key(py)?;
+        let callback = (&this.part, &key).into_pyobject(py)?;
         Ok(Some(Traced {
-            callback: part.unwrap_or_else(|| py.None().into_bound(py)),
+            callback: callback.into_any(),
             kind: "recorder",
             with_kwargs: false,
             faithful: this.source.collector.get().records_in_graph(),
+            operator: Some(key),
         }))
     }
 }
@@ -95,30 +105,38 @@ impl Recorder {
         &self.source.collector.get().names()[self.index]
     }
 
-    pub fn only_phase(&self) -> Phase {
-        if self.inputs {
+    fn phase_of(inputs: bool) -> Phase {
+        if inputs {
             Phase::ForwardPre
         } else {
             Phase::Forward
         }
     }
 
-    fn record(&self, turn: &Turn<'_, '_>) -> PyResult<()> {
-        // Frames are looked up for plans alone.
-        let frames = match self.source.place {
-            Some(_) => (turn.frames)()?,
-            None => None,
+    /// Returns the key of the operator for the recorded part: the same only for equal parts.
+    fn key(&self, py: Python<'_>) -> PyResult<String> {
+        let Some(part) = &self.part else {
+            return Ok(String::new());
         };
-        let part;
-        let value = match &self.part {
-            None => turn.value,
-            Some(named) => {
-                part = self.part(turn.value, named.bind(turn.value.py()))?;
-                &part
-            }
+        let part = part.bind(py);
+        if part.is_exact_instance_of::<PyString>() || part.is_exact_instance_of::<PyInt>() {
+            return Ok(part.repr()?.to_string());
+        }
+        Ok(format!("object at {:p}", part.as_ptr()))
+    }
+
+    /// Records the part of a value, for the request number `repeat` of those in `frames`.
+    fn record<'py>(
+        &self,
+        frames: Option<&Bound<'py, PyTuple>>,
+        repeat: usize,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let Some(part) = &self.part else {
+            return self.source.keep(frames, repeat, self.index, value);
         };
-        self.source
-            .keep(frames.as_ref(), turn.repeat, self.index, value)
+        let part = self.part(value, part.bind(value.py()))?;
+        self.source.keep(frames, repeat, self.index, &part)
     }
 
     fn part<'py>(
@@ -150,45 +168,47 @@ impl Recorder {
     }
 }
 
-/// Records a value in a compiled region, by the recorder at `position` among those that fire in
-/// this context for the module with this registry id.
+/// Runs an operator in a compiled region: the recorders with this key that fire in this context for
+/// the module with this registry id record a copy of the tensor, as compiled code may reuse it.
+/// With `whole` the value is that of the module, which is recorded as in an eager call.
 #[pyfunction]
+#[pyo3(signature = (module, phase, key, value, *, whole = false))]
 pub fn record(
     py: Python<'_>,
     module: u64,
     phase: PhaseName,
-    position: usize,
+    key: &str,
     value: &Bound<'_, PyAny>,
+    whole: bool,
 ) -> PyResult<()> {
     let frames = Frames::default();
     let Some(frames) = frames.entered(py)? else {
         return Ok(());
     };
-    let snapshots: Vec<_> = frame::hooks(frames, module)
+    let snapshots: Vec<_> = frame::hooks(frames.iter_borrowed(), module)
         .map(|hooks| hooks.snapshot(phase.0))
         .collect();
-    let merged = Snapshot::merged(&snapshots);
-    let recorder = |entry| {
-        let recorder = Entry::<Hook>::hook(entry)
-            .object()
-            .bind(py)
-            .cast::<Recorder>();
-        let fires = entry.enabled() && !entry.removed();
-        recorder
-            .ok()
-            .filter(|_| fires)
-            .map(|recorder| (entry, recorder))
-    };
+    if snapshots.is_empty() {
+        return Ok(());
+    }
+    let inside = Inside::here();
     let repeats = Repeats::default();
-    let with_repeat = |(entry, recorder)| (entry, recorder, repeats.of(entry));
-    let mut recorders = merged.iter().filter_map(recorder).map(with_repeat);
-    if let Some((entry, recorder, repeat)) = recorders.nth(position)
-        && let Some(_invocation) = entry.enter(&Inside::here())
-    {
-        let recorder = recorder.get();
-        return recorder
-            .source
-            .keep(Some(frames), repeat, recorder.index, value);
+    for entry in Snapshot::merged(&snapshots).iter() {
+        let object = Entry::<Hook>::hook(entry).object().bind(py);
+        if let Ok(recorder) = object.cast::<Recorder>()
+            && recorder.get().key(py)? == key
+            && let Some(_invocation) = entry.enter(&inside)
+        {
+            let (recorder, repeat) = (recorder.get(), repeats.of(entry));
+            if whole {
+                recorder.record(Some(frames), repeat, value)?;
+                continue;
+            }
+            let detached = value.call_method0(intern!(py, "detach"))?;
+            let copy = detached.call_method0(intern!(py, "clone"))?;
+            let source = &recorder.source;
+            source.keep(Some(frames), repeat, recorder.index, &copy)?;
+        }
     }
     Ok(())
 }
@@ -209,17 +229,15 @@ pub fn record_all(
     inputs: bool,
     part: Option<&Bound<'_, PyAny>>,
     place: Option<Bound<'_, PyAny>>,
-) -> PyResult<Vec<HookHandle>> {
-    let record = |(index, module): (usize, &Bound<'_, PyAny>)| {
+) -> PyResult<Vec<Py<HookHandle>>> {
+    let py = collector.py();
+    let phase = Recorder::phase_of(inputs);
+    let (placement, options) = (priority.place(false), OnError::Raise.into());
+    let hooks = modules.into_iter().enumerate().map(|(index, module)| {
         let part = part.cloned().map(Bound::unbind);
         let place = place.as_ref().map(PyAnyMethods::extract).transpose()?;
         let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
-        let recorder = Bound::new(module.py(), recorder)?;
-        let (phase, options) = (recorder.get().only_phase(), OnError::Raise.into());
-        let placement = priority.place(false);
-        let registry = registry_of(module)?;
-        let registry = registry.get();
-        registry.register(phase, recorder.as_any(), placement, options, Some(&scope))
-    };
-    modules.iter().enumerate().map(record).collect()
+        Ok((module, Bound::new(py, recorder)?.into_any(), None))
+    });
+    register_each(hooks, phase, placement, options, Some(&scope)).collect()
 }

@@ -6,8 +6,9 @@ use std::ptr;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
+
+use crate::cpython::once::Once;
 
 /// Frames of a context that has entered one, and the token that identifies the context among its
 /// copies.
@@ -18,7 +19,7 @@ pub struct Entered {
 
 /// The context variable of the entered frames: a tuple, the outermost first.
 pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
-    static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static VARIABLE: Once<Py<PyAny>> = Once::new();
     VARIABLE
         .get_or_try_init(py, || {
             let none = PyTuple::empty(py);
@@ -37,22 +38,9 @@ pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
 
 /// Enters a frame: it becomes the innermost of this context.
 pub fn enter(frame: &Bound<'_, PyAny>) -> PyResult<Entered> {
-    enter_in_place_of(frame, |_| false)
-}
-
-/// Enters a frame, and drops those of this context for which `leaves_out` is true.
-pub fn enter_in_place_of(
-    frame: &Bound<'_, PyAny>,
-    leaves_out: impl Fn(&Bound<'_, PyAny>) -> bool,
-) -> PyResult<Entered> {
     let py = frame.py();
-    let frames = match read(py)? {
-        None => PyTuple::new(py, [frame])?,
-        Some(active) => {
-            let others = active.iter().filter(|each| !leaves_out(each));
-            PyTuple::new(py, others.chain([frame.clone()]).collect::<Vec<_>>())?
-        }
-    };
+    let frames: Vec<_> = active(py)?.into_iter().chain([frame.clone()]).collect();
+    let frames = PyTuple::new(py, frames)?;
     let token = set(&frames)?;
     Ok(Entered {
         frames: frames.unbind(),

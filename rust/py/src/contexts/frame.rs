@@ -1,5 +1,6 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
+use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -35,11 +36,16 @@ pub struct Frame {
     tag: Option<Py<PyAny>>,
     /// Frame whose hooks fire too: that of a prepared plan, which is never entered itself.
     shared: Option<Py<Self>>,
-    /// None once closed.
-    modules: Mutex<Option<Modules>>,
+    modules: Mutex<Modules>,
+    /// Changes under the lock of `modules`.
+    closed: AtomicBool,
+    /// True if its backward hooks stay for the graphs that were recorded before it was closed.
+    for_graphs: bool,
     /// True once it was entered.
     once: AtomicBool,
     entered: Mutex<Option<Entered>>,
+    /// True once it has a hook for which operators stand in graphs.
+    operators: AtomicBool,
     /// Released on close.
     attachments: Mutex<Vec<Box<dyn Release>>>,
     /// First exception of one of its hooks, whatever their `on_error`.
@@ -50,7 +56,6 @@ impl Frame {
     pub fn new(tag: Option<Py<PyAny>>) -> Self {
         Self {
             tag,
-            modules: Mutex::new(Some(Modules::default())),
             ..Self::default()
         }
     }
@@ -64,7 +69,7 @@ impl Frame {
     }
 
     pub fn closed(&self) -> bool {
-        self.modules.lock().is_none()
+        self.closed.load(Ordering::Acquire)
     }
 
     /// Looks an attribute up on the tag, if there is a tag.
@@ -75,14 +80,27 @@ impl Frame {
         }
     }
 
-    /// Removes the hooks. Returns true for the call that removed them.
+    /// Ends the frame and removes its hooks. Returns true for the call that did so.
     fn remove_hooks(&self) -> bool {
-        // Taken under the lock, removed and dropped after it: both run Python code.
-        let modules = self.modules.lock().take();
-        for scoped in modules.iter().flat_map(|modules| modules.hooks.values()) {
-            scoped.hooks.clear_all();
+        let mut modules = self.modules.lock();
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return false;
         }
-        modules.is_some()
+        // Removed and dropped after the lock is released: both run Python code.
+        if self.for_graphs {
+            let hooks = modules.hooks.values();
+            let hooks: Vec<_> = hooks.map(|scoped| Arc::clone(&scoped.hooks)).collect();
+            drop(modules);
+            for hooks in hooks {
+                hooks.clear(Some(Phase::ForwardPre));
+                hooks.clear(Some(Phase::Forward));
+            }
+        } else {
+            let taken = mem::take(&mut *modules);
+            drop(modules);
+            taken.clear();
+        }
+        true
     }
 
     /// Leaves the frame, and closes it.
@@ -136,23 +154,31 @@ impl Frame {
         Ok(())
     }
 
-    /// Looks up its own registry for the module with this id.
-    fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
-        let guard = self.modules.lock();
-        let hooks = &guard.as_ref()?.hooks;
-        if hooks.is_empty() {
-            return None;
-        }
-        Some(Arc::clone(&hooks.get(&module)?.hooks))
+    /// Has the operators run in graphs that contexts with this frame trace.
+    pub fn use_operators(&self) {
+        // Relaxed: the context that reads it entered the frame, or registered here.
+        self.operators.store(true, Ordering::Relaxed);
     }
 
-    /// Looks up the registry of the frame that it shares, unless it is closed.
-    fn shared_hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
-        let shared = self.shared.as_ref()?;
-        if self.closed() {
+    /// Looks up its own registry for the module with this id.
+    fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
+        let modules = self.modules.lock();
+        if modules.hooks.is_empty() {
             return None;
         }
-        shared.get().hooks(module)
+        Some(Arc::clone(&modules.hooks.get(&module)?.hooks))
+    }
+
+    /// Looks up its own registry for the module with this id, and the one of the frame it shares.
+    fn all_hooks(&self, module: u64) -> [Option<Arc<Registry<Hook>>>; 2] {
+        let shared = self.shared().and_then(|shared| shared.hooks(module));
+        [self.hooks(module), shared]
+    }
+
+    /// The frame that it shares, unless it is closed.
+    fn shared(&self) -> Option<&Self> {
+        let shared = self.shared.as_ref().filter(|_| !self.closed())?;
+        Some(shared.get())
     }
 
     /// Returns the registry for the module with this id, for registering; `others` is the one of
@@ -165,15 +191,15 @@ impl Frame {
         scoped: &Scoped,
         others: &Registry<Hook>,
     ) -> PyResult<Arc<Registry<Hook>>> {
-        let mut guard = self.modules.lock();
-        let Some(modules) = guard.as_mut() else {
-            drop(guard);
+        let mut modules = self.modules.lock();
+        if self.closed() {
+            drop(modules);
             return Err(closed(py));
-        };
+        }
         let gone = modules.take_gone();
-        let hooks = modules.hooks_to_change(module, phase, scoped, others);
-        drop(guard);
-        drop(gone); // runs Python code
+        let (hooks, unused) = modules.hooks_to_change(module, phase, scoped, others);
+        drop(modules);
+        drop((gone, unused)); // runs Python code
         Ok(hooks)
     }
 
@@ -197,7 +223,7 @@ impl Frame {
     }
 
     fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
-        let attachments = std::mem::take(&mut *self.attachments.lock());
+        let attachments = mem::take(&mut *self.attachments.lock());
         // Releases all, even if one fails.
         let released = attachments.iter().map(|each| each.release(py).map(drop));
         released.fold(Ok(()), Result::and)
@@ -224,9 +250,12 @@ fn closed(py: Python<'_>) -> PyErr {
 #[pymethods]
 impl Frame {
     #[new]
-    #[pyo3(signature = (tag = None))]
-    fn py_new(tag: Option<Py<PyAny>>) -> Self {
-        Self::new(tag)
+    #[pyo3(signature = (tag = None, *, for_graphs = false))]
+    fn py_new(tag: Option<Py<PyAny>>, for_graphs: bool) -> Self {
+        Self {
+            for_graphs,
+            ..Self::new(tag)
+        }
     }
 
     /// The tag: an object that identifies the frame's purpose.
@@ -254,6 +283,27 @@ impl Frame {
     fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
         let entered = self.entered.lock();
         Some(entered.as_ref()?.frames.bind(py).clone())
+    }
+
+    /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
+    fn changes(&self, py: Python<'_>) -> PyResult<u64> {
+        let mut registries = Vec::new();
+        for frame in self.shared().into_iter().chain([self]) {
+            let modules = frame.modules.lock();
+            let hooks = modules.hooks.values();
+            registries.extend(hooks.map(|scoped| Arc::clone(&scoped.hooks)));
+        }
+        let mut calls = 0;
+        for hooks in registries {
+            for phase in [Phase::ForwardPre, Phase::Forward] {
+                for entry in hooks.snapshot(phase).iter() {
+                    if entry.hook().changes(py)? {
+                        calls += entry.calls();
+                    }
+                }
+            }
+        }
+        Ok(calls)
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -313,12 +363,7 @@ impl Frame {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        for scoped in self
-            .modules
-            .lock()
-            .iter()
-            .flat_map(|modules| modules.hooks.values())
-        {
+        for scoped in self.modules.lock().hooks.values() {
             scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
         visit.call(&self.tag)?;
@@ -332,6 +377,8 @@ impl Frame {
 
     fn __clear__(&self) {
         self.remove_hooks();
+        let modules = mem::take(&mut *self.modules.lock());
+        modules.clear();
         let _entered = self.entered.lock().take();
     }
 }
@@ -356,16 +403,13 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
 }
 
 /// Returns the registries that `frames` have for the module with this id, those they share last.
-pub fn hooks(
-    frames: &Bound<'_, PyTuple>,
+pub fn hooks<'a>(
+    frames: impl Iterator<Item = Borrowed<'a, 'a, PyAny>>,
     module: u64,
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    frames.iter_borrowed().flat_map(move |frame| {
+    frames.flat_map(move |frame| {
         let frame = frame.cast::<Frame>().ok();
-        let [own, shared] = match &frame {
-            Some(frame) => [frame.get().hooks(module), frame.get().shared_hooks(module)],
-            None => [None, None],
-        };
+        let [own, shared] = frame.map_or([None, None], |frame| frame.get().all_hooks(module));
         own.into_iter().chain(shared)
     })
 }
@@ -377,11 +421,44 @@ pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>,
         let Ok(frame) = frame.cast::<Frame>() else {
             continue;
         };
-        let frame = frame.get();
-        let hooks = [frame.hooks(module), frame.shared_hooks(module)];
+        let hooks = frame.get().all_hooks(module);
         if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
             // The first one stays.
-            let _ = frame.error.set(error.clone_ref(frames.py()));
+            let _ = frame.get().error.set(error.clone_ref(frames.py()));
         }
     }
+}
+
+/// Returns the frames that are not closed: a copied context may hold others.
+pub fn open<'a, 'py>(
+    frames: &'a Bound<'py, PyTuple>,
+) -> impl Iterator<Item = Borrowed<'a, 'py, PyAny>> {
+    let closed = |frame: &Borrowed<'_, 'py, PyAny>| {
+        let frame = frame.cast::<Frame>();
+        frame.is_ok_and(|frame| frame.get().closed())
+    };
+    frames.iter_borrowed().filter(move |frame| !closed(frame))
+}
+
+/// Returns the tuple of the frames that are not closed.
+pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
+    let open: Vec<_> = open(frames).collect();
+    if open.len() == frames.len() {
+        return Ok(frames.clone());
+    }
+    PyTuple::new(frames.py(), open)
+}
+
+/// True if one of `frames` has hooks for which operators stand in graphs.
+pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
+    let has_operators = |frame: &Frame| {
+        let shared = frame.shared().into_iter();
+        let mut all = shared.chain([frame]);
+        all.any(|frame| frame.operators.load(Ordering::Relaxed))
+    };
+    let mut frames = frames.iter_borrowed();
+    frames.any(|frame| {
+        let frame = frame.cast::<Frame>();
+        frame.is_ok_and(|frame| has_operators(frame.get()))
+    })
 }

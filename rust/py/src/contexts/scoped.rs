@@ -13,7 +13,7 @@ use crate::hooks::hook::Hook;
 pub struct Scoped(Arc<Mutex<Registries>>);
 
 /// Includes those of closed frames, for as long as a thread is inside one of their hooks.
-type Registries = Vec<Arc<Registry<Hook>>>;
+pub type Registries = Vec<Arc<Registry<Hook>>>;
 
 impl Scoped {
     /// Returns the hooks of all frames, and of closed ones that a thread was inside of.
@@ -31,17 +31,23 @@ pub struct ScopedHooks {
 }
 
 impl ScopedHooks {
-    fn new(Scoped(module): &Scoped, others: &Registry<Hook>) -> Self {
+    /// Also returns registries that nothing uses any more, to be dropped with no lock held.
+    fn new(Scoped(module): &Scoped, others: &Registry<Hook>) -> (Self, Registries) {
         let hooks: Arc<Registry<Hook>> = Arc::default();
         let mut registries = module.lock();
-        registries.retain(|each| Arc::strong_count(each) > 1 || !each.active().is_empty());
+        let unused = registries.extract_if(.., is_unused).collect();
         registries.push(Arc::clone(&hooks));
-        Self {
+        let scoped = Self {
             hooks,
             module: Arc::downgrade(module),
             watch: others.watch(),
-        }
+        };
+        (scoped, unused)
     }
+}
+
+fn is_unused(hooks: &mut Arc<Registry<Hook>>) -> bool {
+    Arc::strong_count(hooks) == 1 && hooks.active().is_empty()
 }
 
 impl Drop for ScopedHooks {
@@ -67,18 +73,30 @@ const FEW: usize = 32;
 
 impl Modules {
     /// Returns the registry for a module, for registering a hook of `phase`; `others` is the one of
-    /// every context.
+    /// every context. Also returns registries to be dropped with no lock held.
     pub fn hooks_to_change(
         &mut self,
         module: u64,
         phase: Phase,
         scoped: &Scoped,
         others: &Registry<Hook>,
-    ) -> Arc<Registry<Hook>> {
+    ) -> (Arc<Registry<Hook>>, Registries) {
+        let mut unused = Vec::new();
         let entry = self.hooks.entry(module);
-        let scoped = entry.or_insert_with(|| ScopedHooks::new(scoped, others));
+        let scoped = entry.or_insert_with(|| {
+            let (scoped, gone) = ScopedHooks::new(scoped, others);
+            unused = gone;
+            scoped
+        });
         scoped.watch.add(phase);
-        Arc::clone(&scoped.hooks)
+        (Arc::clone(&scoped.hooks), unused)
+    }
+
+    /// Removes the hooks.
+    pub fn clear(self) {
+        for scoped in self.hooks.values() {
+            scoped.hooks.clear_all();
+        }
     }
 
     /// Takes out the hooks of dropped modules, if the limit is reached.

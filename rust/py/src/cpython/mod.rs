@@ -4,6 +4,8 @@
 pub mod depth;
 pub mod dict;
 pub mod dict_version;
+pub mod empty_cache;
 pub mod heap_type;
 pub mod invoke;
+pub mod once;
 pub mod trampoline;

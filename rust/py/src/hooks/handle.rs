@@ -50,6 +50,12 @@ impl HookHandle {
         self.0.calls()
     }
 
+    /// True once `torch.compile` has the hook in a trace, where it may run without being counted.
+    #[getter]
+    fn traced(&self) -> bool {
+        self.0.traced()
+    }
+
     /// Priority: higher fires first. It can be set; phases that have begun keep their order.
     #[getter]
     fn priority(&self) -> i64 {
@@ -61,7 +67,9 @@ impl HookHandle {
         self.0.set_priority(priority.0);
     }
 
-    /// Removes the hook. Removing it again does nothing.
+    /// Removes the hook: it is not started any more. A thread that is inside it goes on to its end.
+    ///
+    /// Removing it again does nothing.
     ///
     /// Args:
     ///     wait: return once no thread is inside the hook, so that its resources can be freed.
@@ -137,7 +145,7 @@ impl HookHandle {
         let placeholder = py.get_type::<PyString>();
         let registry = ferrohook_core::Registry::new();
         let options = OnError::Raise.into();
-        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry)?;
+        let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry, None)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
         Ok(Self(handle))

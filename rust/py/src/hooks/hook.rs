@@ -7,6 +7,7 @@ use ferrohook_core::{Handle, Phase, Placement, Registry, Watch};
 use pyo3::prelude::*;
 
 use crate::error::{hook_type_error, type_name};
+use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AnyNative, NativeHook, Traced};
 use crate::hooks::options::Options;
 
@@ -18,6 +19,15 @@ pub struct Hook {
     native: Option<&'static dyn AnyNative>,
     pub options: Options,
     times: Option<Box<Times>>,
+    /// None if `object` itself runs.
+    for_module: Option<Box<ForModule>>,
+}
+
+/// Native hook that runs in place of the registered one, for one module.
+struct ForModule {
+    name: String,
+    /// It refers to no other object, so the garbage collector need not see it.
+    hook: Py<PyAny>,
 }
 
 /// Clocks of a hook, which few need.
@@ -44,12 +54,13 @@ impl Drop for Timer<'_> {
 
 impl Hook {
     /// Validates `object` as a hook of `phase` with `options`. A hook that needs it has calls timed
-    /// by `registry`, the module's registry for every context.
+    /// by `registry`, the module's registry for every context. `name` is the module's, if known.
     pub fn new(
         object: &Bound<'_, PyAny>,
         phase: Phase,
         options: Options,
         registry: &Registry<Self>,
+        name: Option<&str>,
     ) -> PyResult<Self> {
         let py = object.py();
         let native = match object.cast::<NativeHook>() {
@@ -81,15 +92,25 @@ impl Hook {
                 ),
             ));
         }
-        if native.is_none() && !object.is_callable() {
-            return Err(hook_type_error(
-                py,
-                format!("a {phase} hook is a callable, got {}", type_name(object)),
-            ));
+        if native.is_none() {
+            if !object.is_callable() {
+                return Err(hook_type_error(
+                    py,
+                    format!("a {phase} hook is a callable, got {}", type_name(object)),
+                ));
+            }
+            refuse_async(object, format_args!("a {phase} hook"))?;
         }
         let times = match native {
             Some(native) => native.times(object)?,
             None => false,
+        };
+        let for_module = match (native, name) {
+            (Some(native), Some(name)) => native.for_module(object, name)?.map(|hook| {
+                let name = name.to_owned();
+                Box::new(ForModule { name, hook })
+            }),
+            _ => None,
         };
         Ok(Self {
             object: object.clone().unbind(),
@@ -101,6 +122,7 @@ impl Hook {
                     _module: times.then(|| registry.time()),
                 })
             }),
+            for_module,
         })
     }
 
@@ -124,10 +146,29 @@ impl Hook {
         &self.object
     }
 
+    /// The object that runs: the registered one, or the one that it has for the module.
+    pub fn target(&self) -> &Py<PyAny> {
+        match &self.for_module {
+            None => &self.object,
+            Some(for_module) => &for_module.hook,
+        }
+    }
+
+    /// Name of the module, if the hook has one of its own for it.
+    pub fn module_name(&self) -> Option<&str> {
+        Some(&self.for_module.as_ref()?.name)
+    }
+
     /// Native implementation; None for a callable of PyTorch's contract.
     #[inline]
     pub fn native(&self) -> Option<&'static dyn AnyNative> {
         self.native
+    }
+
+    /// True if its calls may change a value.
+    pub fn changes(&self, py: Python<'_>) -> PyResult<bool> {
+        self.native
+            .map_or(Ok(true), |native| native.changes(self.object.bind(py)))
     }
 
     /// Object named in errors.
@@ -150,6 +191,11 @@ impl Hook {
             faithful: traced.faithful && self.options.traceable(),
             ..traced
         }))
+    }
+
+    /// True if an [operator](Traced::operator) stands for it in graphs.
+    pub fn operator(&self) -> bool {
+        self.native.is_some_and(AnyNative::operator)
     }
 
     /// Starts a timer, if the hook is `timed`.

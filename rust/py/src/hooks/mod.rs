@@ -1,7 +1,9 @@
 //! Registered hooks: callback, options, handle, and the handling of exceptions.
 
+pub mod callable;
 pub mod handle;
 pub mod hook;
 pub mod native;
+pub mod operators;
 pub mod options;
 pub mod site;

@@ -71,6 +71,8 @@ pub struct Traced<'py> {
     pub with_kwargs: bool,
     /// True if a graph with it behaves like an eager call.
     pub faithful: bool,
+    /// Key of the operator that stands in the graph for hooks of this form.
+    pub operator: Option<String>,
 }
 
 impl<'py> Traced<'py> {
@@ -81,6 +83,7 @@ impl<'py> Traced<'py> {
             kind: "plain",
             with_kwargs,
             faithful: true,
+            operator: None,
         }
     }
 }
@@ -90,6 +93,9 @@ pub trait Native: PyClass {
     /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
     /// copied, and its errors are not attributed to a hook.
     const LAST: bool = false;
+
+    /// True if an [operator](Traced::operator) stands for it in graphs.
+    const OPERATOR: bool = false;
 
     /// Returns the only phase that it can be registered for; None for any.
     fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
@@ -103,6 +109,16 @@ pub trait Native: PyClass {
 
     /// True if it needs the run time of the module.
     fn times(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
+    /// Returns the hook that runs for the module of this name; None if it runs itself.
+    fn for_module<'py>(_slf: &Bound<'py, Self>, _name: &str) -> PyResult<Option<Bound<'py, Self>>> {
+        Ok(None)
+    }
+
+    /// True if its calls may change a value.
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
         false
     }
 
@@ -121,9 +137,12 @@ pub trait Native: PyClass {
 /// [`Native`] for an object of any class (type-erased).
 pub trait AnyNative: Send + Sync {
     fn last(&self) -> bool;
+    fn operator(&self) -> bool;
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -136,6 +155,10 @@ impl<T: Native> AnyNative for Class<T> {
         T::LAST
     }
 
+    fn operator(&self) -> bool {
+        T::OPERATOR
+    }
+
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>> {
         Ok(T::phase(hook.cast()?))
     }
@@ -146,6 +169,15 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(T::times(hook.cast()?))
+    }
+
+    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>> {
+        let hook = T::for_module(hook.cast()?, name)?;
+        Ok(hook.map(|hook| hook.into_any().unbind()))
+    }
+
+    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::changes(hook.cast()?))
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

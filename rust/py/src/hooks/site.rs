@@ -6,8 +6,8 @@ use std::ptr;
 use ferrohook_core::Entry;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 
+use crate::cpython::once::Once;
 use crate::error::type_name;
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
@@ -97,7 +97,7 @@ impl Site<'_, '_> {
 }
 
 fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
-    static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static LOGGER: Once<Py<PyAny>> = Once::new();
     let logger = LOGGER.get_or_try_init(py, || {
         py.import("logging")?
             .call_method1("getLogger", ("ferrohook",))

@@ -110,6 +110,14 @@ impl InterventionBase {
             turn,
             mask,
         };
+        if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
+            let message = format!(
+                "{} changes positional arguments, and the call has none: register a hook \
+                 with_kwargs",
+                (turn.describe)()
+            );
+            return Err(hook_type_error(slf.py(), message));
+        }
         let value = if turn.phase == Phase::ForwardPre && turn.args.len() != 1 {
             turn.args.as_any()
         } else {
@@ -321,6 +329,10 @@ impl Native for InterventionBase {
         matches!(phase, Phase::ForwardPre | Phase::Forward)
     }
 
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         Self::run_masked(slf, turn, None)
     }
@@ -331,6 +343,7 @@ impl Native for InterventionBase {
             kind: "intervention",
             with_kwargs: false,
             faithful: true,
+            operator: None,
         }))
     }
 }

@@ -43,6 +43,10 @@ impl Native for MaskedHook {
         phase == Phase::Forward || (phase == Phase::ForwardPre && changes_input.is_ok())
     }
 
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let (py, this) = (slf.py(), slf.get());
         let frames = (turn.frames)()?;

@@ -7,13 +7,14 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::attach::instrumenting::registry_of;
+use crate::attach::instrumenting::register_each;
 use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
+use crate::cpython::once::Once;
+use crate::hooks::callable::refuse_async;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
@@ -35,11 +36,13 @@ impl PointHook {
     #[new]
     #[pyo3(signature = (user_hook, is_permanent = false, context_level = None, aliases = None))]
     fn new(
+        py: Python<'_>,
         user_hook: Py<PyAny>,
         is_permanent: bool,
         context_level: Option<Py<PyAny>>,
         aliases: Option<Py<PyAny>>,
-    ) -> (Self, NativeHook) {
+    ) -> PyResult<(Self, NativeHook)> {
+        refuse_async(user_hook.bind(py), "a hook")?;
         let hook = Self {
             user_hook,
             is_permanent,
@@ -47,7 +50,7 @@ impl PointHook {
             aliases,
             handle: OnceLock::new(),
         };
-        (hook, NativeHook::of::<Self>())
+        Ok((hook, NativeHook::of::<Self>()))
     }
 
     /// The callable that was added.
@@ -79,7 +82,7 @@ impl PointHook {
     /// registered: the handle of a removed hook.
     #[getter]
     fn hook<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, HookHandle>> {
-        static NOT_YET: PyOnceLock<Py<HookHandle>> = PyOnceLock::new();
+        static NOT_YET: Once<Py<HookHandle>> = Once::new();
         let handle = match self.handle.get() {
             Some(handle) => handle,
             None => NOT_YET.get_or_try_init(py, || {
@@ -109,8 +112,12 @@ impl Native for PointHook {
         phase == Phase::Forward && slf.get().aliases.is_none()
     }
 
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        static KEYWORDS: PyOnceLock<Py<PyTuple>> = PyOnceLock::new();
+        static KEYWORDS: Once<Py<PyTuple>> = Once::new();
         let py = slf.py();
         let point = turn.module;
         let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
@@ -139,17 +146,16 @@ impl Native for PointHook {
 ///         registered.
 #[pyfunction]
 pub fn register_all(
-    py: Python<'_>,
     hooks: Vec<(Bound<'_, PyAny>, Bound<'_, PointHook>)>,
     phase: PhaseName,
     scope: ScopeArg<'_>,
 ) -> PyResult<()> {
-    for (point, hook) in &hooks {
-        let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
-        let registry = registry_of(point)?;
-        let registry = registry.get();
-        let handle = registry.register(phase.0, hook.as_any(), placement, options, Some(&scope))?;
-        hook.get().registered(Py::new(py, handle)?);
+    let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
+    let pairs = hooks.iter();
+    let pairs = pairs.map(|(point, hook)| Ok((point.clone(), hook.as_any().clone(), None)));
+    let registered = register_each(pairs, phase.0, placement, options, Some(&scope));
+    for ((_, hook), handle) in hooks.iter().zip(registered) {
+        hook.get().registered(handle?);
     }
     Ok(())
 }

@@ -7,6 +7,7 @@ use pyo3::types::{PyTuple, PyType};
 
 use crate::cpython::invoke;
 use crate::error::{hook_type_error, type_name};
+use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::PhaseName;
 use crate::torch;
@@ -34,6 +35,7 @@ impl TypedHook {
                 ),
             ));
         }
+        refuse_async(callback, format_args!("a typed {} hook", phase.0))?;
         let hook = Self {
             phase: phase.0,
             callback: r#fn,
@@ -76,6 +78,10 @@ impl Native for TypedHook {
         Some(slf.get().phase)
     }
 
+    fn changes(slf: &Bound<'_, Self>) -> bool {
+        slf.get().phase == Phase::ForwardPre
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let callback = slf.get().callback.bind(slf.py());
         let input = turn.input();
@@ -104,6 +110,7 @@ impl Native for TypedHook {
             kind: "typed",
             with_kwargs: false,
             faithful: true,
+            operator: None,
         }))
     }
 }

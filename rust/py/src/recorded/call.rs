@@ -1,251 +1,157 @@
 //! `Call`: an in-flight call of a model, and the outputs that it records.
 
-use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use parking_lot::Mutex;
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList, PySet, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::sync::critical_section::with_critical_section;
+use pyo3::types::{PyDict, PyList, PySet, PyString, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
-use crate::capture::collector::Collector;
-use crate::capture::keeping;
 use crate::contexts::current::{self, Frames};
 use crate::contexts::frame::Frame;
-use crate::cpython::invoke;
+use crate::cpython::once::Once;
 use crate::error;
 use crate::recorded::installation::InstallationBase;
 use crate::torch;
 
-/// Key that a layer is recorded under.
+/// Key that a layer is recorded under, see `recording/declarations.py`.
 #[derive(FromPyObject)]
 pub struct LayerKey {
-    /// Index of the key in the installation.
-    pub key: usize,
-    /// Index of the recorded item, for an output that is a tuple.
-    pub item: isize,
-    /// Only for hidden states: true if they begin with the input of the first layer.
-    pub initial: Option<bool>,
+    key: Py<PyString>,
+    item: isize,
+    initial: Option<bool>,
+    pub convert: Option<Py<PyAny>>,
 }
 
-/// In-flight call of a model, and the outputs that it records, if any.
+/// In-flight call of a model: a context manager around its forward.
 ///
-/// While it runs it is the tag of a frame of its context; the innermost call of a context records.
+/// Entered, it is the tag of a frame of its context; the innermost call of a context records.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Call {
+    /// The model.
+    #[pyo3(get)]
     model: Py<PyAny>,
-    /// None if the model never recorded.
+    /// Installation of the model; None if it never recorded.
+    #[pyo3(get)]
     installation: Option<Py<InstallationBase>>,
-    /// For each key of the installation, true if it is recorded. Empty if none is.
-    asked: Vec<bool>,
+    /// The enclosing call, which does not record while this one is in flight.
+    #[pyo3(get)]
+    around: Option<Py<Call>>,
     /// Indices of the hidden states that are stored; None for all.
     selected: Option<Vec<usize>>,
-    /// The enclosing call, which does not record while this one is in flight.
-    around: Option<Py<Self>>,
-    /// None once the call has ended.
-    arguments: Mutex<Option<Arguments>>,
-    /// Identifier of the calling thread.
-    thread: Py<PyAny>,
-    /// Threads that existed before the call: none of them runs layers for it.
-    threads: Option<Py<PyAny>>,
+    /// True if it records anything.
+    #[pyo3(get)]
+    records: bool,
+    /// Threads that run no layers for it: they existed before and did not make the call.
+    #[pyo3(get)]
+    other_threads: Py<PyAny>,
     /// Classes of layers that ran, were not attributed and may be this call's.
-    unattributed: Mutex<BTreeSet<String>>,
-    recorded: Mutex<Recorded>,
-    ended: AtomicBool,
+    #[pyo3(get)]
+    unattributed: Py<PySet>,
+    /// None once the call has ended.
+    progress: Mutex<Option<Progress>>,
 }
 
-/// Positional and keyword arguments.
-type Arguments = (Py<PyTuple>, Py<PyDict>);
-
-/// A recorded value, and the index of its key.
-struct Value {
-    key: usize,
-    value: Py<PyAny>,
-}
-
-#[derive(Default)]
-struct Recorded {
-    /// Values in the order of the layers' calls.
-    values: Vec<Value>,
-    /// The input of the first layer.
-    initial: Option<Value>,
-    /// Count of hidden states so far; None until the first layer has returned.
-    states: Option<usize>,
-    /// Outputs of layers that are not stored, for attributing layers on other threads.
-    others: Vec<Py<PyWeakrefReference>>,
+struct Progress {
+    /// Positional and keyword arguments of the call.
+    arguments: Py<PyTuple>,
+    /// For each requested key a list of the values, in the order of the layers' calls.
+    recorded: Py<PyDict>,
+    /// Main outputs of the layers.
+    outputs: Vec<Py<PyWeakrefReference>>,
+    /// Restores the context's frames.
+    token: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl Call {
-    /// Prepares a call.
     #[new]
-    fn new<'py>(
-        model: Bound<'py, PyAny>,
-        installation: Option<Bound<'py, InstallationBase>>,
-        flags: &Bound<'py, PyDict>,
+    fn new(
+        py: Python<'_>,
+        model: Py<PyAny>,
+        installation: Option<Py<InstallationBase>>,
+        recorded: Bound<'_, PyDict>,
         selected: Option<Vec<usize>>,
-        around: Option<Bound<'py, Self>>,
-        args: Bound<'py, PyTuple>,
-        kwargs: Bound<'py, PyDict>,
+        arguments: Py<PyTuple>,
+        other_threads: Py<PyAny>,
     ) -> PyResult<Self> {
-        static GET_IDENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        static ENUMERATE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        let py = model.py();
-        let get_ident = GET_IDENT.import(py, "threading", "get_ident")?;
-        let mut asked = Vec::new();
-        let mut threads = None;
-        if let Some(installation) = installation.as_ref().filter(|_| !flags.is_empty()) {
-            let keys = installation.get().keys.iter();
-            asked = keys
-                .map(|key| flags.contains(key.get().name()))
-                .collect::<PyResult<_>>()?;
-            let enumerate = ENUMERATE.import(py, "threading", "enumerate")?;
-            threads = Some(enumerate.call0()?.unbind());
-        }
+        let records = !recorded.is_empty();
+        let progress = Progress {
+            arguments,
+            recorded: recorded.unbind(),
+            outputs: Vec::new(),
+            token: None,
+        };
         Ok(Self {
-            thread: get_ident.call0()?.unbind(),
-            model: model.unbind(),
-            installation: installation.map(Bound::unbind),
-            asked,
+            model,
+            installation,
+            around: innermost(py)?.map(Bound::unbind),
             selected,
-            around: around.map(Bound::unbind),
-            arguments: Mutex::new(Some((args.unbind(), kwargs.unbind()))),
-            threads,
-            unattributed: Mutex::default(),
-            recorded: Mutex::default(),
-            ended: AtomicBool::new(false),
+            records,
+            other_threads,
+            unattributed: PySet::empty(py)?.unbind(),
+            progress: Mutex::new(Some(progress)),
         })
     }
 
-    /// Runs the forward. Returns its output, and the recorded values of each key in the order of
-    /// the layers' calls; None, without running it, if the installation was retired meanwhile.
-    // Native, since Ctrl-C may interrupt only Python functions.
-    fn run<'py>(slf: &Bound<'py, Self>, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
-        let progress = InProgress::begin(slf)?;
-        let ran = slf.get().run_inside(forward);
-        let ended = progress.end();
-        let ran = ran?;
-        ended.map(|()| ran)
-    }
-
-    /// The model.
-    #[getter]
-    fn model<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
-        self.model.bind(py)
-    }
-
-    /// Identifier of the calling thread.
-    #[getter]
-    fn thread<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
-        self.thread.bind(py)
-    }
-
-    /// Threads that existed before the call, if it records.
-    #[getter]
-    fn threads<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
-        match &self.threads {
-            Some(threads) => threads.bind(py).clone(),
-            None => PyList::empty(py).into_any(),
+    /// Begins the call. Returns False, and it has ended, if its installation was released
+    /// meanwhile.
+    // Native, as is `__exit__`: Ctrl-C may interrupt only Python functions.
+    fn __enter__(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, this) = (slf.py(), slf.get());
+        if this.recorder().is_some_and(|recorder| !recorder.begin()) {
+            let _ended = this.progress.lock().take();
+            return Ok(false);
         }
+        let enter = || {
+            in_progress(py)?.add(slf)?;
+            let frame = Frame::new(Some(slf.clone().into_any().unbind()));
+            current::enter(Bound::new(py, frame)?.as_any())
+        };
+        let entered = enter().inspect_err(|_| drop(Self::end(slf)))?;
+        if let Some(progress) = &mut *this.progress.lock() {
+            progress.token = Some(entered.token);
+        }
+        Ok(true)
     }
 
-    /// The enclosing call, which does not record while this one is in flight.
-    #[getter]
-    fn around<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, Self>> {
-        Some(self.around.as_ref()?.bind(py))
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(slf: &Bound<'_, Self>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        Self::end(slf)
     }
 
-    /// Positional and keyword arguments of the call; None once it has ended.
-    #[getter]
-    fn arguments(&self, py: Python<'_>) -> Option<Arguments> {
-        let arguments = self.arguments.lock();
-        let (args, kwargs) = arguments.as_ref()?;
-        Some((args.clone_ref(py), kwargs.clone_ref(py)))
-    }
-
-    /// The installation of the model.
-    #[getter]
-    pub fn installation<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, InstallationBase>> {
-        Some(self.installation.as_ref()?.bind(py))
-    }
-
-    /// True if it records anything.
-    #[getter]
-    fn records(&self) -> bool {
-        !self.asked.is_empty()
-    }
-
-    /// Classes of layers that ran and may be missing.
-    #[getter]
-    fn unattributed(&self) -> Vec<String> {
-        self.unattributed.lock().iter().cloned().collect()
-    }
-
-    /// Records that a layer of that class ran and was not attributed.
-    fn leave_out(&self, class: String) {
-        self.unattributed.lock().insert(class);
-    }
-
-    /// Lists the layers' outputs that are alive.
-    fn outputs<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
-        let recorded = self.recorded.lock();
-        let stored = recorded
-            .values
-            .iter()
-            .map(|value| value.value.bind(py).clone());
-        let others = recorded
-            .others
-            .iter()
-            .filter_map(|each| each.bind(py).upgrade());
-        stored.chain(others).collect()
+    /// Lists its arguments, and the layers' outputs that are alive.
+    fn known<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let progress = self.progress.lock();
+        let arguments = progress.iter().map(|it| it.arguments.bind(py).as_any());
+        let outputs = progress.iter().flat_map(|it| &it.outputs);
+        let alive = outputs.filter_map(|output| output.bind(py).upgrade());
+        arguments.cloned().chain(alive).collect()
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.model)?;
         visit.call(&self.installation)?;
         visit.call(&self.around)?;
-        visit.call(&self.threads)?;
-        if let Some((args, kwargs)) = &*self.arguments.lock() {
-            visit.call(args)?;
-            visit.call(kwargs)?;
+        visit.call(&self.other_threads)?;
+        if let Some(progress) = &*self.progress.lock() {
+            visit.call(&progress.arguments)?;
+            visit.call(&progress.recorded)?;
         }
-        let recorded = self.recorded.lock();
-        let mut values = recorded.initial.iter().chain(&recorded.values);
-        values.try_for_each(|value| visit.call(&value.value))
+        Ok(())
     }
 
     fn __clear__(&self) {
-        // Dropped after the locks are released: destructors of tensors run code.
-        let _arguments = self.arguments.lock().take();
-        let _recorded = std::mem::take(&mut *self.recorded.lock());
+        // Dropped after the lock is released: destructors of tensors run code.
+        let _progress = self.progress.lock().take();
     }
 }
 
-/// Output of a forward, and the recorded values.
-type Ran<'py> = (Bound<'py, PyAny>, Bound<'py, PyDict>);
-
 impl Call {
-    fn run_inside<'py>(&self, forward: &Bound<'py, PyAny>) -> PyResult<Option<Ran<'py>>> {
-        let py = forward.py();
-        let installation = self.installation(py).map(Bound::get);
-        if installation.is_some_and(InstallationBase::retired) {
-            return Ok(None);
-        }
-        let arguments = self.arguments(py);
-        let (args, kwargs) =
-            arguments.ok_or_else(|| PyRuntimeError::new_err("a call runs once"))?;
-        let (args, kwargs) = (args.bind(py), kwargs.bind(py));
-        let model = self.model.bind(py);
-        let output = invoke::call_with_first(forward, model, args, Some(kwargs))?;
-        let recorded = PyDict::new(py);
-        if let Some(installation) = installation.filter(|_| self.records()) {
-            self.collect(installation, &recorded)?;
-            installation.finish_copies(py)?;
-        }
-        Ok(Some((output, recorded)))
+    /// True if this is the installation of its model.
+    pub fn uses(&self, installation: &Py<InstallationBase>) -> bool {
+        let own = self.installation.as_ref();
+        own.is_some_and(|own| own.is(installation))
     }
 
     /// Records a layer's output under each of its keys.
@@ -257,154 +163,104 @@ impl Call {
         output: &Bound<'py, PyAny>,
     ) -> PyResult<()> {
         let py = output.py();
-        let Some(installation) = &self.installation else {
-            return Ok(());
+        let recorded = match &*self.progress.lock() {
+            Some(progress) => progress.recorded.bind(py).clone(),
+            None => return Ok(()),
         };
-        if self.ended.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let mut output_is_stored = false;
-        for &LayerKey { key, item, initial } in keys {
-            if !self.asked.get(key).is_some_and(|asked| *asked) {
-                continue;
-            }
-            let collector = installation.get().keys[key].bind(py);
-            if let Some(initial) = initial
-                && self.begins(initial)
-            {
-                let taken = match kwargs {
-                    Some(kwargs) if args.is_empty() => kwargs.values().get_item(0).ok(),
-                    _ => args.get_item(0).ok(),
-                };
-                let value = stored(collector, taken.as_ref().filter(|_| self.stores(0)))?;
-                self.recorded.lock().initial = Some(Value { key, value });
-            }
-            let Some(value) = item_of(collector, output, item)? else {
+        for key in keys {
+            let Some(values) = recorded.get_item(&key.key)? else {
                 continue;
             };
-            let wanted = initial.is_none() || self.stores_next();
-            let value = stored(collector, wanted.then_some(&value))?;
-            output_is_stored |= value.is(main_of(output));
-            let value = Value { key, value };
-            self.recorded.lock().values.push(value);
+            let values = values.cast_into::<PyList>()?;
+            // Layers that run at once make one initial state.
+            with_critical_section(&values, || {
+                if key.initial == Some(true) && values.is_empty() {
+                    self.append(&values, key, first_of(args, kwargs))?;
+                }
+                let value = key.item_of(output)?;
+                if value.is_none() {
+                    return Ok(());
+                }
+                self.append(&values, key, value)
+            })?;
         }
-        if !output_is_stored {
-            self.note(output)?;
-        }
-        Ok(())
+        self.note(output)
     }
 
-    /// Moves the recorded values out of the call.
-    fn collect(&self, installation: &InstallationBase, into: &Bound<'_, PyDict>) -> PyResult<()> {
-        let recorded = std::mem::take(&mut *self.recorded.lock());
-        for (place, key) in installation.keys.iter().enumerate() {
-            if self.asked[place] {
-                let all = recorded.initial.iter().chain(&recorded.values);
-                let values: Vec<_> = all
-                    .filter(|value| value.key == place)
-                    .map(|value| &value.value)
-                    .collect();
-                into.set_item(key.get().name(), PyTuple::new(into.py(), values)?)?;
+    /// Stores a value, or None for a hidden state that was not selected.
+    fn append<'py>(
+        &self,
+        values: &Bound<'py, PyList>,
+        key: &LayerKey,
+        value: Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let selected = self.selected.as_ref().filter(|_| key.initial.is_some());
+        if selected.is_some_and(|selected| !selected.contains(&values.len())) {
+            return values.append(values.py().None());
+        }
+        match &key.convert {
+            Some(convert) => values.append(convert.bind(values.py()).call1((value,))?),
+            None => values.append(value),
+        }
+    }
+
+    /// Notes a layer's main output, the first item of a tuple, for layers on worker threads.
+    fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
+        let first = output.cast().ok();
+        let first = first.and_then(|tuple: &Bound<'_, PyTuple>| tuple.get_item(0).ok());
+        let main = first.as_ref().unwrap_or(output);
+        if torch::is_tensor(main)? {
+            let reference = PyWeakrefReference::new(main)?.unbind();
+            if let Some(progress) = &mut *self.progress.lock() {
+                progress.outputs.push(reference);
             }
         }
         Ok(())
     }
 
-    /// Stores a weak reference to a layer's output.
-    fn note(&self, output: &Bound<'_, PyAny>) -> PyResult<()> {
-        let main = main_of(output);
-        if torch::is_tensor(&main)? {
-            let reference = PyWeakrefReference::new(&main)?.unbind();
-            self.recorded.lock().others.push(reference);
-        }
-        Ok(())
-    }
-
-    /// True if the layer's input is to be the first hidden state.
-    fn begins(&self, initial: bool) -> bool {
-        let mut recorded = self.recorded.lock();
-        let begins = initial && recorded.states.is_none();
-        recorded.states.get_or_insert(usize::from(initial));
-        begins
-    }
-
-    /// Counts a hidden state; true if it is stored.
-    fn stores_next(&self) -> bool {
-        let mut recorded = self.recorded.lock();
-        let place = recorded.states.get_or_insert_default();
-        *place += 1;
-        self.stores(*place - 1)
-    }
-
-    fn stores(&self, place: usize) -> bool {
-        let selected = self.selected.as_ref();
-        selected.is_none_or(|selected| selected.contains(&place))
-    }
-}
-
-/// Guard of a call that has begun: ends it even if the forward raises.
-struct InProgress<'a, 'py> {
-    call: &'a Bound<'py, Call>,
-    /// Restores the context's frames.
-    token: Option<Py<PyAny>>,
-    ended: bool,
-}
-
-impl<'a, 'py> InProgress<'a, 'py> {
-    /// Enters a frame for the call, in place of the frame of the enclosing call.
-    fn begin(call: &'a Bound<'py, Call>) -> PyResult<Self> {
-        let (py, this) = (call.py(), call.get());
-        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
-            installation.get().watch();
-        }
-        let mut progress = Self {
-            call,
-            token: None,
-            ended: false,
-        };
-        in_progress(py)?.add(call)?;
-        let frame = Bound::new(py, Frame::new(Some(call.clone().into_any().unbind())))?;
-        let around = |frame: &Bound<'_, PyAny>| match (this.around(py), call_of(frame)) {
-            (Some(around), Some(call)) => call.is(around),
-            _ => false,
-        };
-        progress.token = Some(current::enter_in_place_of(frame.as_any(), around)?.token);
-        Ok(progress)
-    }
-
-    fn end(mut self) -> PyResult<()> {
-        self.end_once()
+    /// The installation, if it records.
+    fn recorder(&self) -> Option<&InstallationBase> {
+        let installation = self.installation.as_ref().filter(|_| self.records)?;
+        Some(installation.get())
     }
 
     /// Ends the call, once: it records nothing from now on.
-    fn end_once(&mut self) -> PyResult<()> {
-        if std::mem::replace(&mut self.ended, true) {
+    fn end(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
+        let Some(progress) = this.progress.lock().take() else {
             return Ok(());
-        }
-        let (py, this) = (self.call.py(), self.call.get());
-        let token = self.token.take();
+        };
+        let token = progress.token.as_ref();
         let reset = token.map(|token| current::reset(token.bind(py)));
-        this.ended.store(true, Ordering::Release);
-        if let Some(installation) = this.installation.as_ref().filter(|_| this.records()) {
-            installation.get().unwatch();
-        }
-        this.__clear__();
-        in_progress(py)?.discard(self.call)?;
-        if let Some(installation) = this.installation(py)
-            && installation.get().retired()
-        {
-            installation.call_method0(intern!(py, "release_when_idle"))?;
-        }
+        in_progress(py)?.discard(slf)?;
+        this.recorder()
+            .map_or(Ok(()), |recorder| recorder.end(py))?;
         reset.transpose().map(drop)
     }
 }
 
-impl Drop for InProgress<'_, '_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.end_once() {
-            error.write_unraisable(self.call.py(), Some(self.call));
-        }
+impl LayerKey {
+    /// Picks the recorded item of a layer's output.
+    fn item_of<'py>(&self, output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let Ok(tuple) = output.cast::<PyTuple>() else {
+            return Ok(output.clone());
+        };
+        output.get_item(self.item).map_err(|_| {
+            let (key, index, len) = (&self.key, self.item, tuple.len());
+            let message = format!("\"{key}\" has no output_index {index}: it is a tuple of {len}");
+            error::selection_error(output.py(), message)
+        })
     }
+}
+
+/// Returns the first argument of a layer: its hidden states.
+fn first_of<'py>(
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> Bound<'py, PyAny> {
+    let keyword = || kwargs?.values().get_item(0).ok();
+    let first = args.get_item(0).ok().or_else(keyword);
+    first.unwrap_or_else(|| args.py().None().into_bound(args.py()))
 }
 
 /// Returns all in-flight calls, also those that record nothing: a layer on a worker thread may
@@ -415,65 +271,36 @@ pub fn calls_in_progress(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
 }
 
 fn in_progress(py: Python<'_>) -> PyResult<&Bound<'_, PySet>> {
-    static ALL: PyOnceLock<Py<PySet>> = PyOnceLock::new();
+    static ALL: Once<Py<PySet>> = Once::new();
     let all = ALL.get_or_try_init(py, || PySet::empty(py).map(Bound::unbind))?;
     Ok(all.bind(py))
 }
 
-/// Returns the innermost call of this context: the one that records, or that keeps the others from
-/// recording.
-pub fn innermost<'py>(py: Python<'py>, frames: &Frames<'py>) -> PyResult<Option<Bound<'py, Call>>> {
-    let mut frames = frames.entered(py)?.into_iter().flatten();
-    Ok(frames.find_map(|frame| call_of(&frame)))
-}
+/// The in-flight calls of the current context.
+///
+/// Dynamo guards on what it reads from attributes; `ContextVar.get` it traces only since torch 2.14.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct InFlight;
 
-/// Returns the call that is the tag of a frame.
-fn call_of<'py>(frame: &Bound<'py, PyAny>) -> Option<Bound<'py, Call>> {
-    let tag = frame.cast::<Frame>().ok()?.get().tag(frame.py())?;
-    tag.cast::<Call>().ok().cloned()
-}
-
-/// Converts a value for storage; None stands for one that is not stored.
-fn stored(
-    collector: &Bound<'_, Collector>,
-    value: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Py<PyAny>> {
-    match value {
-        Some(value) => keeping::prepare(collector, value).map(Bound::unbind),
-        None => Ok(collector.py().None()),
+#[pymethods]
+impl InFlight {
+    /// The innermost call: it records, or keeps others from recording.
+    #[getter]
+    #[expect(clippy::unused_self, reason = "a getter of an instance")]
+    fn innermost<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, Call>>> {
+        innermost(py)
     }
 }
 
-/// Returns the main output of a layer: the first item of a tuple.
-fn main_of<'py>(output: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
-    let first = output.cast::<PyTuple>().ok();
-    let first = first.and_then(|tuple| tuple.get_item(0).ok());
-    first.unwrap_or_else(|| output.clone())
-}
-
-/// Picks the recorded item of a layer's output; None if the item is None.
-fn item_of<'py>(
-    collector: &Bound<'py, Collector>,
-    output: &Bound<'py, PyAny>,
-    item: isize,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let value = match output.cast::<PyTuple>() {
-        Err(_) => output.clone(),
-        Ok(tuple) => {
-            let len = tuple.len();
-            let place = item.checked_add_unsigned(if item < 0 { len } else { 0 });
-            let place = place.and_then(|place| usize::try_from(place).ok());
-            let found = place.and_then(|place| tuple.get_item(place).ok());
-            found.ok_or_else(|| {
-                error::selection_error(
-                    output.py(),
-                    format!(
-                        "{:?} has no output_index {item}: it is a tuple of {len}",
-                        collector.get().name()
-                    ),
-                )
-            })?
-        }
+/// Returns the innermost call of this context: the one that records, or that keeps the others from
+/// recording.
+pub fn innermost(py: Python<'_>) -> PyResult<Option<Bound<'_, Call>>> {
+    let frames = Frames::default();
+    let Some(frames) = frames.entered(py)? else {
+        return Ok(None);
     };
-    Ok((!value.is_none()).then_some(value))
+    Ok(frames.iter().rev().find_map(|frame| {
+        let tag = frame.cast::<Frame>().ok()?.get().tag(py)?;
+        tag.cast().ok().cloned()
+    }))
 }

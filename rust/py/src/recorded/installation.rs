@@ -1,98 +1,155 @@
 //! `InstallationBase`: the recorders attached to one model.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
-use crate::capture::collector::Collector;
-use crate::recorded::tree::ModuleTree;
+use crate::attach::attachment::Attachment;
+use crate::cpython::dict::instance_dict;
+use crate::torch;
 
-/// Native half of an `Installation`: the recorders attached to one model.
+/// Bits of an installation's state: retired; the hooks are in a graph; a recording call in flight.
+const RETIRED: usize = 1;
+const TRACED: usize = 2;
+const CALL: usize = 4;
+
+/// Native half of an `Installation`: the recorders attached to one model, and a snapshot of its
+/// modules.
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 pub struct InstallationBase {
-    /// One empty collector for each key, with the name of the key and the options of its recorders.
-    pub keys: Vec<Py<Collector>>,
-    /// Snapshot of the model's modules.
-    tree: Py<ModuleTree>,
-    /// Pending copies from GPUs, if there may be any.
-    copies: Option<Py<PyAny>>,
-    /// Count of users that need the layers watched; at 0 the layers return at once.
-    watching: AtomicUsize,
-    retired: AtomicBool,
+    modules: Vec<Module>,
+    attachment: Py<Attachment>,
+    /// `RETIRED`, `TRACED`, and `CALL` for each recording call in flight. At 0 the layers return at
+    /// once.
+    state: AtomicUsize,
+}
+
+/// Module of the snapshot, its children and its declaration. It is not kept alive.
+struct Module {
+    reference: Py<PyWeakrefReference>,
+    /// Addresses of its children, unique while these live: they are in the snapshot too.
+    children: Vec<usize>,
+    /// Its own declaration, if any.
+    declared: Option<Py<PyDict>>,
 }
 
 #[pymethods]
 impl InstallationBase {
+    /// Takes the model's modules, each with a copy of its own declaration, if any.
     #[new]
-    fn new(keys: Vec<Py<Collector>>, tree: Py<ModuleTree>, copies: Option<Py<PyAny>>) -> Self {
-        Self {
-            keys,
-            tree,
-            copies,
-            watching: AtomicUsize::new(0),
-            retired: AtomicBool::new(false),
-        }
+    #[pyo3(signature = (modules, *_others))]
+    fn new(
+        py: Python<'_>,
+        modules: Vec<(Bound<'_, PyAny>, Option<Py<PyDict>>)>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<Self> {
+        let modules = modules.into_iter();
+        let modules = modules.map(|(module, declared)| Module::new(&module, declared));
+        Ok(Self {
+            modules: modules.collect::<PyResult<_>>()?,
+            attachment: Py::new(py, Attachment::default())?,
+            state: AtomicUsize::new(0),
+        })
     }
 
-    /// True if the model is unchanged.
+    /// The modules and hooks of the layers.
+    #[getter]
+    fn attachment<'py>(&self, py: Python<'py>) -> &Bound<'py, Attachment> {
+        self.attachment.bind(py)
+    }
+
+    /// True if all modules are alive and have the same children and declarations.
     fn holds(&self, py: Python<'_>) -> PyResult<bool> {
-        self.tree.get().holds(py)
+        for module in &self.modules {
+            if !module.holds(py)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
-    /// True if it is to be released once the in-flight calls have ended.
-    #[getter(retired)]
-    fn py_retired(&self) -> bool {
-        self.retired()
+    /// Has the layers watched for good: a graph holds their hooks.
+    fn watch(&self) {
+        self.state.fetch_or(TRACED, Ordering::AcqRel);
     }
 
-    #[setter(retired)]
-    fn set_retired(&self, retired: bool) {
-        self.retired.store(retired, Ordering::Release);
-    }
-
-    /// Has the layers watched: by a call that records, or for good by a graph that holds their
-    /// hooks.
-    pub fn watch(&self) {
-        // Relaxed, as below: the layers of a call run in its own thread, or in threads that it
-        // synchronised with.
-        self.watching.fetch_add(1, Ordering::Relaxed);
+    /// Releases the model once no call records any more.
+    fn retire(&self, py: Python<'_>) -> PyResult<()> {
+        let state = self.state.fetch_or(RETIRED, Ordering::AcqRel) | RETIRED;
+        self.release_if_idle(py, state)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.tree)?;
-        visit.call(&self.copies)?;
-        self.keys.iter().try_for_each(|key| visit.call(key))
+        visit.call(&self.attachment)
     }
 }
 
 impl InstallationBase {
     /// True if the layers are watched: one atomic read.
     pub fn watched(&self) -> bool {
-        self.watching.load(Ordering::Relaxed) != 0
+        // Relaxed: the layers of a call run in its own thread, or in threads that it synchronised
+        // with.
+        self.state.load(Ordering::Relaxed) > RETIRED
     }
 
-    pub fn retired(&self) -> bool {
-        self.retired.load(Ordering::Acquire)
+    /// Begins a recording call. False if it is retired.
+    pub fn begin(&self) -> bool {
+        let add_call = |state| (state & RETIRED == 0).then_some(state + CALL);
+        let begun = self
+            .state
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, add_call);
+        begun.is_ok()
     }
 
-    pub fn unwatch(&self) {
-        self.watching.fetch_sub(1, Ordering::Relaxed);
+    /// Ends a recording call.
+    pub fn end(&self, py: Python<'_>) -> PyResult<()> {
+        let state = self.state.fetch_sub(CALL, Ordering::AcqRel) - CALL;
+        self.release_if_idle(py, state)
     }
 
-    pub fn finish_copies(&self, py: Python<'_>) -> PyResult<()> {
-        let copies = self.copies.as_ref();
-        copies.map_or(Ok(()), |copies| {
-            copies.call_method0(py, intern!(py, "finish")).map(drop)
-        })
+    fn release_if_idle(&self, py: Python<'_>, state: usize) -> PyResult<()> {
+        if state & RETIRED != 0 && state < CALL {
+            self.attachment.get().release(py)?;
+        }
+        Ok(())
     }
 }
 
-/// Installations by the ids of their models.
-pub fn installations(py: Python<'_>) -> &Bound<'_, PyDict> {
-    static ALL: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    ALL.get_or_init(py, || PyDict::new(py).unbind()).bind(py)
+impl Module {
+    fn new(module: &Bound<'_, PyAny>, declared: Option<Py<PyDict>>) -> PyResult<Self> {
+        Ok(Self {
+            reference: PyWeakrefReference::new(module)?.unbind(),
+            children: children(module)?.iter().flat_map(addresses).collect(),
+            declared,
+        })
+    }
+
+    fn holds(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(module) = self.reference.bind(py).upgrade() else {
+            return Ok(false);
+        };
+        let children = children(&module)?;
+        let children = children.iter().flat_map(addresses);
+        if !children.eq(self.children.iter().copied()) {
+            return Ok(false);
+        }
+        let Some(declared) = &self.declared else {
+            return Ok(true);
+        };
+        match module.getattr_opt(intern!(py, "_can_record_outputs"))? {
+            Some(now) if now.is_truthy()? => now.eq(declared),
+            _ => Ok(declared.bind(py).is_empty()),
+        }
+    }
+}
+
+fn children<'py>(module: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
+    torch::children(&instance_dict(module)?)
+}
+
+fn addresses(children: &Bound<'_, PyDict>) -> impl Iterator<Item = usize> {
+    children.iter().map(|(_, child)| child.as_ptr().addr())
 }

@@ -6,7 +6,6 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::contexts::current::Frames;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::recorded::call::{Call, LayerKey, innermost};
 use crate::recorded::installation::InstallationBase;
@@ -31,18 +30,17 @@ enum Owner<'py> {
 #[pymethods]
 impl RecordedLayerBase {
     #[new]
-    fn new(installation: Py<InstallationBase>, keys: Vec<LayerKey>) -> (Self, NativeHook) {
+    #[pyo3(signature = (installation, keys, *_others))]
+    fn new(
+        installation: Py<InstallationBase>,
+        keys: Vec<LayerKey>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> (Self, NativeHook) {
         let layer = Self { installation, keys };
         (layer, NativeHook::of::<Self>())
     }
 
-    /// The installation that it belongs to.
-    #[getter]
-    fn installation<'py>(&self, py: Python<'py>) -> &Bound<'py, InstallationBase> {
-        self.installation.bind(py)
-    }
-
-    /// Records the layer's output for a call of the installation.
+    /// Records the layer's output for a call, if that has the same installation.
     ///
     /// Raises:
     ///     SelectionError: the output is a tuple without that item.
@@ -53,12 +51,18 @@ impl RecordedLayerBase {
         kwargs: &Bound<'_, PyDict>,
         output: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        call.get().record(&self.keys, args, Some(kwargs), output)
+        if call.get().uses(&self.installation) {
+            call.get().record(&self.keys, args, Some(kwargs), output)?;
+        }
+        Ok(())
     }
 
     // No `__clear__`: it is immutable, so a cycle through it has another edge to cut.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.installation)
+        visit.call(&self.installation)?;
+        self.keys
+            .iter()
+            .try_for_each(|key| visit.call(&key.convert))
     }
 }
 
@@ -67,12 +71,10 @@ impl RecordedLayerBase {
         if !self.installation.get().watched() {
             return Ok(Owner::Other);
         }
-        let Some(call) = innermost(py, &Frames::default())? else {
-            return Ok(Owner::Unknown);
-        };
-        Ok(match call.get().installation(py) {
-            Some(installation) if installation.is(&self.installation) => Owner::Call(call),
-            _ => Owner::Other,
+        Ok(match innermost(py)? {
+            None => Owner::Unknown,
+            Some(call) if call.get().uses(&self.installation) => Owner::Call(call),
+            Some(_) => Owner::Other,
         })
     }
 }
@@ -90,12 +92,11 @@ impl Native for RecordedLayerBase {
                     .record(keys, turn.args, turn.kwargs, turn.value)?;
             }
             (Phase::Forward, Owner::Unknown) => {
-                let arguments = (turn.module, turn.args, kwargs(), turn.value);
+                let arguments = (turn.args, kwargs(), turn.value);
                 slf.call_method1(intern!(py, "end"), arguments)?;
             }
             (Phase::ForwardPre, Owner::Unknown) => {
-                let arguments = (turn.module, turn.args, kwargs());
-                slf.call_method1(intern!(py, "begin"), arguments)?;
+                slf.call_method1(intern!(py, "begin"), (turn.args, kwargs()))?;
             }
             _ => {}
         }

@@ -3,4 +3,3 @@
 pub mod call;
 pub mod installation;
 pub mod layer;
-pub mod tree;

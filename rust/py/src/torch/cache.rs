@@ -1,17 +1,14 @@
 //! Inline caches of the path from a call to `forward`, guarded by CPython's version tags.
 
-use std::ptr;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFunction, PyType};
 
-use crate::cpython::dict::none_or_empty;
-use crate::cpython::dict_version::{DictGuard, DictVersion, VERSIONS};
+use crate::cpython::empty_cache::EmptyCache;
 use crate::torch::{Torch, plain_class};
 
 /// Inline cache for calls of the instances of one class.
@@ -133,12 +130,12 @@ impl CachedClass {
 /// True if `__call__` and `_call_impl` of the class are `nn.Module`'s own.
 pub fn calls_forward(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
     let call = class.getattr(intern!(class.py(), "__call__"))?;
-    Ok(call.is(&torch.module_call) && has_call_impl(torch, class)?)
+    Ok(torch.defines_call(&call)? && has_call_impl(torch, class)?)
 }
 
 fn has_call_impl(torch: &Torch, class: &Bound<'_, PyType>) -> PyResult<bool> {
     let call_impl = class.getattr(intern!(class.py(), "_call_impl"))?;
-    Ok(call_impl.is(&torch.module_call_impl))
+    torch.defines_call_impl(&call_impl)
 }
 
 /// Looks an attribute up along the MRO, unbound.
@@ -184,68 +181,27 @@ impl CallPath {
     }
 }
 
-/// Inline cache for calls of one module, valid while its instance dict is unchanged.
+/// Inline cache for calls of one module.
 #[derive(Default)]
 pub struct InstanceCache {
-    guard: DictGuard,
-    /// Variables of torch's that were neither missing nor None, mostly hook dicts. The instance
-    /// dict keeps them alive.
-    present: [AtomicPtr<ffi::PyObject>; 4],
-    instance_forward: AtomicBool,
+    /// Hooks, and replacements of `_call_impl`.
+    nothing: EmptyCache<4>,
+    forward: AtomicBool,
 }
 
-// Relaxed: under the GIL; free-threaded, no guard ever holds.
 impl InstanceCache {
     pub fn path(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<CallPath> {
-        let py = state.py();
-        let mut global = torch.global_hooks.iter();
-        if !global.all(|hooks| hooks.bind(py).is_empty())
-            || !torch
-                .trace_map
-                .missing_or_empty(torch.trace_globals.bind(py))?
-        {
+        if !torch.idle(state.py())? {
             return Ok(CallPath::Slow);
         }
-        if !self.guard.holds(state) {
-            return self.look_up(torch, state);
+        if let Some(empty) = self.nothing.get(state) {
+            return Ok(CallPath::of(empty, self.forward.load(Ordering::Relaxed)));
         }
-        let empty = self.present.iter().all(|value| {
-            let value = value.load(Ordering::Relaxed);
-            // SAFETY: the dict is unchanged and keeps it alive.
-            let value = unsafe { Borrowed::from_ptr_or_opt(py, value) };
-            value.is_none_or(|value| none_or_empty(&value))
-        });
-        Ok(CallPath::of(
-            empty,
-            self.instance_forward.load(Ordering::Relaxed),
-        ))
-    }
-
-    fn look_up(&self, torch: &Torch, state: &Bound<'_, PyDict>) -> PyResult<CallPath> {
-        let now = DictVersion::of(state);
         let replaced = [&torch.compiled_call, &torch.instance_call_impl];
-        let mut present = [ptr::null_mut(); 4];
-        let mut places = present.iter_mut();
-        let (mut empty, mut fits) = (true, true);
-        for variable in torch.module_hooks.iter().chain(replaced) {
-            let Some(value) = variable.get(state)?.filter(|value| !value.is_none()) else {
-                continue;
-            };
-            empty &= none_or_empty(&value);
-            match places.next() {
-                Some(place) => *place = value.as_ptr(),
-                None => fits = false,
-            }
-        }
-        let instance_forward = !torch.instance_forward.missing_or_empty(state)?;
-        if VERSIONS && fits {
-            self.guard.set(&now);
-            for (place, value) in self.present.iter().zip(present) {
-                place.store(value, Ordering::Relaxed);
-            }
-            self.instance_forward
-                .store(instance_forward, Ordering::Relaxed);
-        }
-        Ok(CallPath::of(empty, instance_forward))
+        let variables = torch.module_hooks.iter().chain(replaced);
+        let empty = self.nothing.look_up(state, variables)?;
+        let forward = !torch.instance_forward.missing_or_empty(state)?;
+        self.forward.store(forward, Ordering::Relaxed);
+        Ok(CallPath::of(empty, forward))
     }
 }

@@ -1,5 +1,6 @@
 //! Torch's own hooks, read from its dicts.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
 
@@ -79,15 +80,15 @@ impl<'py> TorchHooks<'py> {
             return Ok(Vec::new());
         };
         let torch = Torch::get(state.py())?;
-        let global = torch.module.bind(state.py()).dict();
+        let global = torch.globals.bind(state.py());
         let hooks = torch.hooks_in(state, FORWARD)?.into_iter();
         hooks
             .map(|(id, callback)| {
                 Ok(TorchHook {
                     with_kwargs: lists(state, "_forward_hooks_with_kwargs", &id)?
-                        || lists(&global, "_global_forward_hooks_with_kwargs", &id)?,
+                        || lists(global, "_global_forward_hooks_with_kwargs", &id)?,
                     always_call: lists(state, "_forward_hooks_always_called", &id)?
-                        || lists(&global, "_global_forward_hooks_always_called", &id)?,
+                        || lists(global, "_global_forward_hooks_always_called", &id)?,
                     callback,
                 })
             })
@@ -103,24 +104,22 @@ impl<'py> TorchHooks<'py> {
         let mut hooks = TorchBackward::default();
         let pre = torch.hooks_in(state, BACKWARD_PRE)?;
         hooks.pre = pre.into_iter().map(|(_, hook)| hook).collect();
-        let global = torch.global_hooks[BACKWARD].bind(py).clone();
-        let own = dict_in(state, torch.module_hooks[BACKWARD].name.bind(py))?;
+        let global = torch.globals.bind(py);
         let is_full = [
-            torch
-                .module
-                .bind(py)
-                .dict()
-                .get_item("_global_is_full_backward_hook")?,
-            state.get_item("_is_full_backward_hook")?,
+            global.get_item(intern!(py, "_global_is_full_backward_hook"))?,
+            state.get_item(intern!(py, "_is_full_backward_hook"))?,
         ];
-        for (dict, is_full) in [Some(global), own].into_iter().zip(is_full) {
+        for (dict, is_full) in torch.dicts(state, BACKWARD)?.into_iter().zip(is_full) {
+            let Some(dict) = dict else {
+                continue;
+            };
             let non_full = is_full.is_some_and(|full| full.is(PyBool::new(py, false)));
             let kind = if non_full {
                 &mut hooks.non_full
             } else {
                 &mut hooks.full
             };
-            kind.extend(dict.iter().flat_map(PyDictMethods::values));
+            kind.extend(items(&dict)?.into_iter().map(|(_, hook)| hook));
         }
         Ok(hooks)
     }
@@ -133,20 +132,43 @@ const BACKWARD: usize = 2;
 const BACKWARD_PRE: usize = 3;
 
 impl Torch {
-    /// Lists the (id, hook) pairs of a kind, for the module whose instance dict is `state`.
-    fn hooks_in<'py>(
+    /// Lists the hooks of a kind, for the module whose instance dict is `state`.
+    fn hooks_in<'py>(&self, state: &Bound<'py, PyDict>, kind: usize) -> PyResult<Items<'py>> {
+        let mut hooks = Vec::new();
+        for dict in self.dicts(state, kind)?.into_iter().flatten() {
+            hooks.extend(items(&dict)?);
+        }
+        Ok(hooks)
+    }
+
+    /// Returns the hook dicts of a kind: the global one and the module's.
+    fn dicts<'py>(
         &self,
         state: &Bound<'py, PyDict>,
         kind: usize,
-    ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
-        let global = self.global_hooks[kind].bind(state.py()).clone();
-        let own = dict_in(state, self.module_hooks[kind].name.bind(state.py()))?;
-        let dicts = [Some(global), own].into_iter().flatten();
-        dicts
-            .flat_map(|dict| dict.items())
-            .map(|item| item.extract())
-            .collect()
+    ) -> PyResult<[Option<Bound<'py, PyDict>>; 2]> {
+        let py = state.py();
+        Ok([
+            dict_in(self.globals.bind(py), self.global_hooks[kind].name.bind(py))?,
+            dict_in(state, self.module_hooks[kind].name.bind(py))?,
+        ])
     }
+}
+
+/// Hooks by their ids.
+type Items<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
+
+/// Lists the items of a dict in its own order.
+fn items<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Items<'py>> {
+    let py = dict.py();
+    if dict.len() < 2 || dict.is_exact_instance_of::<PyDict>() {
+        return dict.items().iter().map(|item| item.extract()).collect();
+    }
+    // An `OrderedDict` has an order of its own, by `move_to_end`. Its copy is read, as other
+    // threads may change it meanwhile.
+    let copy = dict.call_method0(intern!(py, "copy"))?;
+    let items = copy.call_method0(intern!(py, "items"))?;
+    items.try_iter()?.map(|item| item?.extract()).collect()
 }
 
 /// True if the dict `namespace[name]` has the key `id`.

@@ -40,11 +40,11 @@ impl<'a, 'py> Target<'a, 'py> {
         if !cached.is_some_and(|cached| cached.by_torch(through_call)) {
             let plain = plain_class(&class)?;
             let call = plain.getattr(intern!(py, "__call__"))?;
-            if through_call && !call.is(&torch.module_call) {
+            if through_call && !torch.defines_call(&call)? {
                 return Ok(Self::Outer(bind(&call, module)?));
             }
             let call_impl = plain.getattr(intern!(py, "_call_impl"))?;
-            if !call_impl.is(&torch.module_call_impl) {
+            if !torch.defines_call_impl(&call_impl)? {
                 return Ok(Self::Special(bind(&call_impl, module)?, TorchHooks::none()));
             }
         }

@@ -22,8 +22,8 @@ pub struct CallCounter;
 #[pymethods]
 impl CallCounter {
     #[new]
-    fn new() -> PyClassInitializer<Self> {
-        NativeDetector::with(Self, Calls::default())
+    fn new(py: Python<'_>) -> PyClassInitializer<Self> {
+        NativeDetector::with(py, Self, Calls::default())
     }
 }
 
@@ -67,8 +67,8 @@ pub struct LatencyDetector;
 #[pymethods]
 impl LatencyDetector {
     #[new]
-    fn new() -> PyClassInitializer<Self> {
-        NativeDetector::with(Self, Latency::default())
+    fn new(py: Python<'_>) -> PyClassInitializer<Self> {
+        NativeDetector::with(py, Self, Latency::default())
     }
 }
 
@@ -155,12 +155,12 @@ pub struct ShapeDetector;
 impl ShapeDetector {
     #[new]
     #[pyo3(signature = (*, limit = Limit(1024)), text_signature = "(*, limit=1024)")]
-    fn new(limit: Limit) -> PyClassInitializer<Self> {
+    fn new(py: Python<'_>, limit: Limit) -> PyClassInitializer<Self> {
         let shapes = Shapes {
             limit: limit.0,
             ..Shapes::default()
         };
-        NativeDetector::with(Self, shapes)
+        NativeDetector::with(py, Self, shapes)
     }
 }
 
@@ -229,6 +229,13 @@ impl Statistics for Shapes {
         self.others += other.others;
         for (shape, &count) in &other.tensors {
             self.add(shape.clone(), count);
+        }
+    }
+
+    fn empty(&self) -> Self {
+        Self {
+            limit: self.limit,
+            ..Self::default()
         }
     }
 

@@ -10,6 +10,7 @@
 )]
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_statistics::{Float, Moments, NonFinite};
 use parking_lot::Mutex;
@@ -33,10 +34,18 @@ const MANY_AWAITED: usize = 64;
 /// Count of pending results at which the oldest are waited for, which bounds the memory.
 const MOST_AWAITED: usize = 1024;
 
+/// Place of an observation in the order of the process.
+fn next_place() -> u64 {
+    static PLACES: AtomicU64 = AtomicU64::new(0);
+    // Relaxed: the places order nothing else.
+    PLACES.fetch_add(1, Ordering::Relaxed)
+}
+
 /// Finds NaN and infinities.
 ///
 /// `snapshot()` has `tensors` (the count of tensors read), `affected` (the count of those with NaN
-/// or infinities), and the counts `nan` and `inf`.
+/// or infinities), and the counts `nan` and `inf`. `modules` has a detector for each module that
+/// `register` knows by name, and `first` the name of the first one affected.
 ///
 /// It reads tensors of floating point, complex ones as pairs, and skips others, those without data
 /// (fake ones, on `meta`) and classes that compute nothing. A masked tensor counts where the mask
@@ -48,8 +57,16 @@ pub struct NonFiniteDetector;
 #[pymethods]
 impl NonFiniteDetector {
     #[new]
-    fn new() -> PyClassInitializer<Self> {
-        NativeDetector::with(Self, Found::default())
+    fn new(py: Python<'_>) -> PyClassInitializer<Self> {
+        NativeDetector::with(py, Self, Found::default())
+    }
+
+    /// Name of the module in which NaN or infinities were first found: of those that `register`
+    /// has put the detector on by name; None if there are none. Modules of a detector that was
+    /// merged from another process come behind those affected before.
+    #[getter]
+    fn first(slf: &Bound<'_, Self>) -> PyResult<Option<String>> {
+        slf.as_super().get().first(slf.py())
     }
 }
 
@@ -69,8 +86,8 @@ pub struct NormDetector;
 #[pymethods]
 impl NormDetector {
     #[new]
-    fn new() -> PyClassInitializer<Self> {
-        NativeDetector::with(Self, Norms::default())
+    fn new(py: Python<'_>) -> PyClassInitializer<Self> {
+        NativeDetector::with(py, Self, Norms::default())
     }
 }
 
@@ -87,6 +104,11 @@ trait OfElements: Statistics {
 
     /// Converts torch's result for one tensor.
     fn of_reduced(reduced: Self::Reduced) -> Self;
+
+    /// Sets the place of the observation of one tensor.
+    fn at(self, _place: impl FnOnce() -> u64) -> Self {
+        self
+    }
 }
 
 #[derive(Clone, Default)]
@@ -94,6 +116,8 @@ struct Found {
     tensors: u64,
     affected: u64,
     numbers: NonFinite,
+    /// Place of the first affected tensor.
+    first: Option<u64>,
 }
 
 impl From<NonFinite> for Found {
@@ -102,6 +126,7 @@ impl From<NonFinite> for Found {
             tensors: 1,
             affected: u64::from(numbers != NonFinite::default()),
             numbers,
+            first: None,
         }
     }
 }
@@ -118,6 +143,11 @@ impl OfElements for Found {
     fn of_reduced((nan, infinite): (u64, u64)) -> Self {
         NonFinite { nan, infinite }.into()
     }
+
+    fn at(mut self, place: impl FnOnce() -> u64) -> Self {
+        self.first = (self.affected > 0).then(place);
+        self
+    }
 }
 
 impl Statistics for Found {
@@ -133,6 +163,11 @@ impl Statistics for Found {
         self.tensors += other.tensors;
         self.affected += other.affected;
         self.numbers.merge(&other.numbers);
+        self.first = self.first.into_iter().chain(other.first).min();
+    }
+
+    fn first(&self) -> Option<u64> {
+        self.first
     }
 
     fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()> {
@@ -151,11 +186,13 @@ impl Statistics for Found {
 
     fn load(saved: &Bound<'_, PyAny>) -> PyResult<Self> {
         let (tensors, affected, nan, infinite) = saved.extract()?;
-        Ok(Self {
+        let loaded = Self {
             tensors,
             affected,
             numbers: NonFinite { nan, infinite },
-        })
+            first: None,
+        };
+        Ok(loaded.at(next_place))
     }
 }
 
@@ -252,7 +289,7 @@ fn observe<S: OfElements>(shared: &Shared<S>, turn: &Turn<'_, '_>) -> PyResult<(
 fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = tensor.py();
     if let Some(memory) = Memory::of(tensor, MANY)? {
-        shared.add(&read(py, &memory));
+        shared.add(&read::<S>(py, &memory).at(next_place));
         return Ok(());
     }
     let result = memory::reduce(S::BY_TORCH, tensor)?;
@@ -260,7 +297,7 @@ fn look_at<S: OfElements>(shared: &Shared<S>, tensor: &Bound<'_, PyAny>) -> PyRe
         return Ok(()); // nothing to count
     }
     if let Ok(numbers) = result.cast::<PyTuple>() {
-        shared.add(&S::of_reduced(numbers.extract()?));
+        shared.add(&S::of_reduced(numbers.extract()?).at(next_place));
     } else if shared.awaited.push(result.unbind()) >= MANY_AWAITED {
         add_results(shared, py, false)?;
     }
@@ -311,32 +348,25 @@ fn reduce_by_any<S: OfElements>(numbers: Numbers<'_>) -> S {
     }
 }
 
-/// Pending results of devices, the oldest first: objects of `ferrohook.reductions`. Not shown to
+/// Pending results of devices, the oldest first: objects of `ferrohook.reductions`, each
+/// with the place of its observation. Not shown to
 /// the garbage collector: they refer to nothing that could be part of a cycle.
 #[derive(Default)]
-pub struct Awaited(Mutex<Waiting>);
-
-#[derive(Default)]
-struct Waiting {
-    serial: u64,
-    results: VecDeque<(u64, Py<PyAny>)>,
-}
+pub struct Awaited(Mutex<VecDeque<(u64, Py<PyAny>)>>);
 
 impl Awaited {
     /// Adds a pending result; returns their count.
     fn push(&self, result: Py<PyAny>) -> usize {
         let mut waiting = self.0.lock();
-        waiting.serial += 1;
-        let serial = waiting.serial;
-        waiting.results.push_back((serial, result));
-        waiting.results.len()
+        waiting.push_back((next_place(), result));
+        waiting.len()
     }
 
     fn list(&self, py: Python<'_>) -> Vec<(u64, Py<PyAny>)> {
         let waiting = self.0.lock();
-        let results = waiting.results.iter();
+        let results = waiting.iter();
         results
-            .map(|(serial, result)| (*serial, result.clone_ref(py)))
+            .map(|(place, result)| (*place, result.clone_ref(py)))
             .collect()
     }
 }
@@ -347,18 +377,18 @@ impl Awaited {
 fn add_results<S: OfElements>(shared: &Shared<S>, py: Python<'_>, wait: bool) -> PyResult<()> {
     let results = shared.awaited.list(py);
     let too_many = results.len() >= MOST_AWAITED;
-    for (number, (serial, result)) in results.into_iter().enumerate() {
+    for (number, (place, result)) in results.into_iter().enumerate() {
         let result = result.bind(py);
         let wait = wait || too_many && number < MOST_AWAITED / 2;
         let numbers = result.call_method1(intern!(py, "numbers"), (wait,))?;
         if numbers.is_none() {
             break;
         }
-        let more = S::of_reduced(numbers.extract()?);
+        let more = S::of_reduced(numbers.extract()?).at(|| place);
         let mut waiting = shared.awaited.0.lock();
         // Another thread may have added it.
-        if let Some(at) = waiting.results.iter().position(|(each, _)| *each == serial) {
-            let removed = waiting.results.remove(at);
+        if let Some(at) = waiting.iter().position(|(each, _)| *each == place) {
+            let removed = waiting.remove(at);
             shared.add(&more);
             drop(waiting);
             drop(removed);

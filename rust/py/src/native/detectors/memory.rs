@@ -3,7 +3,8 @@
 use ferrohook_statistics::{Bf16, F16};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
+
+use crate::cpython::once::Once;
 
 /// Classes, layout and dtypes of tensors that can be read here.
 struct Readable {
@@ -14,7 +15,7 @@ struct Readable {
 
 impl Readable {
     fn get(py: Python<'_>) -> PyResult<&'static Self> {
-        static READABLE: PyOnceLock<Readable> = PyOnceLock::new();
+        static READABLE: Once<Readable> = Once::new();
         READABLE.get_or_try_init(py, || {
             let torch = py.import("torch")?;
             let of_torch = |name| torch.getattr(name).map(Bound::unbind);

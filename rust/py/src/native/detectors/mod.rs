@@ -5,6 +5,8 @@
 //! place, from 16,384 numbers on without the interpreter, by loops that are compiled for AVX2 too.
 //! `reductions.py` computes the rest; numbers of a GPU arrive by a copy into pinned memory and an
 //! event, and stay listed as pending until merged, so that two readers at once both see them.
+//!
+//! A detector that `register` puts on modules by name has a detector of its own for each of them.
 
 mod counters;
 mod elements;
@@ -14,8 +16,9 @@ use std::any::Any;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::types::{PyDict, PyFloat, PyList, PyString, PyType};
 use pyo3::{PyClass, PyClassInitializer};
 
 pub use counters::{CallCounter, LatencyDetector, ShapeDetector};
@@ -40,6 +43,16 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
     /// Adds the statistics of another detector.
     fn merge(&mut self, other: &Self);
 
+    /// Statistics of nothing, with the same options.
+    fn empty(&self) -> Self {
+        Self::default()
+    }
+
+    /// Place in the process-wide order of the first observation that mattered, if any.
+    fn first(&self) -> Option<u64> {
+        None
+    }
+
     /// Writes them into a dict, for `snapshot()`.
     fn describe(&self, into: &Bound<'_, PyDict>) -> PyResult<()>;
 
@@ -50,7 +63,6 @@ trait Statistics: Clone + Default + Send + Sized + 'static {
 }
 
 /// Statistics shared between threads.
-#[derive(Default)]
 struct Shared<S> {
     statistics: Mutex<S>,
     /// Pending results of devices.
@@ -64,12 +76,25 @@ trait Detect: Send + Sync {
     fn as_any(&self) -> &(dyn Any + Send + Sync);
     /// Adds the statistics of another detector; false if it is of another kind.
     fn merge(&self, py: Python<'_>, other: &dyn Detect) -> PyResult<bool>;
+    /// Makes a copy.
+    fn copied(&self, py: Python<'_>) -> PyResult<Box<dyn Detect>>;
+    /// See [`Statistics::first`].
+    fn first(&self, py: Python<'_>) -> PyResult<Option<u64>>;
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>>;
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
+    /// Saves statistics of nothing, with the same options.
+    fn save_empty<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()>;
 }
 
 impl<S: Statistics> Shared<S> {
+    fn of(statistics: S) -> Self {
+        Self {
+            statistics: Mutex::new(statistics),
+            awaited: elements::Awaited::default(),
+        }
+    }
+
     /// Returns a copy of the statistics, with pending results added.
     fn complete(&self, py: Python<'_>) -> PyResult<S> {
         S::await_pending(self, py)?;
@@ -100,6 +125,14 @@ impl<S: Statistics> Detect for Shared<S> {
         Ok(true)
     }
 
+    fn copied(&self, py: Python<'_>) -> PyResult<Box<dyn Detect>> {
+        Ok(Box::new(Self::of(self.complete(py)?)))
+    }
+
+    fn first(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        Ok(self.complete(py)?.first())
+    }
+
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         self.complete(py)?.describe(&dict)?;
@@ -108,6 +141,11 @@ impl<S: Statistics> Detect for Shared<S> {
 
     fn save<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.complete(py)?.save(py)
+    }
+
+    fn save_empty<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let empty = self.statistics.lock().empty();
+        empty.save(py)
     }
 
     fn load(&self, saved: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -126,22 +164,60 @@ impl<S: Statistics> Detect for Shared<S> {
 /// merge them; copies and pickles include the statistics.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct NativeDetector {
-    detector: Box<dyn Detect>,
+    /// Statistics of calls of modules without a name here.
+    own: Box<dyn Detect>,
+    /// Detectors of the modules with a name, by name, in the order of their registration.
+    ///
+    /// Not shown to the garbage collector: they refer to no other object.
+    modules: Py<PyDict>,
 }
+
+/// Place of the first observation that mattered, if any; name of the module; its detector.
+type Placed<'py> = (Option<u64>, String, Bound<'py, NativeDetector>);
 
 impl NativeDetector {
     /// Makes a detector of class `T`, which adds no fields, with initial statistics.
-    fn with<T, S: Statistics>(class: T, statistics: S) -> PyClassInitializer<T>
+    fn with<T, S: Statistics>(py: Python<'_>, class: T, statistics: S) -> PyClassInitializer<T>
     where
         T: PyClass<BaseType = Self>,
     {
         let detector = Self {
-            detector: Box::new(Shared {
-                statistics: Mutex::new(statistics),
-                awaited: elements::Awaited::default(),
-            }),
+            own: Box::new(Shared::of(statistics)),
+            modules: PyDict::new(py).unbind(),
         };
         PyClassInitializer::from((detector, NativeHook::of::<Self>())).add_subclass(class)
+    }
+
+    /// Returns the detector of the module of this name; makes it first if need be.
+    fn module<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, Self>> {
+        let (py, detector) = (slf.py(), slf.get());
+        let modules = detector.modules.bind(py);
+        if let Some(found) = modules.get_item(name)? {
+            return Ok(found.cast_into()?);
+        }
+        let made = slf.get_type().call0()?.cast_into::<Self>()?;
+        made.get().own.load(&detector.own.save_empty(py)?)?;
+        // Another thread may have made one meanwhile.
+        let made = modules.call_method1(intern!(py, "setdefault"), (name, made))?;
+        Ok(made.cast_into()?)
+    }
+
+    /// The detectors of the modules with a name, those of the first observations first.
+    fn in_order<'py>(&self, py: Python<'py>) -> PyResult<Vec<Placed<'py>>> {
+        let mut placed = Vec::new();
+        for (name, detector) in self.modules.bind(py).copy()? {
+            let detector = detector.cast_into::<Self>()?;
+            let first = detector.get().own.first(py)?;
+            placed.push((first, name.extract()?, detector));
+        }
+        placed.sort_by_key(|(first, ..)| first.unwrap_or(u64::MAX));
+        Ok(placed)
+    }
+
+    /// Name of the module of the first observation that mattered.
+    fn first(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let first = self.in_order(py)?.into_iter().next();
+        Ok(first.and_then(|(first, name, _)| first.map(|_| name)))
     }
 }
 
@@ -151,11 +227,15 @@ impl Native for NativeDetector {
     }
 
     fn times(slf: &Bound<'_, Self>) -> bool {
-        slf.get().detector.times()
+        slf.get().own.times()
+    }
+
+    fn for_module<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Option<Bound<'py, Self>>> {
+        Self::module(slf, name).map(Some)
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        slf.get().detector.observe(turn)?;
+        slf.get().own.observe(turn)?;
         Ok(None)
     }
 
@@ -166,6 +246,7 @@ impl Native for NativeDetector {
             kind: "detector",
             with_kwargs: false,
             faithful: false,
+            operator: None,
         }))
     }
 }
@@ -176,7 +257,18 @@ impl NativeDetector {
     ///
     /// It includes every call that has returned, and waits for pending results of a GPU.
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.detector.snapshot(py)
+        let total = self.own.copied(py)?;
+        for detector in self.modules(py)?.values() {
+            total.merge(py, &*detector.cast::<Self>()?.get().own)?;
+        }
+        total.snapshot(py)
+    }
+
+    /// Detectors of the modules that `register` has put this one on by name, by that name. Those of
+    /// several models that have the same name share one.
+    #[getter]
+    fn modules<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.modules.bind(py).copy()
     }
 
     /// Adds the statistics of another detector of the same class.
@@ -199,8 +291,12 @@ impl NativeDetector {
             ));
         }
         if let Ok(detector) = other.cast::<Self>()
-            && slf.get().detector.merge(py, &*detector.get().detector)?
+            && slf.get().own.merge(py, &*detector.get().own)?
         {
+            for (_, name, theirs) in detector.get().in_order(py)? {
+                let ours = Self::module(slf, &name)?;
+                ours.get().own.merge(py, &*theirs.get().own)?;
+            }
             return Ok(());
         }
         Err(hook_type_error(
@@ -214,14 +310,41 @@ impl NativeDetector {
     }
 
     /// Copies and pickles with the statistics.
-    fn __reduce__<'py>(
-        slf: &Bound<'py, Self>,
-    ) -> PyResult<(Bound<'py, PyType>, (), Bound<'py, PyAny>)> {
-        let saved = slf.get().detector.save(slf.py())?;
-        Ok((slf.get_type(), (), saved))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyType>, (), Saved<'py>)> {
+        let (py, detector) = (slf.py(), slf.get());
+        let mut modules = Vec::new();
+        // Loading gives them places in this order.
+        for (_, name, module) in detector.in_order(py)? {
+            modules.push((name, module.get().own.save(py)?));
+        }
+        Ok((slf.get_type(), (), (detector.own.save(py)?, modules)))
     }
 
-    fn __setstate__(&self, state: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.detector.load(state)
+    fn __setstate__(slf: &Bound<'_, Self>, state: Saved<'_>) -> PyResult<()> {
+        let (own, modules) = state;
+        slf.get().own.load(&own)?;
+        for (name, saved) in modules {
+            Self::module(slf, &name)?.get().own.load(&saved)?;
+        }
+        Ok(())
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let mut fields = Vec::new();
+        for (name, value) in slf.get().snapshot(slf.py())? {
+            if value.is_instance_of::<PyFloat>() {
+                let short = value.call_method1(intern!(slf.py(), "__format__"), (".4g",))?;
+                fields.push(format!("{name}={short}"));
+            } else if !value.is_instance_of::<PyList>() {
+                fields.push(format!("{name}={}", value.repr()?));
+            }
+        }
+        if let Some(first) = slf.get().first(slf.py())? {
+            fields.push(format!("first={}", PyString::new(slf.py(), &first).repr()?));
+        }
+        Ok(format!("{}({})", type_name(slf), fields.join(", ")))
     }
 }
+
+/// State of a detector: its own statistics, and those of its modules by name.
+type Saved<'py> = (Bound<'py, PyAny>, Vec<(String, Bound<'py, PyAny>)>);

@@ -1,0 +1,96 @@
+"""Manifests: descriptions of what a run of `collect` is made of, and their differences."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.classes import plain_class
+from ferrohook.fingerprints import fingerprints_of
+from ferrohook.never_fired import MOST_NAMED
+from ferrohook.selection import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+
+def manifest(
+    model: nn.Module, selection: Iterable[str], forward: Callable[..., object] | None
+) -> dict[str, Any]:
+    """Describes a run in plain data.
+
+    Args:
+        model: the model; its parameters and buffers count by their fingerprints, its modules by
+            the name of their class and by training mode.
+        selection: a text for each source of tensors.
+        forward: the function that runs a batch; it counts by its name.
+    """
+    modules = select(model)
+    _reshard(modules.values())
+    return {
+        "selection": sorted(selection),
+        "options": {
+            "forward": None if forward is None else _name(forward),
+            "modules in training mode": sum(module.training for module in modules.values()),
+        },
+        "modules": {name: _name(plain_class(type(it))) for name, it in modules.items()},
+        "tensors": fingerprints_of(_parameters_and_buffers(modules)),
+    }
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Shards the parameters that FSDP2 left whole behind a forward, as before the first one."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (takes seconds)
+
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            FSDPModule.reshard(module)
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _parameters_and_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}" if name else key: tensor
+        for name, module in modules.items()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in list(tensors.items())
+        if tensor is not None
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names the differences between two manifests; empty if they are equal."""
+    selections = (dict.fromkeys(each["selection"]) for each in (before, now))
+    options = [
+        f"option {name!r}: {before['options'].get(name)!r}, now {value!r}"
+        for name, value in now["options"].items()
+        if value != before["options"].get(name)
+    ]
+    return [
+        *_changes("selection", *selections),
+        *options,
+        *_changes("classes of modules", before["modules"], now["modules"]),
+        *_changes("parameters and buffers", before["tensors"], now["tensors"]),
+    ]
+
+
+def _changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changes = {
+        "added": [name for name in now if name not in before],
+        "missing": [name for name in before if name not in now],
+        "changed": [name for name in now if name in before and now[name] != before[name]],
+    }
+    listed = ", ".join(f"{_listed(names)} {word}" for word, names in changes.items() if names)
+    return [f"{kind}: {listed}"] if listed else []
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(map(repr, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,15 @@
+"""Parts of error messages."""
+
+from __future__ import annotations
+
+
+def with_article(value: object) -> str:
+    """Returns the name of a value's type behind its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def missing_package(user: str, package: str) -> str:
+    """Returns the error of a package that `user` needs and that is not installed."""
+    # Not "ferrohook[extra]", which no registry has.
+    return f"{user} needs the package {package}: pip install {package}"
