@@ -92,8 +92,8 @@ pub fn same_without(
     let others = second.iter_borrowed().filter(|each| !each.is(one));
     first
         .iter_borrowed()
-        .map(|it| it.as_ptr())
-        .eq(others.map(|it| it.as_ptr()))
+        .map(Borrowed::as_ptr)
+        .eq(others.map(Borrowed::as_ptr))
 }
 
 /// Sets the context variable to its default. CPython caches a context variable that was set; an

@@ -108,9 +108,11 @@ struct Parent {
 
 impl Parent {
     fn of(module: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let reference = |child: &Bound<'_, PyAny>| match child.is_none() {
-            true => Ok(None),
-            false => PyWeakrefReference::new(child).map(|it| Some(it.unbind())),
+        let reference = |child: &Bound<'_, PyAny>| -> PyResult<_> {
+            if child.is_none() {
+                return Ok(None);
+            }
+            Ok(Some(PyWeakrefReference::new(child)?.unbind()))
         };
         Ok(Self {
             module: PyWeakrefReference::new(module)?.unbind(),
@@ -138,7 +140,7 @@ impl Parent {
 
 fn children<'py>(module: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let children = torch::children(&instance_dict(module)?)?;
-    let children = children.iter().flat_map(|children| children.iter());
+    let children = children.iter().flat_map(PyDictMethods::iter);
     Ok(children.map(|(_, child)| child).collect())
 }
 
