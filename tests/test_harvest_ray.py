@@ -27,7 +27,7 @@ from examples import harvest_ray
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LIMIT = 240.0
+LIMIT = 600.0
 """Time limit in seconds for Ray to start and finish (about ten on an idle machine)."""
 
 # A forward blocks while a file exists, so that kills hit the middle of a forward.
