@@ -23,6 +23,7 @@ __all__ = [
     "InterventionBase",
     "LatencyDetector",
     "MaskedHook",
+    "ModuleTree",
     "NativeDetector",
     "NativeHook",
     "NonFiniteDetector",
@@ -439,9 +440,13 @@ class MaskedHook(NativeHook):
 class PlanGuard(NativeHook):
     def __new__(
         cls,
-        parents: list[Any],
+        tree: ModuleTree,
         positions: Callable[[Any, _Args, _Kwargs], None] | None,
     ) -> Self: ...
+
+@final
+class ModuleTree:
+    def __new__(cls, modules: list[Any]) -> Self: ...
     def holds(self) -> bool: ...
 
 @disjoint_base

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.selection import Selector
+    from ferrohook.steering import Intervention
 
 
 class HandleGroup(AttachmentContext):
@@ -146,7 +147,7 @@ class HandleGroup(AttachmentContext):
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
     model: nn.Module,
     what: Selector,
-    hook: Callable[..., Any] | TypedHook | NativeDetector,
+    hook: Callable[..., Any] | TypedHook | NativeDetector | Intervention,
     *,
     phase: str | None = None,
     prepend: bool = False,
@@ -165,8 +166,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     Args:
         model: any module.
         what: modules to hook, see `select`; containers (ModuleList) are left out.
-        hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
-            detector.
+        hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
+            detector, or an intervention.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
             hook, and for `forward` otherwise.
         prepend: put the hook ahead of all others of its priority, instead of behind them.
@@ -216,7 +217,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 def run(
     model: nn.Module,
     *args: Any,
-    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector] | None = None,
+    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector | Intervention]
+    | None = None,
     capture: Selector = None,
     **kwargs: Any,
 ) -> Any:

@@ -16,6 +16,7 @@ from ferrohook._core import (
     Frame,
     HookHandle,
     MaskedHook,
+    ModuleTree,
     PlanGuard,
     RequestBase,
     RootCalls,
@@ -100,11 +101,10 @@ class Prepared:
                 _check_width(number, entry, modules)
         everything = {name: module for modules in selected for name, module in modules.items()}
         attach(everything | {"": model}, attachment)
-        self._guard = PlanGuard(
-            _parents(model, everything), self._find_positions if self._needs_positions() else None
-        )
-        guard: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        attachment.register([model], "forward_pre", self._guard, **guard)
+        self._tree = ModuleTree(_parents(model, everything))
+        guard = PlanGuard(self._tree, self._find_positions if self._needs_positions() else None)
+        first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
+        attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
         for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
             if isinstance(entry, HookEntry):
@@ -207,7 +207,7 @@ class Prepared:
     @property
     def outdated(self) -> bool:
         """True if modules of the model were replaced: calls in requests raise `HookError`."""
-        return not self._guard.holds()
+        return not self._tree.holds()
 
     def __enter__(self) -> Self:
         return self

@@ -71,6 +71,8 @@ mod _core {
     use crate::registry::Registry;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
+    #[pymodule_export]
+    use crate::torch::tree::ModuleTree;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -3,15 +3,15 @@
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::PyDict;
 
 use crate::capture::request::RequestBase;
-use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::error::hook_error;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
 use crate::torch;
+use crate::torch::tree::ModuleTree;
 
 /// Hook of a plan that fires at some positions of its request: an intervention, or a forward hook
 /// of PyTorch's contract, whose result replaces the output there.
@@ -94,79 +94,21 @@ impl Native for MaskedHook {
 /// positions of a forward found.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct PlanGuard {
-    parents: Vec<Parent>,
+    tree: Py<ModuleTree>,
     /// Finds positions, called with (module, args, kwargs); None if the plan needs none.
     positions: Option<Py<PyAny>>,
 }
 
-/// Module with children; keeps none of them alive.
-struct Parent {
-    module: Py<PyWeakrefReference>,
-    /// None for an entry without a module.
-    children: Vec<Option<Py<PyWeakrefReference>>>,
-}
-
-impl Parent {
-    fn of(module: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let reference = |child: &Bound<'_, PyAny>| -> PyResult<_> {
-            if child.is_none() {
-                return Ok(None);
-            }
-            Ok(Some(PyWeakrefReference::new(child)?.unbind()))
-        };
-        Ok(Self {
-            module: PyWeakrefReference::new(module)?.unbind(),
-            children: children(module)?
-                .iter()
-                .map(reference)
-                .collect::<PyResult<_>>()?,
-        })
-    }
-
-    fn unchanged(&self, py: Python<'_>) -> PyResult<bool> {
-        let Some(module) = self.module.bind(py).upgrade() else {
-            return Ok(false);
-        };
-        let now = children(&module)?;
-        let same = |(reference, child): (&Option<Py<PyWeakrefReference>>, &Bound<'_, PyAny>)| {
-            let before = reference.as_ref().and_then(|it| it.bind(py).upgrade());
-            before.map_or(child.is_none() && reference.is_none(), |before| {
-                before.is(child)
-            })
-        };
-        Ok(now.len() == self.children.len() && self.children.iter().zip(&now).all(same))
-    }
-}
-
-fn children<'py>(module: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let children = torch::children(&instance_dict(module)?)?;
-    let children = children.iter().flat_map(PyDictMethods::iter);
-    Ok(children.map(|(_, child)| child).collect())
-}
-
 #[pymethods]
 impl PlanGuard {
-    /// Makes a guard for the children of `parents`.
+    /// Makes a guard for the modules of a tree.
     #[new]
-    fn new(
-        parents: Vec<Bound<'_, PyAny>>,
-        positions: Option<Py<PyAny>>,
-    ) -> PyResult<(Self, NativeHook)> {
-        let parents = parents.iter().map(Parent::of).collect::<PyResult<_>>()?;
-        Ok((Self { parents, positions }, NativeHook::of::<Self>()))
-    }
-
-    /// True if the parents have the children that they had.
-    fn holds(&self, py: Python<'_>) -> PyResult<bool> {
-        for parent in &self.parents {
-            if !parent.unchanged(py)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+    fn new(tree: Py<ModuleTree>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
+        (Self { tree, positions }, NativeHook::of::<Self>())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.tree)?;
         visit.call(&self.positions)
     }
 }
@@ -178,7 +120,7 @@ impl Native for PlanGuard {
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = slf.py();
-        if !slf.get().holds(py)? {
+        if !slf.get().tree.get().holds(py)? {
             return Err(hook_error(
                 py,
                 "modules of the model were replaced since the plan was prepared, and its hooks \

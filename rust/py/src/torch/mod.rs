@@ -8,6 +8,7 @@ pub mod cache;
 pub mod hooks;
 pub mod target;
 pub mod tensors;
+pub mod tree;
 
 use pyo3::intern;
 use pyo3::prelude::*;
