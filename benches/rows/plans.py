@@ -65,9 +65,13 @@ def kept_for_each_call() -> dict[str, Sampler]:
 
 def added(vector: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """A stack of layers with PyTorch's hooks that add a vector."""
+
+    def add(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        return output + vector
+
     model = stack()
     for layer in model.children():
-        layer.register_forward_hook(lambda module, args, output: output + vector)  # noqa: ARG005
+        layer.register_forward_hook(add)
     return model
 
 
