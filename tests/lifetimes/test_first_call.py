@@ -107,6 +107,7 @@ assert wanted > 1
 """
 
 
+@pytest.mark.collects_at_once
 @pytest.mark.parametrize("kind", FIRST_CALLS)
 def test_a_finaliser_may_call_a_module_in_the_middle_of_the_first_call(kind: str) -> None:
     assert_ends_well(run_with_torch(FIRST_CALLS[kind] + AT_EACH_COLLECTION))

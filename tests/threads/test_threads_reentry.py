@@ -162,6 +162,7 @@ class Litter:
             Litter(self.act)
 
 
+@pytest.mark.collects_at_once
 def test_a_finaliser_may_wait_for_a_thread_that_instruments() -> None:
     threshold = gc.get_threshold()
     models = [Echo() for _ in range(2)]
