@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """What a request gets: hooks, interventions and captures. Immutable.
+    """Hooks, interventions and captures of a request, as data. Immutable.
 
     Plans combine by `+`, compare and hash by content, and pickle if their functions do.
 

@@ -64,7 +64,7 @@ class _Capture(NamedTuple):
 
 
 class _Contents:
-    """What a prepared plan shares with its requests; identifies it."""
+    """State that a prepared plan shares with its requests; identifies it."""
 
     def __init__(self, model: nn.Module, frame: Frame) -> None:
         # No request is opened for a model that is gone.
