@@ -419,7 +419,15 @@ def test_compiled_requests_do_what_the_same_hooks_do(
 ) -> None:
     torch._dynamo.reset()
     run = Run(some)
-    run.call = torch.compile(run.model, backend="eager", fullgraph=True)
+    # A capture of a whole tuple breaks the graph.
+    pairs = any(
+        isinstance(entry, Keep)
+        and entry.what in PAIRS
+        and not entry.options.keys() & {"inputs", "output_index"}
+        for entries in some
+        for entry in entries
+    )
+    run.call = torch.compile(run.model, backend="eager", fullgraph=not pairs)
     try:
         run.run(program)
     finally:
