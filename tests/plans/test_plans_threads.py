@@ -22,7 +22,7 @@ from support.memory import resident
 from support.threads import THREADS, in_thread, in_threads, run_together
 
 PLANS = 50
-OPENINGS = 2_500
+OPENINGS = 10_000
 """Openings of each thread."""
 LAYERS = 4
 
