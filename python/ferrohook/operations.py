@@ -30,7 +30,7 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
     scale = numbers[0] if kind == "add" else None
     vector = prepared_vector(kind, cast("Tensor", vector), scale).to(x.device, x.dtype)
     if kind == "add":
-        return x + vector
+        return x + (vector.expand_as(x) if vector.dim() > 1 else vector)
     if kind == "replace":
         return vector.expand_as(x).clone()
     along = (x * vector).sum(-1, keepdim=True)
@@ -53,7 +53,8 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
         return changed(hidden + residual) - residual, residual
     if isinstance(value, tuple):
         items = list(value)
-        items[part] = changed(items[part])
+        place = type(value)._fields.index(part) if isinstance(part, str) else part
+        items[place] = changed(items[place])
         return tuple(items) if type(value) is tuple else type(value)(*items)
     if isinstance(value, list | dict):
         copied: Any = value.copy()

@@ -18,6 +18,7 @@ from ferrohook._core import InterventionBase
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
+from ferrohook.tensors import content_of
 
 SUM: Final = "sum"
 """`output_index` of the sum of a hidden state and a residual that a layer returns as a pair."""
@@ -75,9 +76,13 @@ class Intervention(InterventionBase):
         return next((value for value in self.values if isinstance(value, Tensor)), None)
 
     def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not dtype.is_floating_point and not dtype.is_complex:
+            msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
+            raise HookTypeError(msg)
         vector = cast("Tensor", self.vector)  # called for those with one
         scale = self.values[1] if self.kind == "add" else None
-        return prepared_vector(self.kind, vector, scale).to(device, dtype)
+        with torch.inference_mode(mode=False):  # a later call may record a graph
+            return prepared_vector(self.kind, vector, scale).to(device, dtype)
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(self, "values"):
@@ -116,8 +121,7 @@ def _content(value: Any) -> Any:
         return value
     if value.requires_grad:
         return id(value)  # it is trained, so its content changes
-    data = value.detach().cpu().contiguous()
-    return str(value.dtype), tuple(value.shape), data.view(torch.uint8).numpy().tobytes()
+    return content_of(value)
 
 
 def _shown(value: Any) -> str:
@@ -136,7 +140,8 @@ def _vector(cls: type[Intervention], name: str, value: object) -> Tensor:
         msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
         raise HookTypeError(msg)
     # A copy, as a later write in place would change some calls and not others.
-    return value if value.requires_grad else value.detach().clone()
+    with torch.inference_mode(mode=False):  # a later call may record a graph
+        return value if value.requires_grad else value.detach().clone()
 
 
 def _direction(cls: type[Intervention], value: object) -> Tensor:

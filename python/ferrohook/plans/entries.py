@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
 from torch import Tensor
 
 from ferrohook._core import Registry, TypedHook
@@ -16,8 +15,11 @@ from ferrohook.capture_session import options_of
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
 from ferrohook.steering import Intervention
+from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ferrohook.capture_session import Keep as KeepCalls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
@@ -219,8 +221,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
 def _content(value: Any) -> Any:
     """Returns a hashable value that is equal for equal values."""
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous()
-        return str(value.dtype), tuple(value.shape), data.view(torch.uint8).numpy().tobytes()
+        return content_of(value)
     if isinstance(value, slice):
         return ("slice", value.start, value.stop, value.step)
     if isinstance(value, tuple | list):

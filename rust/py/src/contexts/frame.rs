@@ -110,9 +110,6 @@ impl Frame {
             let message = "this scope is not entered, or was left before";
             hook_error(py, message.to_owned())
         };
-        if this.closed() {
-            return Err(not_entered());
-        }
         let token = this
             .entered
             .lock()
@@ -138,6 +135,7 @@ impl Frame {
         if !same_without(&current::active(py)?, &active, slf.as_any()) {
             set(&without(&active, slf.as_any())?)?;
         }
+        let _entered = this.entered.lock().take();
         this.close(py)?;
         if active
             .iter_borrowed()
@@ -281,6 +279,9 @@ impl Frame {
     /// after it is left.
     #[getter(_entered)]
     fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
+        if self.closed() {
+            return None;
+        }
         let entered = self.entered.lock();
         Some(entered.as_ref()?.frames.bind(py).clone())
     }
@@ -353,12 +354,11 @@ impl Frame {
         set(&without(&active(slf.py())?, slf.as_any())?).map(drop)
     }
 
-    /// Removes the frame's hooks and releases its attachments. Returns True for the call that did
-    /// so.
+    /// Removes the frame's hooks and releases its attachments, wherever it is entered: it is still
+    /// to be left there. Returns True for the call that did so.
     #[pyo3(name = "_close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
-        let _entered = self.entered.lock().take();
         self.release_attachments(py).map(|()| closed)
     }
 

@@ -39,7 +39,11 @@ pub struct InterventionBase {
     part: Option<Py<PyAny>>,
     /// Width of the vector: the last dimension of the tensors that it fits.
     width: Option<usize>,
-    /// Form of the operation in a trace.
+    /// True if the vector has rows of its own, which must not widen `x`.
+    has_rows: bool,
+    /// True if the vector is trained: it has another graph in each call.
+    trained: bool,
+    /// Form of the operation in a trace: kind, part, vector, numbers.
     traced: Py<PyTuple>,
     /// The vector as tensors of some dtypes and devices take it.
     casts: Mutex<Vec<Cast>>,
@@ -63,9 +67,17 @@ impl InterventionBase {
         numbers: Py<PyTuple>,
         part: Option<Py<PyAny>>,
         width: Option<usize>,
-        traced: Py<PyTuple>,
+        traced: Bound<'_, PyTuple>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, NativeHook)> {
+        let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
+        let (has_rows, trained) = match vector {
+            Some(vector) => (
+                vector.call_method0("dim")?.extract::<usize>()? > 1,
+                torch::tensors::requires_grad(&vector)?,
+            ),
+            None => (false, false),
+        };
         let operation = match operation {
             "add" => Operation::Add,
             "scale" => Operation::Scale,
@@ -80,7 +92,9 @@ impl InterventionBase {
             numbers,
             part,
             width,
-            traced,
+            has_rows,
+            trained,
+            traced: traced.unbind(),
             casts: Mutex::default(),
         };
         Ok((intervention, NativeHook::of::<Self>()))
@@ -222,11 +236,9 @@ impl<'py> Change<'_, 'py> {
         match this.operation {
             Operation::Scale => x.mul(number(0)?),
             Operation::Zero => torch::zeros_like(x),
+            Operation::Add if this.has_rows => x.add(expanded(&self.vector(x)?, x)?),
             Operation::Add => x.add(self.vector(x)?),
-            Operation::Replace => self
-                .vector(x)?
-                .call_method1(intern!(py, "expand_as"), (x,))?
-                .call_method0(intern!(py, "clone")),
+            Operation::Replace => expanded(&self.vector(x)?, x)?.call_method0(intern!(py, "clone")),
             Operation::Ablate => {
                 let direction = self.vector(x)?;
                 x.sub(along(x, &direction)?.mul(&direction)?)
@@ -269,8 +281,7 @@ impl<'py> Change<'_, 'py> {
         }
         let method = intern!(py, "_cast");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
-        // A vector that is trained has another graph in each call.
-        if !torch::tensors::requires_grad(&vector)? {
+        if !this.trained {
             this.casts.lock().push(Cast {
                 dtype: dtype.unbind(),
                 device: device.unbind(),
@@ -315,6 +326,10 @@ pub fn merge<'py>(
         mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
     }
     changed.call_method1(intern!(py, "where"), (mask, x))
+}
+
+fn expanded<'py>(vector: &Bound<'py, PyAny>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    vector.call_method1(intern!(x.py(), "expand_as"), (x,))
 }
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.

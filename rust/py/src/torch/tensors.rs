@@ -112,25 +112,30 @@ fn tuple_with_items<'py>(
     }
 }
 
-/// Copies a tuple, list, dict or object with one item, or one attribute, replaced.
+/// Copies a tuple, list, dict or object with one item, or one attribute, replaced. An index of a
+/// dict is that of a transformers `ModelOutput`.
 pub fn with_item<'py>(
     value: &Bound<'py, PyAny>,
     key: &Bound<'py, PyAny>,
     item: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = value.py();
-    if let (Ok(tuple), Ok(place)) = (value.cast::<PyTuple>(), key.extract::<isize>()) {
-        let mut items: Vec<_> = tuple.iter().collect();
-        let place = if place < 0 {
-            place.checked_add_unsigned(items.len())
+    if let Ok(tuple) = value.cast::<PyTuple>() {
+        let items = tuple.to_list();
+        if key.is_instance_of::<PyString>() {
+            // The fields of named tuples and of torch.return_types.
+            let fields = tuple.get_type().getattr(intern!(py, "__match_args__"))?;
+            items.set_item(fields.cast_into::<PyTuple>()?.index(key)?, item)?;
         } else {
-            Some(place)
-        };
-        let place = place.and_then(|place| usize::try_from(place).ok());
-        if let Some(slot) = place.and_then(|place| items.get_mut(place)) {
-            *slot = item.clone();
+            items.as_any().set_item(key, item)?;
         }
-        return tuple_with_items(tuple, items);
+        return tuple_with_items(tuple, items.iter().collect());
+    }
+    if let Ok(dict) = value.cast::<PyDict>()
+        && !dict.contains(key)?
+    {
+        let key = dict.keys().as_any().get_item(key)?;
+        return with_item(value, &key, item);
     }
     let copy = py.import("copy")?.call_method1("copy", (value,))?;
     match key.cast::<PyString>() {
