@@ -116,7 +116,7 @@ def _content(value: Any) -> Any:
         return value
     if value.requires_grad:
         return id(value)  # it is trained, so its content changes
-    data = value.detach().cpu().contiguous()
+    data = value.detach().cpu().reshape(-1)
     return str(value.dtype), tuple(value.shape), data.view(torch.uint8).numpy().tobytes()
 
 

@@ -207,6 +207,8 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "stop": stop,
     }
     options_of(**options)
+    if device is not None:
+        options["device"] = str(torch.device(device))
     default = {"detach": True, "copy": "checked", "keep": "last"}
     chosen = {
         name: value
@@ -219,7 +221,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
 def _content(value: Any) -> Any:
     """Returns a hashable value that is equal for equal values."""
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous()
+        data = value.detach().cpu().reshape(-1)
         return str(value.dtype), tuple(value.shape), data.view(torch.uint8).numpy().tobytes()
     if isinstance(value, slice):
         return ("slice", value.start, value.stop, value.step)

@@ -200,6 +200,11 @@ class Prepared:
         self._frame._close()
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model, which it does not keep alive; None once that is gone."""
+        return self._contents.model()
+
+    @property
     def closed(self) -> bool:
         """True once it is closed."""
         return self._frame.closed
@@ -221,7 +226,7 @@ class Prepared:
             frame._close()
 
     def __repr__(self) -> str:
-        model = self._contents.model()
+        model = self.model
         title = "a model that is gone" if model is None else model._get_name()
         return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
 
@@ -238,6 +243,8 @@ class Request(RequestBase, Scope):
         def _plan(self) -> _Contents: ...
 
     _prompt: Prompt | None = None
+    stacklevel = 2
+    """Of its warnings: the frame that leaves it."""
 
     @property
     def acts(self) -> ActivationCache:
@@ -284,7 +291,7 @@ class Request(RequestBase, Scope):
         plan.fired = not idle
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
-            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=2)
+            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._entered is None else "entered"
