@@ -97,7 +97,9 @@ captures = st.fixed_dictionaries(
         "stop": st.booleans(),
     },
 )
-entries = st.builds(lambda what, hook, own: fh.on(what, hook, **own), selectors, interventions(), hooks)
+entries = st.builds(
+    lambda what, hook, own: fh.on(what, hook, **own), selectors, interventions(), hooks
+)
 entries |= st.builds(lambda what, own: fh.keep(what, **own), selectors, captures)
 
 
@@ -317,9 +319,15 @@ def test_a_hostile_entry_is_refused_by_name(entry: Any, reason: str) -> None:
         (b"\xff", "the plan is no JSON"),
         ("[]", "the plan: an object is expected, got list"),
         ("{}", "the plan: the key 'entries' is missing"),
-        ('{"version": 2, "entries": []}', "version: this ferrohook reads plans of version 1, got 2"),
+        (
+            '{"version": 2, "entries": []}',
+            "version: this ferrohook reads plans of version 1, got 2",
+        ),
         ('{"version": true, "entries": []}', "version: .*, got True"),
-        ('{"version": 1, "entries": {}}', "entries: a list of at most max_entries=256, got an object"),
+        (
+            '{"version": 1, "entries": {}}',
+            "entries: a list of at most max_entries=256, got an object",
+        ),
         ('{"version": 1, "entries": [], "entries": []}', "the plan: the key 'entries' comes twice"),
         (
             '{"version": 1, "entries": [{"type": "keep", "at": 1, "at": 2}]}',

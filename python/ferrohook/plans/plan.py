@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ferrohook.arguments import expect, expect_module
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
-from ferrohook.plans.wire import Limits, read, written
+from ferrohook.plans.reading import Limits, read
+from ferrohook.plans.writing import written
 
 if TYPE_CHECKING:
     import os

@@ -100,8 +100,10 @@ class Prepared:
                 _check_width(number, entry, modules)
         everything = {name: module for modules in selected for name, module in modules.items()}
         attach(everything | {"": model}, attachment)
+        # Not a method: the model would keep this object, which closes once nobody refers to it.
+        find = functools.partial(_find_positions, self._contents)
         self._guard = PlanGuard(
-            _parents(model, everything), self._find_positions if self._needs_positions() else None
+            _parents(model, everything), find if self._needs_positions() else None
         )
         guard: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", self._guard, **guard)
@@ -166,18 +168,6 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def _find_positions(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Finds the positions of a forward, for the requests that it runs for."""
-        contents = self._contents
-        for frame in frames.get():
-            if isinstance(frame, Request) and frame._plan is contents:
-                tokens = tokens_of(model, args, kwargs, frame._prompt)
-                frame._prompt = tokens.prompt
-                masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
-                frame._set_masks(tuple(masks))
-
     def open(self) -> Request:
         """Opens a request: enter it by `with`, around the calls that it is for.
 
@@ -229,6 +219,18 @@ class Prepared:
         model = self.model
         title = "a model that is gone" if model is None else model._get_name()
         return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
+
+
+def _find_positions(
+    contents: _Contents, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Finds the positions of a forward, for the requests that it runs for."""
+    for frame in frames.get():
+        if isinstance(frame, Request) and frame._plan is contents:
+            tokens = tokens_of(model, args, kwargs, frame._prompt)
+            frame._prompt = tokens.prompt
+            masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
+            frame._set_masks(tuple(masks))
 
 
 class Request(RequestBase, Scope):

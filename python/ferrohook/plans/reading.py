@@ -1,4 +1,4 @@
-"""Plans as JSON. Text from anybody: every size is bounded, and no code of it runs."""
+"""Reads plans from JSON. Text from anybody: every size is bounded, and no code of it runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import contextlib
 import inspect
 import json
 import math
-import operator
 import re
-from collections.abc import Mapping, Set as AbstractSet
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ferrohook.arguments import describe, expect
-from ferrohook.errors import HookTypeError
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
+from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.steering import INTERVENTIONS
 from ferrohook.texts import missing_package
 
@@ -26,17 +25,12 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-VERSION: Final = 1
-
-_VECTORS: Final = {
-    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
-}
 _STORED: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""The dtypes' names in files of safetensors."""
 _DTYPES: Final = {str(it)[6:]: it for it in vars(torch).values() if isinstance(it, torch.dtype)}
-_FLAGS: Final = {flag.name: flag for flag in (re.A, re.I, re.M, re.S, re.X)}
 _SEQUENCES: Final = {"tuple": tuple, "set": frozenset}
 _LONGEST: Final = 1024
-"""Characters of a name, a glob or a message's quotation of a value, at most."""
+"""Characters of a name or a glob, at most."""
 _LONGEST_REGEX: Final = 256
 _DEEPEST: Final = 8
 """Lists within lists, at most."""
@@ -53,124 +47,6 @@ class Limits(NamedTuple):
     max_entries: int = 256
     max_selectors: int = 4096
     max_bytes: int = 2**26
-
-
-# Writing
-
-
-def written(entries: tuple[HookEntry | KeepEntry, ...]) -> str:
-    """Writes entries as JSON; see `Plan.to_json`."""
-    listed = [_entry(entry, f"entries[{number}]") for number, entry in enumerate(entries)]
-    return json.dumps({"version": VERSION, "entries": listed}, allow_nan=False)
-
-
-def _entry(entry: HookEntry | KeepEntry, path: str) -> dict[str, Any]:
-    own: dict[str, Any] = {"what": _selector(entry.what, f"{path}.what")}
-    if entry.at is not None:
-        own["at"] = _at(entry.at, f"{path}.at")
-    if isinstance(entry, HookEntry):
-        hook = _hook(entry.hook, f"{path}.hook")
-        return {"type": "on", **own, "hook": hook, "phase": entry.phase, **entry.options}
-    if entry.label is not None:
-        own["label"] = entry.label
-    options = {name: _option(name, it, f"{path}.{name}") for name, it in entry.options.items()}
-    return {"type": "keep", **own, **options}
-
-
-def _hook(hook: Any, path: str) -> dict[str, Any]:
-    cls = type(hook)
-    if INTERVENTIONS.get(cls.__name__) is not cls:
-        name = getattr(hook, "__qualname__", None) or describe(hook)
-        msg = f"{path}: {name} is no intervention, and JSON has no Python functions or objects"
-        raise HookTypeError(msg)
-    values = zip(cls.fields, hook.values, strict=True)
-    fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
-    if hook.output_index is not None:
-        fields["output_index"] = hook.output_index
-    return {"type": cls.__name__, **fields}
-
-
-def _value(value: Tensor | float, path: str) -> Any:
-    if not isinstance(value, Tensor):
-        _check_finite(math.isfinite(value), path)
-        return value
-    dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in _VECTORS:
-        msg = f"{path}: a tensor in JSON is of {', '.join(_VECTORS)}, got {dtype}"
-        raise HookTypeError(msg)
-    if value.requires_grad:
-        msg = f"{path}: a tensor that requires grad has no fixed content: pass tensor.detach()"
-        raise HookTypeError(msg)
-    data = value.cpu().contiguous()
-    _check_finite(bool(data.isfinite().all()), path)
-    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"dtype": dtype, "shape": list(data.shape), "base64": base64.b64encode(raw).decode()}
-
-
-def _check_finite(finite: bool, path: str) -> None:  # noqa: FBT001 (of two callers above)
-    if not finite:
-        msg = f"{path}: JSON has no NaN and no infinity"
-        raise ValueError(msg)
-
-
-def _selector(what: Any, path: str) -> Any:
-    if what is None or isinstance(what, str):
-        return what
-    if isinstance(what, re.Pattern) and isinstance(what.pattern, str):
-        flags = re.RegexFlag(what.flags) & ~re.UNICODE
-        unknown = flags & ~re.RegexFlag(sum(_FLAGS.values()))
-        if not unknown:
-            names = {"flags": [name for name, flag in _FLAGS.items() if flag in flags]}
-            return {"regex": what.pattern, **(names if flags else {})}
-    if isinstance(what, list | tuple):
-        members = [_selector(each, f"{path}[{place}]") for place, each in enumerate(what)]
-        return members if isinstance(what, list) else {"tuple": members}
-    if isinstance(what, AbstractSet):
-        return {"set": sorted((_selector(each, path) for each in what), key=json.dumps)}
-    name = getattr(what, "__qualname__", None) or repr(what)
-    msg = f"{path}: JSON has paths, globs, regexes of str and lists of these, not {name}"
-    raise HookTypeError(msg)
-
-
-def _at(at: Any, path: str) -> Any:
-    if isinstance(at, slice):
-        return {"slice": [at.start, at.stop, at.step]}
-    if callable(at):
-        name = getattr(at, "__qualname__", None) or describe(at)
-        msg = f"{path}: JSON has names, ints and slices of positions, not the function {name}"
-        raise HookTypeError(msg)
-    return at
-
-
-def _option(name: str, value: Any, path: str) -> Any:
-    if name == "device":
-        return str(value)
-    if name == "dtype":
-        return str(value).removeprefix("torch.")
-    if name == "slice":
-        return _index(value, path)
-    if not isinstance(value, str | int):
-        msg = f"{path}: JSON has strings and ints here, got {describe(value)}"
-        raise HookTypeError(msg)
-    return value
-
-
-def _index(index: Any, path: str) -> Any:
-    if index is None or isinstance(index, bool | int):
-        return index
-    if index is ...:
-        return "..."
-    if isinstance(index, slice):
-        bounds = (index.start, index.stop, index.step)
-        return {"slice": [None if each is None else operator.index(each) for each in bounds]}
-    if isinstance(index, list | tuple):
-        members = [_index(each, path) for each in index]
-        return members if isinstance(index, list) else {"tuple": members}
-    msg = f"{path}: JSON has ints, slices, lists and tuples of these, got {describe(index)}"
-    raise HookTypeError(msg)
-
-
-# Reading
 
 
 class _Object(dict[str, Any]):
@@ -329,10 +205,10 @@ class _Reader:
             dtype = _text(fields["dtype"], f"{path}.dtype")
             shape = _shape(fields["shape"], f"{path}.shape")
             load = None
-        if dtype not in _VECTORS:
-            msg = f"{path}: a tensor is of {', '.join(_VECTORS)}, got {_short(dtype)}"
+        if dtype not in VECTORS:
+            msg = f"{path}: a tensor is of {', '.join(VECTORS)}, got {_short(dtype)}"
             raise ValueError(msg)
-        size = math.prod(shape) * _VECTORS[dtype].itemsize
+        size = math.prod(shape) * VECTORS[dtype].itemsize
         self._bytes += size
         if self._bytes > self._limits.max_bytes:
             msg = f"{path}: the plan's tensors exceed max_bytes={self._limits.max_bytes:,}"
@@ -372,10 +248,10 @@ class _Reader:
         pattern = _text(fields["regex"], f"{path}.regex", _LONGEST_REGEX)
         flags = fields.get("flags", [])
         if not isinstance(flags, list) or not all(map(_is_flag, flags)):
-            msg = f"{path}.flags: a list of {', '.join(map(str, _FLAGS))}, got {_short(flags)}"
+            msg = f"{path}.flags: a list of {', '.join(map(str, FLAGS))}, got {_short(flags)}"
             raise ValueError(msg)
         with _named(path):
-            return re.compile(pattern, sum(_FLAGS[each] for each in {*flags}))
+            return re.compile(pattern, sum(FLAGS[each] for each in {*flags}))
 
 
 _ENTRIES: Final = {
@@ -532,9 +408,9 @@ def _decoded(text: Any, dtype: str, shape: list[int], size: int) -> Tensor:
         msg = f"the shape {shape} of {dtype} takes {size:,} bytes, base64 has {len(raw):,}"
         raise ValueError(msg)
     if not size:
-        return torch.empty(shape, dtype=_VECTORS[dtype])
-    return torch.frombuffer(bytearray(raw), dtype=_VECTORS[dtype]).reshape(shape)
+        return torch.empty(shape, dtype=VECTORS[dtype])
+    return torch.frombuffer(bytearray(raw), dtype=VECTORS[dtype]).reshape(shape)
 
 
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, str) and value in _FLAGS
+    return isinstance(value, str) and value in FLAGS
