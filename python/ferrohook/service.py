@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUCKETS",
+    "PLAN_SCHEMA",
     "ModelMetrics",
     "PlanBody",
     "PreparedPlans",

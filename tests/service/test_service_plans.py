@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 
 from fastapi import Body, FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, PlainValidator
+from pydantic import BaseModel, Field, PlainValidator
 
 from ferrohook.service import PlanBody, PreparedPlans, plan_of
 from support.internals import instrumented
@@ -51,7 +51,7 @@ X = torch.zeros(1)
 
 class Request(BaseModel):
     x: float
-    plan: PlanBody = fh.Plan()
+    plan: PlanBody = Field(default_factory=fh.Plan)
 
 
 def test_a_body_brings_a_plan(model: nn.Sequential) -> None:

@@ -267,6 +267,11 @@ class Request(RequestBase, Scope):
             per_call=bool(captures) and per_call,
         )
 
+    @property
+    def kept(self) -> list[str]:
+        """The names in `acts` of all modules that the plan keeps, those that never ran included."""
+        return [name for capture in self._plan.captures for name in capture.places]
+
     def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
         options = capture.options
         values = recorded(self._collector(place), options.copies)

@@ -49,6 +49,8 @@ struct Cast {
     dtype: Py<PyAny>,
     device: Py<PyAny>,
     vector: Py<PyAny>,
+    /// Shape of a vector of several dimensions.
+    shape: Option<Vec<usize>>,
 }
 
 /// Part that stands for the sum of an output of two tensors: hidden state and residual.
@@ -258,26 +260,50 @@ impl<'py> Change<'_, 'py> {
         }
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
-        {
+        let found = {
             let casts = this.casts.lock();
             let found = casts.iter().find(|cast| {
                 cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
             });
-            if let Some(cast) = found {
-                return Ok(cast.vector.bind(py).clone());
-            }
+            found.map(|cast| (cast.vector.bind(py).clone(), cast.shape.clone()))
+        };
+        if let Some((vector, shape)) = found {
+            self.check_fits(x, shape.as_deref())?;
+            return Ok(vector);
         }
         let method = intern!(py, "_cast");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
+        let shape: Vec<usize> = vector.getattr(intern!(py, "shape"))?.extract()?;
+        let shape = (shape.len() > 1).then_some(shape);
+        self.check_fits(x, shape.as_deref())?;
         // A vector that is trained has another graph in each call.
         if !torch::tensors::requires_grad(&vector)? {
             this.casts.lock().push(Cast {
                 dtype: dtype.unbind(),
                 device: device.unbind(),
                 vector: vector.clone().unbind(),
+                shape,
             });
         }
         Ok(vector)
+    }
+
+    /// Validates that a vector of several dimensions broadcasts to `x`, and not `x` to the vector.
+    fn check_fits(&self, x: &Bound<'py, PyAny>, shape: Option<&[usize]>) -> PyResult<()> {
+        let Some(shape) = shape else {
+            return Ok(());
+        };
+        let of_x: Vec<usize> = x.getattr(intern!(self.py(), "shape"))?.extract()?;
+        let mut sizes = shape.iter().rev().zip(of_x.iter().rev());
+        if shape.len() <= of_x.len() && sizes.all(|(size, of_x)| *size == 1 || size == of_x) {
+            return Ok(());
+        }
+        let message = format!(
+            "{}: its vector of the shape {shape:?} does not broadcast to the module's value, of \
+             {of_x:?}",
+            (self.turn.describe)(),
+        );
+        Err(hook_type_error(self.py(), message))
     }
 
     fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
