@@ -30,7 +30,7 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
     scale = numbers[0] if kind == "add" else None
     vector = prepared_vector(kind, cast("Tensor", vector), scale).to(x.device, x.dtype)
     if kind == "add":
-        return x + vector
+        return x + vector.expand_as(x)
     if kind == "replace":
         return vector.expand_as(x).clone()
     along = (x * vector).sum(-1, keepdim=True)

@@ -309,8 +309,9 @@ def test_bad_requests_are_refused_with_the_reason(
         (b"", "body: Field required"),
         (b"[1]", "body: Input should be"),
         (
-            b'{"texts": ["x"], "plan": {"version": 1, "entries": [{"type": "on", "what": "pooler",'
-            b'"hook": {"type": "Scale", "factor": NaN}}]}}',
+            json.dumps({"texts": ["x"], **as_json({"plan": fh.Plan(fh.on("", fh.Scale(7)))})})
+            .replace("7.0", "NaN")
+            .encode(),
             "entries[0].hook.factor: a string, a bool or a finite number of 64 bits is expected",
         ),
     ],

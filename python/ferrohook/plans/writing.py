@@ -23,7 +23,9 @@ VECTORS: Final = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
 }
 """Dtypes of tensors in JSON, by name."""
-FLAGS: Final = {str(flag.name): flag for flag in (re.ASCII, re.IGNORECASE, re.MULTILINE, re.DOTALL, re.VERBOSE)}
+FLAGS: Final = {
+    str(flag.name): flag for flag in (re.ASCII, re.IGNORECASE, re.MULTILINE, re.DOTALL, re.VERBOSE)
+}
 """Flags of regexes in JSON, by name."""
 
 
