@@ -209,6 +209,8 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "stop": stop,
     }
     options_of(**options)
+    if device is not None:
+        options["device"] = str(torch.device(device))
     default = {"detach": True, "copy": "checked", "keep": "last"}
     chosen = {
         name: value

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 from ferrohook.arguments import expect, expect_module
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
+from ferrohook.plans.reading import Limits, read
+from ferrohook.plans.writing import written
 
 if TYPE_CHECKING:
-    from torch import nn
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
 
 class Plan:
@@ -77,3 +82,52 @@ class Plan:
         """
         expect_module(model, "prepare takes")
         return Prepared(self.entries, model)
+
+    def to_json(self) -> str:
+        """Writes the plan as JSON, tensors inline, for `from_json`.
+
+        Raises:
+            HookTypeError: a Python function, typed hook, detector, class or predicate in it, or a
+                tensor of a dtype other than float16, bfloat16, float32 and float64 or that requires
+                grad; names the entry.
+            ValueError: NaN or an infinity; names the entry.
+
+        Examples:
+            >>> fh.Plan(fh.on("layers.5", fh.Scale(2), at="generated")).to_json()
+            '{"version": 1, "entries": [{"type": "on", "what": "layers.5", "at": "generated",
+            "hook": {"type": "Scale", "factor": 2.0}, "phase": "forward"}]}'
+        """
+        return written(self.entries)
+
+    @classmethod
+    def from_json(  # noqa: PLR0913 (limits)
+        cls,
+        text: str | bytes | Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
+        *,
+        regex: bool = False,
+        max_text: int = Limits().max_text,
+        max_entries: int = Limits().max_entries,
+        max_selectors: int = Limits().max_selectors,
+        max_bytes: int = Limits().max_bytes,
+    ) -> Plan:
+        """Reads a plan from JSON, of an author who need not be trusted: no code of it runs.
+
+        Args:
+            text: result of `to_json`, or a dict that it was parsed into.
+            tensors: tensors that the text names as `{"tensor": "name"}`: a dict, or the path of a
+                safetensors file.
+            regex: allow regexes as selectors. A hostile one may take for ever to match.
+            max_text: characters of the text.
+            max_entries: entries of the plan.
+            max_selectors: selectors of all entries, each member of a list counted.
+            max_bytes: bytes of all tensors, a named one counted at each use.
+
+        Raises:
+            ValueError: the text is no plan, has a key twice or an unknown one, or exceeds a limit;
+                names the entry, as in `entries[2].hook.vector`.
+            HookTypeError: `text` or a tensor in `tensors` has the wrong type.
+            OSError: the file of tensors cannot be read.
+        """
+        limits = Limits(regex, max_text, max_entries, max_selectors, max_bytes)
+        return cls(*read(text, tensors, limits))

@@ -102,7 +102,9 @@ class Prepared:
         everything = {name: module for modules in selected for name, module in modules.items()}
         attach(everything | {"": model}, attachment)
         self._tree = ModuleTree(_parents(model, everything))
-        guard = PlanGuard(self._tree, self._find_positions if self._needs_positions() else None)
+        # Not a method: the model would keep this object, which closes once nobody refers to it.
+        find = functools.partial(_find_positions, self._contents)
+        guard = PlanGuard(self._tree, find if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
@@ -166,18 +168,6 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def _find_positions(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Finds the positions of a forward, for the requests that it runs for."""
-        contents = self._contents
-        for frame in frames.get():
-            if isinstance(frame, Request) and frame._plan is contents:
-                tokens = tokens_of(model, args, kwargs, frame._prompt)
-                frame._prompt = tokens.prompt
-                masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
-                frame._set_masks(tuple(masks))
-
     def open(self) -> Request:
         """Opens a request: enter it by `with`, around the calls that it is for.
 
@@ -198,6 +188,11 @@ class Prepared:
         Open requests go on without hooks; what they captured stays readable.
         """
         self._frame._close()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, which it does not keep alive; None once that is gone."""
+        return self._contents.model()
 
     @property
     def closed(self) -> bool:
@@ -221,9 +216,21 @@ class Prepared:
             frame._close()
 
     def __repr__(self) -> str:
-        model = self._contents.model()
+        model = self.model
         title = "a model that is gone" if model is None else model._get_name()
         return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
+
+
+def _find_positions(
+    contents: _Contents, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Finds the positions of a forward, for the requests that it runs for."""
+    for frame in frames.get():
+        if isinstance(frame, Request) and frame._plan is contents:
+            tokens = tokens_of(model, args, kwargs, frame._prompt)
+            frame._prompt = tokens.prompt
+            masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
+            frame._set_masks(tuple(masks))
 
 
 class Request(RequestBase, Scope):
@@ -238,6 +245,8 @@ class Request(RequestBase, Scope):
         def _plan(self) -> _Contents: ...
 
     _prompt: Prompt | None = None
+    stacklevel = 2
+    """Of its warnings: the frame that leaves it."""
 
     @property
     def acts(self) -> ActivationCache:
@@ -257,6 +266,11 @@ class Request(RequestBase, Scope):
             model="" if model is None else model._get_name(),
             per_call=bool(captures) and per_call,
         )
+
+    @property
+    def kept(self) -> list[str]:
+        """The names in `acts` of all modules that the plan keeps, those that never ran included."""
+        return [name for capture in self._plan.captures for name in capture.places]
 
     def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
         options = capture.options
@@ -284,7 +298,7 @@ class Request(RequestBase, Scope):
         plan.fired = not idle
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
-            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=2)
+            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._entered is None else "entered"
