@@ -91,11 +91,11 @@ def steering(intervention: fh.Intervention) -> Callable[..., Any]:
     """A hook that does what an intervention does, on the output or its first item."""
 
     def change(output: Tensor) -> Tensor:
-        match intervention:
-            case fh.Add(values=(vector, scale)):
-                return output + vector * scale
-            case fh.Scale(values=(factor,)):
-                return output * factor
+        values = intervention.values
+        if isinstance(intervention, fh.Add):
+            return output.add(values[0] * values[1])
+        if isinstance(intervention, fh.Scale):
+            return output.mul(values[0])
         assert isinstance(intervention, fh.Zero)  # noqa: S101 (the load test has no others)
         return torch.zeros_like(output)
 

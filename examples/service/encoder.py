@@ -15,8 +15,6 @@ import ferrohook as fh
 from ferrohook.detectors import CallCounter
 from ferrohook.service import PreparedPlans, check_deadline
 
-from .schema import EmbedAnswer, EmbedRequest, Nested, Reduction
-
 # Both are read when transformers is imported. Offline: the package has the weights. No parallel
 # tokenizer: the pool's threads use the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,6 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from .schema import EmbedAnswer, EmbedRequest, Nested, Reduction
 
 MAX_TOKENS = 256
 """The model's training length; longer texts are truncated."""

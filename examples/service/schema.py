@@ -61,8 +61,8 @@ class EmbedAnswer(TypedDict):
 
     embeddings: list[list[float]]
     captures: dict[str, dict[Reduction, Nested] | None]
-    """By label and module, then by reduction: a number, a vector or a vector per token for each text; null
-    if the module never ran."""
+    """By label and module, then by reduction: a number, a vector or a vector per token for each
+    text; null if the module never ran."""
     counts: dict[str, int]
     """Calls that this request made, by module."""
 

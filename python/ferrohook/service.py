@@ -20,8 +20,8 @@ Examples:
 # of its own. Metrics are native detectors, read on demand. Each registry counts the hooks that
 # raised (`Registry.errors`), those of scopes and ignored ones included: a scope's hooks are gone
 # before anybody could ask them. A late forward is left by a hook (`check_deadline`), not by
-# abandoning its thread, which would go on using a core. A prepared plan that nobody refers to closes
-# itself, so the cache of them counts no requests: each holds the one that it opened.
+# abandoning its thread, which would go on using a core. A prepared plan closes itself when nobody
+# refers to it, so the cache of them counts no requests: each holds the one that it opened.
 
 from __future__ import annotations
 

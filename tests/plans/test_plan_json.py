@@ -340,8 +340,7 @@ def test_a_hostile_entry_is_refused_by_name(entry: Any, reason: str) -> None:
         ),
         *(
             (
-                '{"version": 1, "entries": [{"type": "on", "what": "a", "hook": '
-                f'{{"type": "Scale", "factor": {number}}}}}]}}',
+                fh.Plan(fh.on("a", fh.Scale(7))).to_json().replace("7.0", number),
                 "entries[0].hook.factor: .* finite number",
             )
             for number in ("NaN", "Infinity", "-Infinity", "1e999", "1" * 9999)

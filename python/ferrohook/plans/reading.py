@@ -148,7 +148,7 @@ def _tensors(
             if name not in names:
                 return None
             header = file.get_slice(name)
-            dtype = header.get_dtype()
+            dtype = str(header.get_dtype())
             return _Stored(
                 _STORED.get(dtype, dtype), header.get_shape(), lambda: file.get_tensor(name)
             )
@@ -377,7 +377,7 @@ def _read_index(value: Any, path: str, depth: int = 0) -> Any:
     plain = _plain(value, path)
     if isinstance(plain, str | float):
         msg = f'{path}: ints, "...", slices and lists are expected, got {_short(plain)}'
-        raise ValueError(msg)
+        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
     return plain
 
 
