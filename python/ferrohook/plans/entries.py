@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
 from torch import Tensor
 
 from ferrohook._core import Registry, TypedHook
@@ -18,8 +19,6 @@ from ferrohook.steering import Intervention
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ferrohook.capture_session import Keep as KeepCalls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector

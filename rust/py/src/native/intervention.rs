@@ -236,9 +236,9 @@ impl<'py> Change<'_, 'py> {
         match this.operation {
             Operation::Scale => x.mul(number(0)?),
             Operation::Zero => torch::zeros_like(x),
-            Operation::Add if this.has_rows => x.add(expanded(&self.vector(x)?, x)?),
+            Operation::Add if this.has_rows => x.add(self.expanded(x)?),
             Operation::Add => x.add(self.vector(x)?),
-            Operation::Replace => expanded(&self.vector(x)?, x)?.call_method0(intern!(py, "clone")),
+            Operation::Replace => self.expanded(x)?.call_method0(intern!(py, "clone")),
             Operation::Ablate => {
                 let direction = self.vector(x)?;
                 x.sub(along(x, &direction)?.mul(&direction)?)
@@ -250,6 +250,28 @@ impl<'py> Change<'_, 'py> {
                 x.add(after.sub(before)?.mul(&direction)?)
             }
         }
+    }
+
+    /// Returns the vector in the shape of `x`.
+    fn expanded(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let vector = self.vector(x)?;
+        let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
+        expanded.map_err(|cause| {
+            let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
+                let shape = tensor.getattr(intern!(py, "shape"));
+                shape.and_then(|shape| shape.extract()).unwrap_or_default()
+            };
+            let message = format!(
+                "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
+                (self.turn.describe)(),
+                shape(&vector),
+                shape(x)
+            );
+            let error = hook_type_error(py, message);
+            error.set_cause(py, Some(cause));
+            error
+        })
     }
 
     /// Returns the vector as `x` takes it.
@@ -326,10 +348,6 @@ pub fn merge<'py>(
         mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
     }
     changed.call_method1(intern!(py, "where"), (mask, x))
-}
-
-fn expanded<'py>(vector: &Bound<'py, PyAny>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    vector.call_method1(intern!(x.py(), "expand_as"), (x,))
 }
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
