@@ -53,7 +53,8 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
         return changed(hidden + residual) - residual, residual
     if isinstance(value, tuple):
         items = list(value)
-        place = type(value)._fields.index(part) if isinstance(part, str) else part
+        made: Any = type(value)
+        place = made._fields.index(part) if isinstance(part, str) else part
         items[place] = changed(items[place])
         return tuple(items) if type(value) is tuple else type(value)(*items)
     if isinstance(value, list | dict):
