@@ -53,8 +53,8 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
         return changed(hidden + residual) - residual, residual
     if isinstance(value, tuple):
         items = list(value)
-        fields: Any = getattr(value, "_fields", ())
-        place = fields.index(part) if isinstance(part, str) else part
+        made: Any = type(value)
+        place = made._fields.index(part) if isinstance(part, str) else part
         items[place] = changed(items[place])
         return tuple(items) if type(value) is tuple else type(value)(*items)
     if isinstance(value, list | dict):

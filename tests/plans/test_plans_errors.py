@@ -301,7 +301,7 @@ def open_and_call(model: nn.Module, plan: fh.Plan) -> None:
 def open_nested(model: nn.Module, plan: fh.Plan) -> None:
     with plan.prepare(model) as prepared, prepared.open() as request:
         with prepared.open():
-            request.wrap(model)(X)
+            model(X)
         request.close()
 
 

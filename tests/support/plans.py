@@ -89,4 +89,4 @@ class Net(nn.Module):
         for block in self.blocks:
             hidden, residual = block(x)
             x = hidden + residual
-        return self.head(self.act(x))  # type: ignore[no-any-return]
+        return self.head(self.act(x))

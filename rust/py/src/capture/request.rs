@@ -201,10 +201,13 @@ impl Source {
         if mask.is_none() {
             return Ok(());
         }
-        if !is_tensor(&mask)? {
-            return keeping::record(&collector, index, value);
-        }
-        let at = map_tensors(value, &mut |tensor| tensor.get_item(&mask))?;
+        let all = !is_tensor(&mask)?;
+        let at = map_tensors(value, &mut |tensor| {
+            if all {
+                return tensor.call_method1(intern!(py, "flatten"), (0, 1));
+            }
+            tensor.get_item(&mask)
+        })?;
         keeping::record(&collector, index, &at)
     }
 
