@@ -19,6 +19,7 @@ from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
 from ferrohook.tensors import content_of
+from ferrohook.traced import never_trace
 
 SUM: Final = "sum"
 """`output_index` of the sum of a hidden state and a residual that a layer returns as a pair."""
@@ -110,6 +111,10 @@ class Intervention(InterventionBase):
         if self.output_index is not None:
             shown.append(f"output_index={self.output_index!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+# Dynamo would compile functions that the native call of a compiled region calls.
+never_trace(Intervention, "_cast", "native code calls it")
 
 
 def _make(cls: type[Intervention], values: tuple[Any, ...], output_index: Any) -> Intervention:
