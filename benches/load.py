@@ -101,19 +101,20 @@ def make_variants(kind: str, texts: int, words: int, encoder: Encoder) -> list[V
             ]
         }
         layer = f"encoder.layer.{n % LAYERS}"
+        plan = fh.Plan()
         if kind in ("steer", "all"):
-            vector = torch.randn(HIDDEN, generator=generator).tolist()
-            request["steer"] = [
+            vector = torch.randn(HIDDEN, generator=generator)
+            plan += fh.Plan(
                 [
-                    {"op": "add", "modules": layer, "vector": vector},
-                    {"op": "scale", "modules": layer, "factor": 0.5 + n / VARIANTS},
-                    {"op": "zero", "modules": f"{layer}.attention"},
+                    fh.on(layer, fh.Add(vector)),
+                    fh.on(layer, fh.Scale(0.5 + n / VARIANTS)),
+                    fh.on(f"{layer}.attention", fh.Zero(output_index=0)),
                 ][n // LAYERS % 3]
-            ]
+            )
         if kind in ("capture", "all"):
-            request["capture"] = [
-                {"modules": "encoder.layer.*", "reduce": ("norm", "mean", "max")[n % 3]}
-            ]
+            plan += fh.Plan(fh.keep("encoder.layer.*"))
+            request["reduce"] = [("norm", "mean", "max")[n % 3]]
+        request["plan"] = json.loads(plan.to_json())
         if kind == "all":
             request["count"] = [f"{layer}.attention.*"]
         answer = encoder.embed(EmbedRequest.model_validate(request), fh.scope())

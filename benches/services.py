@@ -9,15 +9,17 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+import ferrohook as fh
 from examples.service.__main__ import main
-from examples.service.encoder import Encoder, as_lists, ignore, reduced, steering, tensor_of
+from examples.service.encoder import Encoder, as_lists, ignore, reduced, tensor_of
+from ferrohook.plans.entries import KeepEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import ferrohook as fh
-    from examples.service.schema import EmbedAnswer, EmbedRequest, Reduction
+    from examples.service.schema import EmbedAnswer, EmbedRequest
 
 
 class PlainEncoder(Encoder):
@@ -38,7 +40,7 @@ class LockedEncoder(PlainEncoder):
         self._modules = dict(self.model.named_modules())
         self._lock = threading.Lock()
 
-    def _select(self, pattern: str) -> Iterator[str]:
+    def _select(self, pattern: Any) -> Iterator[str]:
         parts = pattern.count(".")
         return (
             name
@@ -57,17 +59,18 @@ class LockedEncoder(PlainEncoder):
         mask = batch["attention_mask"].unsqueeze(-1)
         acts: dict[str, Any] = {}
         counts: dict[str, int] = {}
-        wanted: dict[str, set[Reduction]] = {}
+        wanted: list[str] = []
         hooks: list[tuple[str, Callable[..., Any]]] = []
-        for steer in request.steer:
-            hooks += [(name, steering(steer)) for name in self._select(steer.modules)]
+        for entry in request.plan.entries:
+            names = [*self._select(entry.what)]
+            if isinstance(entry, KeepEntry):
+                wanted += names
+            else:
+                hooks += [(name, steering(entry.hook)) for name in names]
         for pattern in request.count:
             for name in self._select(pattern):
                 counts[name] = 0
                 hooks.append((name, counting(counts, name)))
-        for capture in request.capture:
-            for name in self._select(capture.modules):
-                wanted.setdefault(name, set()).add(capture.reduce)
         hooks += [(name, keeping(acts, name)) for name in wanted]
         with torch.no_grad():
             with self._lock, ExitStack() as stack:
@@ -77,11 +80,31 @@ class LockedEncoder(PlainEncoder):
             return {
                 "embeddings": as_lists(embeddings),
                 "captures": {
-                    name: reduced(tensor_of(name, acts[name]), mask, kinds)
-                    for name, kinds in wanted.items()
+                    name: reduced(tensor_of(name, acts[name]), mask, set(request.reduce))
+                    for name in wanted
                 },
                 "counts": counts,
             }
+
+
+def steering(intervention: fh.Intervention) -> Callable[..., Any]:
+    """A hook that does what an intervention does, on the output or its first item."""
+
+    def change(output: Tensor) -> Tensor:
+        values = intervention.values
+        if isinstance(intervention, fh.Add):
+            return output.add(values[0] * values[1])
+        if isinstance(intervention, fh.Scale):
+            return output.mul(values[0])
+        assert isinstance(intervention, fh.Zero)  # noqa: S101 (the load test has no others)
+        return torch.zeros_like(output)
+
+    def hook(_module: object, _args: object, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return change(output)
+        return change(output[0]), *output[1:]
+
+    return hook
 
 
 def counting(counts: dict[str, int], name: str) -> Callable[..., None]:

@@ -124,7 +124,8 @@ MISTAKES = {
     "tree x.safetensors": "x.safetensors is no model",
     "tree empty": "empty has no config.json: pass a folder that save_pretrained wrote",
     "doctor now": "now",
-    "capture cli_models:hooked": "--select, --input, --out",
+    "capture cli_models:hooked": "--input, --out",
+    "capture cli_models:hooked --input x.pt --out o.safetensors": "--select --plan is required",
     f"tree {'long' * 99}": "OSError: .*File name too long",
 }
 MISTAKES_OF_CAPTURE = {
@@ -292,6 +293,81 @@ def test_a_module_that_never_ran_is_reported(capsys: pytest.CaptureFixture[str])
 def test_an_empty_capture_is_a_user_error() -> None:
     assert main(arguments("cli_models:Silent", "x.pt", select="right")) == 2
     assert not Path("out.safetensors").exists()
+
+
+def capture_by(plan: fh.Plan | str, *more: str) -> list[str]:
+    Path("plan.json").write_text(plan if isinstance(plan, str) else plan.to_json())
+    argv = arguments("cli_models:hooked", "x.pt", "--plan", "plan.json", *more)
+    place = argv.index("--select")
+    return argv[:place] + argv[place + 2 :]
+
+
+def test_a_plan_is_captured_with_its_changes() -> None:
+    plan = fh.Plan(
+        fh.on("0", fh.Add(torch.ones(3))),
+        fh.keep(re.compile("^0$"), label="late", dtype=torch.float16),
+        fh.keep("*", keep="all"),
+    )
+    torch.manual_seed(1)
+    assert main(capture_by(plan)) == 0
+    torch.manual_seed(1)
+    model = sys.modules["cli_models"].hooked().eval()
+    with torch.no_grad():
+        _, expected = fh.run(model, torch.load("x.pt"), plan=plan)
+    acts = fh.ActivationCache.load("out.safetensors")
+    assert list(acts) == list(expected) == ["late:0", "0", "1", "2"]
+    assert torch.equal(acts["late:0"], expected["late:0"])
+    assert torch.equal(acts["0"][0], expected["0"][0])
+
+
+def test_a_plan_names_tensors_of_a_file() -> None:
+    plan = json.dumps(
+        {
+            "version": 1,
+            "entries": [
+                {
+                    "type": "on",
+                    "what": "0",
+                    "hook": {"type": "Replace", "value": {"tensor": "value"}},
+                },
+                {"type": "keep", "what": "0"},
+            ],
+        }
+    )
+    value = torch.arange(3.0)
+    safetensors.save_file({"value": value}, "vectors.safetensors")
+    assert main(capture_by(plan, "--tensors", "vectors.safetensors")) == 0
+    assert torch.equal(fh.ActivationCache.load("out.safetensors")["0"], value.expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("plan", "more", "reason"),
+    [
+        ("{", "", "cannot read plan.json: the plan is no JSON"),
+        ('{"version": 1, "entries": [3]}', "", r"cannot read plan.json: entries\[0\]: an object"),
+        (fh.Plan(), "", "plan.json captures nothing: add an entry of the type keep"),
+        (fh.Plan(fh.keep("nowhere")), "", "entry 0 of the plan: nothing in .* matches 'nowhere'"),
+        (fh.Plan(fh.on("0", fh.Add(torch.ones(7))), fh.keep()), "", "width of 7.*one of 3"),
+        (fh.Plan(fh.on("1", fh.Add(torch.ones(7))), fh.keep()), "", "failed on this .*width of 7"),
+        (fh.Plan(fh.keep()), "--inputs", "--inputs and --dtype go with --select"),
+        (fh.Plan(fh.keep()), "--dtype float16", "--inputs and --dtype go with --select"),
+        (fh.Plan(fh.keep()), "--select 0", "--select: not allowed with argument --plan"),
+        (fh.Plan(fh.keep()), "--tensors no.safetensors", "No such file.*no.safetensors"),
+        (fh.Plan(fh.keep()), "--tensors junk.safetensors", "junk.safetensors is no file of safet"),
+    ],
+)
+def test_a_user_error_of_a_plan_is_one_line_and_writes_nothing(
+    plan: fh.Plan | str, more: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(reason, error_line(capture_by(plan, *more.split()), capsys))
+    assert not list(Path().glob("**/out*"))
+
+
+def test_tensors_go_with_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = arguments("cli_models:hooked", "x.pt", "--tensors", "x.safetensors")
+    assert "pass --plan too" in error_line(argv, capsys)
+    argv = [*capture_by(fh.Plan(fh.keep())), "--plan", "there.json"]
+    assert "there.json" in error_line(argv, capsys)
 
 
 def test_a_text_is_tokenized_by_the_tokenizer_of_a_folder(

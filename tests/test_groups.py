@@ -487,6 +487,50 @@ def test_run_refuses_bad_input(
     assert instrumented(model) == []
 
 
+def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    steered = fh.Plan(fh.on("1", fh.Add(torch.ones(3))))
+    keeping = steered + fh.Plan(fh.keep("1", label="late"))
+    assert torch.equal(fh.run(model, x, plan=steered), expected + 1)
+    assert torch.equal(fh.run(model, x, plan=steered, hooks={"1": add(1)}), expected + 2)
+    output, acts = fh.run(model, x, plan=steered, capture="1")
+    assert torch.equal(output, acts["1"])
+    for each in (keeping, prepared := keeping.prepare(model)):
+        output, acts = fh.run(model, input=x, plan=each)
+        assert torch.equal(output, expected + 1)
+        assert list(acts) == ["late:1"]
+        assert torch.equal(acts["late:1"], output)
+    assert not prepared.closed
+    prepared.close()
+    assert torch.equal(fh.run(model, x), expected)
+    assert instrumented(model) == []
+
+
+def test_run_refuses_plans_that_do_not_fit(model: nn.Sequential, x: Tensor) -> None:
+    keeping = fh.Plan(fh.keep("1"))
+    with pytest.raises(fh.HookTypeError, match="plan is a Plan, or one prepared, got dict"):
+        fh.run(model, x, plan={})  # type: ignore[arg-type]
+    with pytest.raises(fh.HookError, match="in the plan or in capture=, not in both"):
+        fh.run(model, x, plan=keeping, capture="0")
+    with (
+        keeping.prepare(copy.deepcopy(model)) as prepared,
+        pytest.raises(fh.HookError, match="not prepared for this Sequential"),
+    ):
+        fh.run(model, x, plan=prepared)
+    with pytest.raises(RuntimeError, match="shapes"):
+        fh.run(model, torch.ones(2, 7), plan=keeping)
+    assert instrumented(model) == []
+
+
+def test_the_warning_of_a_plan_points_at_the_call_site_of_run(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.warns(fh.NeverFiredWarning, match="'0'") as told:
+        fh.run(model, x, plan=fh.Plan(fh.on("0", fh.Zero()), fh.keep("1")))
+    assert {each.filename for each in told} == {__file__}
+
+
 # summary
 
 

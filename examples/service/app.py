@@ -87,7 +87,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
         responses={status: {"model": Refusal} for status in (408, 413, 422, 500, 503)},
     )
     async def embed(request: EmbedRequest, scope: RequestScope) -> Response:
-        """Embeddings of texts; captures, steering and counts are this request's alone."""
+        """Embeddings of texts; the plan and the counts are this request's alone."""
         try:
             # `fail_after` ends waiting for a thread, `deadline` the computation in it.
             with anyio.fail_after(settings.seconds), deadline(settings.seconds):
@@ -97,7 +97,7 @@ def embedding(encoder: Encoder, settings: Settings, metrics: ModelMetrics | None
         except TimeoutError as error:
             msg = f"no answer within {settings.seconds:g} seconds: send fewer texts, or again later"
             raise HTTPException(503, msg, {"Retry-After": "1"}) from error
-        except (fh.SelectionError, RefusedError) as error:
+        except (fh.HookError, RefusedError) as error:
             raise HTTPException(422, str(error)) from error
         except Exception as error:
             # An exception that reaches uvicorn closes the connection, which a proxy may share.

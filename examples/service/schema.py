@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    WithJsonSchema,
+)
 from typing_extensions import TypedDict
+
+from ferrohook import Plan
+from ferrohook.service import PLAN_SCHEMA, plan_of
 
 MAX_TEXTS = 64
 MAX_ENTRIES = 16
-"""Maximum length of each list of selectors."""
-MAX_VECTOR = 4096
+"""Maximum number of a plan's entries and of counts."""
+MAX_SELECTORS = 64
 
 Modules: TypeAlias = Annotated[
     str, Field(description="a path or a glob, as `ferrohook.select` takes it", max_length=200)
@@ -22,46 +33,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Capture(_Strict):
-    """Capture outputs of modules, and answer with a reduction of each over each text's tokens."""
-
-    modules: Modules
-    reduce: Reduction = "mean"
-
-
-class Add(_Strict):
-    """Add a vector to outputs of modules."""
-
-    op: Literal["add"]
-    modules: Modules
-    vector: Annotated[list[FiniteFloat], Field(min_length=1, max_length=MAX_VECTOR)]
-
-
-class Scale(_Strict):
-    """Multiply outputs of modules by a factor."""
-
-    op: Literal["scale"]
-    modules: Modules
-    factor: FiniteFloat
-
-
-class Zero(_Strict):
-    """Replace outputs of modules by zeros."""
-
-    op: Literal["zero"]
-    modules: Modules
-
-
-Steer: TypeAlias = Annotated[Add | Scale | Zero, Field(discriminator="op")]
+PlanField: TypeAlias = Annotated[
+    Plan,
+    PlainValidator(partial(plan_of, max_entries=MAX_ENTRIES, max_selectors=MAX_SELECTORS)),
+    WithJsonSchema(PLAN_SCHEMA),
+]
 Text: TypeAlias = Annotated[str, StringConstraints(max_length=20_000)]
 
 
 class EmbedRequest(_Strict):
-    """Texts to embed, with captures, steering and counts for this request alone."""
+    """Texts to embed, with a plan and counts for this request alone."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
-    capture: Annotated[list[Capture], Field(max_length=MAX_ENTRIES)] = []
-    steer: Annotated[list[Steer], Field(max_length=MAX_ENTRIES)] = []
+    plan: PlanField = Field(default_factory=Plan)
+    """Changes of modules' outputs, and modules to capture."""
+    reduce: Annotated[list[Reduction], Field(min_length=1, max_length=5)] = ["mean"]
+    """How to answer each capture, over each text's tokens."""
     count: Annotated[list[Modules], Field(max_length=MAX_ENTRIES)] = []
 
 
@@ -74,8 +61,8 @@ class EmbedAnswer(TypedDict):
 
     embeddings: list[list[float]]
     captures: dict[str, dict[Reduction, Nested] | None]
-    """By module, then by reduction: a number, a vector or a vector per token for each text; null
-    if the module never ran."""
+    """By label and module, then by reduction: a number, a vector or a vector per token for each
+    text; null if the module never ran."""
     counts: dict[str, int]
     """Calls that this request made, by module."""
 

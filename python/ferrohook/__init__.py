@@ -46,7 +46,19 @@ if TYPE_CHECKING:
     from ferrohook.instrumentation import instrument as instrument
     from ferrohook.instrumentation import restore as restore
     from ferrohook.module import HookedModule as HookedModule
+    from ferrohook.plans import Plan as Plan
+    from ferrohook.plans import Prepared as Prepared
+    from ferrohook.plans import Request as Request
+    from ferrohook.plans import keep as keep
+    from ferrohook.plans import on as on
     from ferrohook.selection import select as select
+    from ferrohook.steering import Ablate as Ablate
+    from ferrohook.steering import Add as Add
+    from ferrohook.steering import Clamp as Clamp
+    from ferrohook.steering import Intervention as Intervention
+    from ferrohook.steering import Replace as Replace
+    from ferrohook.steering import Scale as Scale
+    from ferrohook.steering import Zero as Zero
     from ferrohook.stores import DamagedBatch as DamagedBatch
     from ferrohook.stores import LocalStore as LocalStore
     from ferrohook.stores import MemoryStore as MemoryStore
@@ -57,9 +69,12 @@ _refuse_old_torch()
 
 __all__ = [
     "STOPPED",
+    "Ablate",
     "ActivationCache",
+    "Add",
     "BackwardHook",
     "CaptureBudgetError",
+    "Clamp",
     "Collected",
     "DamagedBatch",
     "ForwardHook",
@@ -69,11 +84,17 @@ __all__ = [
     "HookHandle",
     "HookTypeError",
     "HookedModule",
+    "Intervention",
     "LocalStore",
     "MemoryStore",
     "NeverFiredWarning",
     "NotInstrumentedWarning",
+    "Plan",
+    "Prepared",
+    "Replace",
+    "Request",
     "ResumeError",
+    "Scale",
     "Scope",
     "SelectionError",
     "StaleActivationError",
@@ -81,12 +102,15 @@ __all__ = [
     "StoreError",
     "UnattributedWarning",
     "UnverifiedWarning",
+    "Zero",
     "__version__",
     "capture",
     "collect",
     "detectors",
     "instrument",
     "interventions",
+    "keep",
+    "on",
     "patching",
     "points",
     "recording",
@@ -104,7 +128,9 @@ _NEEDS_TORCH = {
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
+    "plans": ("Plan", "Prepared", "Request", "keep", "on"),
     "selection": ("select",),
+    "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }

@@ -20,15 +20,21 @@ __all__ = [
     "HookedBase",
     "InFlight",
     "InstallationBase",
+    "InterventionBase",
     "LatencyDetector",
+    "MaskedHook",
+    "ModuleTree",
     "NativeDetector",
     "NativeHook",
     "NonFiniteDetector",
     "NormDetector",
+    "PlanGuard",
     "PointHook",
     "RecordedLayerBase",
     "Recorder",
     "Registry",
+    "RequestBase",
+    "RootCalls",
     "ShapeDetector",
     "Stop",
     "TypedHook",
@@ -260,6 +266,8 @@ class Frame:
     @property
     def tag(self) -> Any: ...
     @property
+    def error(self) -> BaseException | None: ...
+    @property
     def closed(self) -> bool: ...
     @property
     def _entered(self) -> tuple[Frame, ...] | None: ...
@@ -340,6 +348,7 @@ def record_all(
     scope: Frame,
     inputs: bool = False,
     part: object = None,
+    place: _Place | None = None,
 ) -> list[HookHandle]: ...
 def refuse_async(callable: Callable[..., Any], taker: str, /) -> None: ...  # noqa: A002 (the name in Rust)
 def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: str, scope: Frame) -> None: ...
@@ -362,8 +371,6 @@ class Collector:
     def ran(self) -> list[int]: ...
     def values(self, index: int, *, stale: bool = False) -> list[Any]: ...
     def gradients(self, index: int) -> list[list[Any]]: ...
-    def begin(self, _module: Any, _args: Any) -> None: ...
-    def end(self, _module: Any, _args: Any, _output: Any) -> None: ...
     def clear(self) -> None: ...
 
 @final
@@ -374,9 +381,73 @@ class Recorder(NativeHook):
         index: int,
         inputs: bool,
         part: Any,
+        place: _Place | None = None,
     ) -> Self: ...
     @property
     def phase(self) -> _Phase: ...
+
+@final
+class RootCalls(NativeHook):
+    def __new__(cls, collector: Collector, place: _Place | None = None) -> Self: ...
+
+class _Place(Protocol):
+    @property
+    def plan(self) -> object: ...
+    @property
+    def capture(self) -> int: ...
+    @property
+    def mask(self) -> int | None: ...
+
+class _PreparedPlan(Protocol):
+    fired: bool
+
+@disjoint_base
+class RequestBase(Frame):
+    def __new__(
+        cls,
+        shared: Frame,
+        plan: _PreparedPlan,
+        templates: tuple[Collector, ...],
+        *_others: object,
+    ) -> Self: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def _plan(self) -> Any: ...  # the one that it was made with
+    def _collector(self, capture: int) -> Collector: ...
+    def _set_masks(self, masks: tuple[Any, ...]) -> None: ...
+    def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
+
+@disjoint_base
+class InterventionBase(NativeHook):
+    def __new__(
+        cls,
+        operation: str,
+        numbers: tuple[float | None, ...],
+        part: int | str | None,
+        width: int | None,
+        traced: tuple[Any, ...],
+        *_others: object,
+    ) -> Self: ...
+
+@final
+class MaskedHook(NativeHook):
+    def __new__(
+        cls, hook: NativeHook | Callable[..., Any], plan: _PreparedPlan, mask: int
+    ) -> Self: ...
+
+@final
+class PlanGuard(NativeHook):
+    def __new__(
+        cls,
+        tree: ModuleTree,
+        positions: Callable[[Any, _Args, _Kwargs], None] | None,
+    ) -> Self: ...
+
+@final
+class ModuleTree:
+    def __new__(cls, modules: list[Any]) -> Self: ...
+    def holds(self) -> bool: ...
 
 @disjoint_base
 class HookedBase:

@@ -6,17 +6,14 @@ import enum
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook.arguments import at_least_one, check_copy, expect
-from ferrohook.capture_session import Activations, CaptureSession, Options, not_captured
-from ferrohook.conversion import check_index, converter
+from ferrohook.capture_session import Activations, CaptureSession, not_captured, options_of
 from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.host_copies import HostCopies
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
@@ -28,10 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook._core import Frame
+    from ferrohook.capture_session import Keep
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
-
-Keep: TypeAlias = 'Literal["last", "all"] | int'
 
 
 class _Stopped(enum.Enum):
@@ -316,43 +312,17 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         >>> acts["layers.0.mlp"].shape
     """
     modules = select(model, what, called=True)
-    check_copy(copy)
-    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
-    for name, flag in flags.items():
-        expect(flag, bool, f"{name} is a bool")
-    if isinstance(output_index, bool):
-        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
-    if dtype is not None:
-        expect(dtype, torch.dtype, "dtype is a torch.dtype")
-    check_index(slice)
-    copies = HostCopies()
-    # An empty tensor on the device checks that it is available and resolves "cuda" to an index.
-    target = None if device is None else torch.empty(0, device=device).device
-    options = Options(
+    options = options_of(
         inputs=inputs,
         output_index=output_index,
+        detach=detach,
+        device=device,
+        dtype=dtype,
+        slice=slice,
+        copy=copy,
+        keep=keep,
+        grads=grads,
+        max_bytes=max_bytes,
         stop=stop,
-        only_last=keep == "last",
-        copies=copies,
-        collector={
-            "detach": detach,
-            "copy": copy,
-            "keep": _calls_to_keep(keep),
-            "convert": converter(copies, target, dtype, slice, copy),
-            "grads": grads,
-            "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
-        },
     )
     return Capture(_CaptureTag(CaptureSession(model, modules, options)))
-
-
-def _calls_to_keep(keep: Any) -> int | None:
-    if isinstance(keep, str):
-        if keep in _KEEP_NAMES:
-            return _KEEP_NAMES[keep]
-        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
-        raise ValueError(msg)
-    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
-
-
-_KEEP_NAMES = {"last": 1, "all": None}

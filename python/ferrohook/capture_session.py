@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from ferrohook._core import Attachment, Collector, Frame, HookHandle, record_all
+from ferrohook._core import Attachment, Collector, Frame, HookHandle, RootCalls, record_all
+from ferrohook.arguments import at_least_one, check_copy, expect
+from ferrohook.conversion import check_index, converter
 from ferrohook.errors import SelectionError
+from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.tensors import as_leaf, map_tensors
@@ -16,7 +20,12 @@ from ferrohook.tensors import as_leaf, map_tensors
 if TYPE_CHECKING:
     from torch import nn
 
-    from ferrohook.host_copies import HostCopies
+    from ferrohook._core import Registry
+    from ferrohook.conversion import Index
+
+
+Keep: TypeAlias = 'Literal["last", "all"] | int'
+"""Calls of each module that a capture stores."""
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
@@ -28,27 +37,30 @@ def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionErr
     return SelectionError(f"{name!r} {state} the captured modules: {captured}")
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
     """Outputs or inputs in a collector, by place."""
 
     collector: Collector
     copies: HostCopies
 
     def ran(self) -> list[int]:
+        """Returns the places that ran, in the order of their first calls."""
         return self.collector.ran()
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values
 
 
-class _RecordedGradients(_Recorded):
+class RecordedGradients(Recorded):
     """Gradients in a collector, by place."""
 
     __slots__ = ()
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the gradients of the values of a place."""
         del stale  # gradients have no version tag
         calls = self.collector.gradients(place)
         self.copies.finish()
@@ -75,7 +87,7 @@ class Activations(Mapping[str, Any]):
     """View of captured values by module name."""
 
     def __init__(
-        self, places: dict[str, int], values: _Recorded | _Copied, *, only_last: bool
+        self, places: dict[str, int], values: Recorded | _Copied, *, only_last: bool
     ) -> None:
         self._places = places
         self._values = values
@@ -124,6 +136,68 @@ class Options(NamedTuple):
     """Keyword arguments of the `Collector`."""
 
 
+def options_of(  # noqa: PLR0913 (the options of `capture`)
+    *,
+    inputs: bool = False,
+    output_index: object = None,
+    detach: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    copy: str = "checked",
+    keep: Any = "last",
+    grads: bool = False,
+    max_bytes: int | None = None,
+    stop: bool = False,
+) -> Options:
+    """Validates the options of a capture; see `capture` for them and for what is raised."""
+    check_copy(copy)
+    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
+    for name, flag in flags.items():
+        expect(flag, bool, f"{name} is a bool")
+    if isinstance(output_index, bool):
+        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+    if dtype is not None:
+        expect(dtype, torch.dtype, "dtype is a torch.dtype")
+    check_index(slice)
+    copies = HostCopies()
+    # An empty tensor on the device checks that it is available and resolves "cuda" to an index.
+    target = None if device is None else torch.empty(0, device=device).device
+    return Options(
+        inputs=inputs,
+        output_index=output_index,
+        stop=stop,
+        only_last=keep == "last",
+        copies=copies,
+        collector={
+            "detach": detach,
+            "copy": copy,
+            "keep": _calls_to_keep(keep),
+            "convert": converter(copies, target, dtype, slice, copy),
+            "grads": grads,
+            "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
+        },
+    )
+
+
+def _calls_to_keep(keep: Any) -> int | None:
+    if isinstance(keep, str):
+        if keep in _KEEP_NAMES:
+            return _KEEP_NAMES[keep]
+        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
+        raise ValueError(msg)
+    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
+
+
+_KEEP_NAMES = {"last": 1, "all": None}
+
+
+def mark_calls(root: Registry, calls: RootCalls, scope: Frame) -> None:
+    """Marks where the calls begin and end that a capture may end, once its recorders are there."""
+    root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
+    root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
+
+
 class CaptureSession:
     """Captures the activations of some modules in the calls of a scope."""
 
@@ -147,8 +221,6 @@ class CaptureSession:
         collector = self._collector = Collector(
             list(self._modules), stop=None if root is None else root.module, **options.collector
         )
-        if root is not None:
-            root.register("forward_pre", collector.begin, priority=AHEAD_OF_ALL, scope=scope)
         self._handles = record_all(
             collector,
             list(self._modules.values()),
@@ -158,12 +230,11 @@ class CaptureSession:
             part=options.output_index,
         )
         if root is not None:
-            last: Any = {"priority": BEHIND_ALL, "always_call": True, "scope": scope}
-            root.register("forward", collector.end, **last)
-        gradients = self._view(_RecordedGradients) if options.collector["grads"] else None
-        return self._view(_Recorded), gradients
+            mark_calls(root, RootCalls(collector), scope)
+        gradients = self._view(RecordedGradients) if options.collector["grads"] else None
+        return self._view(Recorded), gradients
 
-    def _view(self, recorded: type[_Recorded]) -> Activations:
+    def _view(self, recorded: type[Recorded]) -> Activations:
         return Activations(
             {name: place for place, name in enumerate(self._modules)},
             recorded(self._collector, self._options.copies),

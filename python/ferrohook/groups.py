@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
 from ferrohook.activations import begin_capture
 from ferrohook.activations import capture as _capture
-from ferrohook.arguments import expect_module
-from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.arguments import expect, expect_module
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain
+from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import KeepEntry
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.activations import ActivationCache
     from ferrohook.selection import Selector
+    from ferrohook.steering import Intervention
 
 
 class HandleGroup(AttachmentContext):
@@ -146,7 +151,7 @@ class HandleGroup(AttachmentContext):
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
     model: nn.Module,
     what: Selector,
-    hook: Callable[..., Any] | TypedHook | NativeDetector,
+    hook: Callable[..., Any] | TypedHook | NativeDetector | Intervention,
     *,
     phase: str | None = None,
     prepend: bool = False,
@@ -165,8 +170,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     Args:
         model: any module.
         what: modules to hook, see `select`; containers (ModuleList) are left out.
-        hook: a plain callable with PyTorch's contract for the phase, a typed hook, or a native
-            detector.
+        hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
+            detector, or an intervention.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
             hook, and for `forward` otherwise.
         prepend: put the hook ahead of all others of its priority, instead of behind them.
@@ -216,11 +221,13 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 def run(
     model: nn.Module,
     *args: Any,
-    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector] | None = None,
+    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector | Intervention]
+    | None = None,
     capture: Selector = None,
+    plan: Plan | Prepared | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Calls a model once, with hooks and a capture for this call alone.
+    """Calls a model once, with hooks, a capture and a plan for this call alone.
 
     Args:
         model: any module.
@@ -228,16 +235,20 @@ def run(
         hooks: dict from a selector, see `select`, to a hook: a forward hook of PyTorch's contract,
             or a typed hook of any phase.
         capture: modules whose outputs to capture, see `select`; None for none.
+        plan: a plan, or one prepared for this model, which costs nothing to open. `hooks` fire
+            after its hooks of equal priority.
         **kwargs: keyword arguments for the model.
 
     Warns with `NeverFiredWarning` of modules that never ran.
 
     Returns:
-        The model's output; with `capture` a tuple of the output and the `ActivationCache`.
+        The model's output; with `capture` or a plan that keeps a tuple of the output and the
+        `ActivationCache`.
 
     Raises:
         SelectionError: a selector matches no module.
-        HookTypeError: a hook is neither a callable nor a typed hook.
+        HookTypeError: a hook is neither a callable nor a typed hook, or `plan` is no plan.
+        HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
 
     Examples:
         >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
@@ -246,12 +257,31 @@ def run(
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
         raise HookTypeError(msg)
+    expect(plan, (Plan, Prepared, type(None)), "plan is a Plan, or one prepared")
+    keeps = plan is not None and any(isinstance(each, KeepEntry) for each in plan.entries)
+    if keeps and capture is not None:
+        msg = "captures stand in the plan or in capture=, not in both: add fh.keep(...) to the plan"
+        raise HookError(msg)
+    if isinstance(plan, Prepared) and plan.model is not model:
+        msg = f"the plan was not prepared for this {model._get_name()}"
+        raise HookError(msg)
     session = None if capture is None else _capture(model, capture).tag.session
-    with Scope() as own:
-        groups = [register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()]
-        acts = None if session is None else begin_capture(session, own)
-        output = model(*args, **kwargs)
-        texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
+    acts: ActivationCache | None = None
+    nothing = contextlib.nullcontext()
+    with plan.prepare(model) if isinstance(plan, Plan) else nothing as own_plan:
+        prepared = own_plan or cast("Prepared | None", plan)
+        request = None if prepared is None else prepared.open()
+        if request is not None:
+            request.stacklevel = 3  # of this function's caller
+            acts = request.acts if keeps else None
+        with request or nothing, Scope() as own:
+            groups = [
+                register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()
+            ]
+            if session is not None:
+                acts = begin_capture(session, own)
+            output = model(*args, **kwargs)
+            texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
     if session is not None and (silent := session.silent()):
         texts.append(explain(model, silent))
     for text in texts:

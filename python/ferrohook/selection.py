@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_origin
 
 from torch import nn
 
+from ferrohook._core import ModuleTree
 from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
@@ -54,6 +56,60 @@ def select(
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "select names modules of")
+    key = _key(what)
+    if key is None:
+        return _select(model, what, called)
+    selections = _SELECTIONS.setdefault(model, {})
+    former = selections.get((key, called))
+    if former is not None and (found := former.found()) is not None:
+        return found
+    found = _select(model, what, called)
+    modules = [*_Tree(model).named.values()]
+    # The children of wrappers and scripted modules stand elsewhere.
+    if all(vars(module).get("_modules") is module._modules for module in modules):
+        if len(selections) >= MOST_SELECTIONS:
+            selections.clear()
+        references = [(name, weakref.ref(module)) for name, module in found.items()]
+        selections[key, called] = _Selection(ModuleTree(modules), references)
+    return found
+
+
+class _Selection(NamedTuple):
+    """Modules that were selected, and the state of the model in which they are."""
+
+    tree: ModuleTree
+    modules: list[tuple[str, weakref.ref[nn.Module]]]
+
+    def found(self) -> dict[str, nn.Module] | None:
+        """Returns the modules; None if the model has changed."""
+        if not self.tree.holds():
+            return None
+        found = {name: reference() for name, reference in self.modules}
+        alive = {name: module for name, module in found.items() if module is not None}
+        return alive if len(alive) == len(found) else None
+
+
+# Code that captures for each call selects the same each time.
+_SELECTIONS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, bool], _Selection]] = (
+    weakref.WeakKeyDictionary()
+)
+MOST_SELECTIONS = 64
+"""Number of selectors of a model whose results are remembered."""
+
+
+def _key(what: Selector) -> Any:
+    """Returns the key that a selector is remembered by; None for one that is not."""
+    if isinstance(what, list | tuple):
+        names = tuple(what)
+        return names if names and all(type(name) is str for name in names) else None
+    # A path is found faster than remembered.
+    return what if isinstance(what, str) and not _is_path(what) else None
+
+
+_is_path = re.compile(r"[^*?\[]*").fullmatch
+
+
+def _select(model: nn.Module, what: Selector, called: bool) -> dict[str, nn.Module]:  # noqa: FBT001 (the option of `select`)
     if isinstance(what, str) and (module := _module_at(model, what)) is not None:
         return _without_containers({what: module}, called)  # without walking the model
     tree = _Tree(model)

@@ -95,6 +95,12 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
+def content_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what identifies the values of a tensor, hashable."""
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    return str(tensor.dtype), tuple(tensor.shape), data.view(torch.uint8).numpy().tobytes()
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors are views of one storage."""
     if one is other:

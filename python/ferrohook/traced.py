@@ -30,6 +30,7 @@ from ferrohook._core import HookedBase, record
 from ferrohook.backward import BackwardPass
 from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
+from ferrohook.operations import change, change_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,6 +145,12 @@ def _forward_pre(
         if kind == "recorder":
             value = (args[0] if len(args) == 1 else args) if args or not kwargs else kwargs
             _record(registry, "forward_pre", hook, value)
+        elif kind == "intervention":
+            if not args:
+                msg = "an intervention on inputs needs a positional argument"
+                raise HookTypeError(msg)
+            changed = _intervene(hook, args[0] if len(args) == 1 else args)
+            args = (changed,) if len(args) == 1 else changed
         elif kind == "typed":
             args = _check_typed_result(hook(args[0] if len(args) == 1 else args), args)
         elif with_kwargs:
@@ -167,6 +174,9 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
         if kind == "recorder":
             _record(registry, "forward", hook, output)
             continue
+        if kind == "intervention":
+            output = _intervene(hook, output)
+            continue
         if kind == "typed":
             if hook(args[0] if len(args) == 1 else args, output) is not None:
                 msg = "a ForwardHook observes and returns None, it returned a value"
@@ -176,6 +186,12 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
         if result is not None:
             output = result
     return output
+
+
+def _intervene(row: tuple[Any, ...], value: Any) -> Any:
+    """Applies an intervention; its vector and numbers are inputs of the graph."""
+    kind, part, vector, *numbers = row
+    return change_part(kind, value, part, lambda x: change(kind, x, vector, tuple(numbers)))
 
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import shutil
@@ -110,15 +111,24 @@ def client(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
+def as_json(request: dict[str, Any]) -> dict[str, Any]:
+    """A request, in which a plan may be an `fh.Plan`."""
+    written = {
+        name: json.loads(it.to_json()) if isinstance(it, fh.Plan) else it
+        for name, it in request.items()
+    }
+    return {"texts": TEXTS, **written}
+
+
 def embed(client: httpx.Client, **request: Any) -> dict[str, Any]:
-    answer = client.post("/embed", json={"texts": TEXTS, **request})
+    answer = client.post("/embed", json=as_json(request))
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 def refused(client: httpx.Client, status: int, **request: Any) -> str:
-    answer = client.post("/embed", json={"texts": TEXTS, **request})
+    answer = client.post("/embed", json=as_json(request))
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"detail"}
     detail: str = answer.json()["detail"]
@@ -141,29 +151,29 @@ def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
 # Responses
 
 
-ADD = {"op": "add", "modules": "encoder.layer.2", "vector": [0.25] * 384}
+ADD = fh.on("encoder.layer.2", fh.Add(torch.full((384,), 0.25)))
 
 
 @pytest.mark.parametrize(
-    "steer",
+    "plan",
     [
-        [],
-        [ADD],
-        [{"op": "scale", "modules": "encoder.layer.*.output", "factor": -0.5}],
-        [{"op": "zero", "modules": "encoder.layer.0.attention.self"}],  # returns a tuple
-        [ADD, {"op": "scale", "modules": "encoder.layer.2", "factor": 3}],  # in that order
+        fh.Plan(),
+        fh.Plan(ADD),
+        fh.Plan(fh.on("encoder.layer.*.output", fh.Scale(-0.5))),
+        # Returns a tuple.
+        fh.Plan(fh.on("encoder.layer.0.attention.self", fh.Zero(output_index=0))),
+        fh.Plan(ADD, fh.on("encoder.layer.2", fh.Scale(3))),  # in that order
     ],
+    ids=repr,
 )
 def test_steering_equals_torch_hooks(
-    client: httpx.Client, plain: LockedEncoder, steer: list[Any]
+    client: httpx.Client, plain: LockedEncoder, plan: fh.Plan
 ) -> None:
-    expected = plain.embed(
-        EmbedRequest.model_validate({"texts": TEXTS, "steer": steer}), fh.scope()
-    )
-    assert alike(embed(client, steer=steer), expected)
+    expected = plain.embed(EmbedRequest(texts=TEXTS, plan=plan), fh.scope())
+    assert alike(embed(client, plan=plan), expected)
     unsteered = plain.embed(EmbedRequest(texts=TEXTS), fh.scope())
     assert alike(embed(client), unsteered)
-    assert alike(expected, unsteered) == (not steer)
+    assert alike(expected, unsteered) == (not plan.entries)
 
 
 def test_embeddings_have_norm_one_and_do_not_depend_on_padding(client: httpx.Client) -> None:
@@ -176,11 +186,12 @@ def test_embeddings_have_norm_one_and_do_not_depend_on_padding(client: httpx.Cli
 def test_reductions_are_over_the_tokens_of_each_text(client: httpx.Client) -> None:
     name = "encoder.layer.1"
     kinds = ("none", "mean", "max", "norm", "first")
-    captures = embed(client, capture=[{"modules": name, "reduce": kind} for kind in kinds])
+    plan = fh.Plan(fh.keep(name))
+    captures = embed(client, plan=plan, reduce=kinds)
     found = {kind: torch.tensor(value) for kind, value in captures["captures"][name].items()}
     assert found.keys() == set(kinds)
     for place, text in enumerate(TEXTS):
-        alone = embed(client, texts=[text], capture=[{"modules": name, "reduce": "none"}])
+        alone = embed(client, texts=[text], plan=plan, reduce=["none"])
         tokens = torch.tensor(alone["captures"][name]["none"])[0]
         expected = {
             "none": tokens,
@@ -197,18 +208,19 @@ def test_reductions_are_over_the_tokens_of_each_text(client: httpx.Client) -> No
 
 def test_outputs_without_a_token_dimension_are_captured_unreduced(client: httpx.Client) -> None:
     patterns = ["pooler", "", "embeddings.position_embeddings"]
-    captures = embed(client, capture=[{"modules": pattern} for pattern in patterns])["captures"]
+    captures = embed(client, plan=fh.Plan(fh.keep(patterns)))["captures"]
     assert captures.keys() == set(patterns)
     pooled = torch.tensor(captures["pooler"]["mean"])
     assert pooled.shape == (2, 384)
-    norms = embed(client, capture=[{"modules": "pooler", "reduce": "norm"}])["captures"]
+    norms = embed(client, plan=fh.Plan(fh.keep("pooler")), reduce=["norm"])["captures"]
     torch.testing.assert_close(torch.tensor(norms["pooler"]["norm"]), pooled.norm(dim=-1))
 
 
 def test_captures_come_from_the_steered_model(client: httpx.Client) -> None:
-    zero = [{"op": "zero", "modules": "encoder.layer.4.output.dense"}]
-    capture = [{"modules": "encoder.layer.4.output.*", "reduce": "norm"}]
-    captures = embed(client, steer=zero, capture=capture)["captures"]
+    plan = fh.Plan(
+        fh.on("encoder.layer.4.output.dense", fh.Zero()), fh.keep("encoder.layer.4.output.*")
+    )
+    captures = embed(client, plan=plan, reduce=["norm"])["captures"]
     assert captures["encoder.layer.4.output.dense"]["norm"] == [0, 0]
     assert min(captures["encoder.layer.4.output.LayerNorm"]["norm"]) > 0
 
@@ -221,7 +233,8 @@ def test_calls_are_counted_per_request(client: httpx.Client) -> None:
 
 def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
     name = "encoder.layer.0.attention.self.dropout"  # bypassed by torch's fused attention
-    answer = embed(client, capture=[{"modules": "encoder.layer.0.attention.self.*"}], count=[name])
+    plan = fh.Plan(fh.keep("encoder.layer.0.attention.self.*"))
+    answer = embed(client, plan=plan, count=[name])
     assert answer["captures"][name] is None
     assert answer["captures"]["encoder.layer.0.attention.self.query"] is not None
     assert answer["counts"] == {name: 0}
@@ -238,37 +251,45 @@ def test_modules_that_never_ran_are_reported(client: httpx.Client) -> None:
         ({"texts": ["x" * 20_001]}, "texts.0: String should have at most 20000 characters"),
         ({"texts": "one"}, "texts: Input should be a valid list"),
         ({"txets": []}, "txets: Extra inputs are not permitted"),
-        ({"steer": [{"op": "add", "modules": "pooler"}]}, "steer.0.add.vector: Field required"),
+        ({"plan": 3}, "body.plan: Value error, a plan is an object, got int"),
         (
-            {"steer": [{"op": "turn", "modules": "pooler"}]},
-            "does not match any of the expected tags: 'add', 'scale', 'zero'",
+            {"plan": {"version": 1, "entries": [{"type": "on", "what": "pooler"}]}},
+            "body.plan: Value error, entries[0]: the key 'hook' is missing",
         ),
+        ({"plan": fh.Plan(*[ADD] * 17)}, "a list of at most max_entries=16, got 17"),
+        ({"plan": fh.Plan(fh.keep(["*"] * 64))}, "more than max_selectors=64"),
+        ({"plan": fh.Plan(fh.keep(re.compile(".")))}, "a regex may take for ever"),
+        ({"plan": fh.Plan(fh.keep(device="meta"))}, "leave out device, slice, stop"),
         (
-            {"steer": [{**ADD, "modules": "encoder.layer.7"}]},
+            {"plan": fh.Plan(fh.on("encoder.layer.7", fh.Zero()))},
             "matches 'encoder.layer.7'; the closest names in it are 'encoder.layer.0', 'encoder.",
         ),
         ({"count": ["encoder.layr.*"]}, "the closest names in it are"),
         ({"count": ["x" * 201]}, "count.0: String should have at most 200 characters"),
         ({"count": ["pooler"] * 17}, "count: List should have at most 16 items"),
-        ({"capture": [{"modules": "poler"}]}, "the closest names in it are 'pooler'"),
+        ({"plan": fh.Plan(fh.keep("poler"))}, "the closest names in it are 'pooler'"),
         (
-            {"capture": [{"modules": "pooler", "reduce": "sum"}]},
-            "capture.0.reduce: Input should be 'mean', 'max', 'norm', 'first' or 'none'",
+            {"reduce": ["sum"]},
+            "reduce.0: Input should be 'mean', 'max', 'norm', 'first' or 'none'",
         ),
         (
-            {"steer": [{**ADD, "vector": [1.0, 2.0]}]},
-            "the vector for 'encoder.layer.2' has 2 numbers: the output there takes 384",
+            {"plan": fh.Plan(fh.on("encoder.layer.2", fh.Add(torch.ones(2))))},
+            "its vector has a width of 2, the module's value has 384",
         ),
         (
-            {"steer": [{"op": "zero", "modules": "encoder"}]},
-            "'encoder' selects a BertEncoder, which returns a BaseModelOutput",
+            {"plan": fh.Plan(fh.on("encoder.layer.2", fh.Add(torch.ones(9, 1, 1, 1))))},
+            "its vector of the shape [9, 1, 1, 1] does not broadcast to the module's value, of",
         ),
         (
-            {"steer": [{"op": "scale", "modules": "encoder.layer.5.output", "factor": 1e39}]},
+            {"plan": fh.Plan(fh.on("encoder", fh.Zero()))},
+            "name one of its parts by output_index, the module's value is a BaseModelOutput",
+        ),
+        (
+            {"plan": fh.Plan(fh.on("encoder.layer.5.output", fh.Scale(1e39)))},
             "its answer is not finite: use a smaller change",
         ),
         (
-            {"texts": ["many words " * 200] * 8, "capture": [{"modules": "**"}]},
+            {"texts": ["many words " * 200] * 8, "plan": fh.Plan(fh.keep())},
             "the captures exceed 1,048,576 bytes: select fewer modules",
         ),
     ],
@@ -288,8 +309,10 @@ def test_bad_requests_are_refused_with_the_reason(
         (b"", "body: Field required"),
         (b"[1]", "body: Input should be"),
         (
-            b'{"texts": ["x"], "steer": [{"op": "scale", "modules": "pooler", "factor": NaN}]}',
-            "factor: Input should be a finite number",
+            json.dumps({"texts": ["x"], **as_json({"plan": fh.Plan(fh.on("", fh.Scale(7)))})})
+            .replace("7.0", "NaN")
+            .encode(),
+            "entries[0].hook.factor: a string, a bool or a finite number of 64 bits is expected",
         ),
     ],
 )
@@ -409,7 +432,7 @@ def test_concurrent_requests_are_isolated(
     # No hook of a request is left.
     names = {info.hook for infos in list_hooks(encoder.model).values() for info in infos}
     assert check_deadline in names
-    assert not [name for name in names if getattr(name, "__qualname__", "").startswith("steering")]
+    assert not [hook for hook in names if isinstance(hook, fh.Intervention)]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "ignore"])
@@ -451,8 +474,9 @@ def test_metrics_count_calls_times_and_errors(client: httpx.Client) -> None:
     before = metrics(client)
     names = ["BertModel", "encoder.layer.0", "encoder.layer.5.output.dense", "pooler"]
     for _ in range(3):
-        embed(client, capture=[{"modules": "pooler"}])
-    refused(client, 422, steer=[{"op": "zero", "modules": "encoder"}])  # fails after the layers
+        embed(client, plan=fh.Plan(fh.keep("pooler")))
+    # Fails after the layers.
+    refused(client, 422, plan=fh.Plan(fh.on("encoder", fh.Zero())))
     after = metrics(client)
     told = {key: after[key] - before[key] for key in before}
     for name in names:
@@ -495,7 +519,7 @@ def test_hooks_are_listed_without_metrics(encoder: Encoder) -> None:
         serving(encoder, Settings(observe=False)) as url,
         httpx.Client(base_url=url, timeout=LIMIT) as client,
     ):
-        embed(client, capture=[{"modules": "pooler"}])
+        embed(client, plan=fh.Plan(fh.keep("pooler")))
         assert metrics(client) == {}
         assert client.get("/hooks").json()["modules"][0]["latency"] is None
 

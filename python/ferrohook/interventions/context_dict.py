@@ -22,7 +22,7 @@ class _ContentKey:
 
 
 class Content(NamedTuple):
-    """What a detector collected in a context; immutable."""
+    """Findings of a detector in one context; immutable."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]

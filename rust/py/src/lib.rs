@@ -35,6 +35,10 @@ mod _core {
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all};
     #[pymodule_export]
+    use crate::capture::request::RequestBase;
+    #[pymodule_export]
+    use crate::capture::root_calls::RootCalls;
+    #[pymodule_export]
     use crate::checksum::crc32;
     #[pymodule_export]
     use crate::contexts::frame::Frame;
@@ -50,6 +54,10 @@ mod _core {
         ShapeDetector,
     };
     #[pymodule_export]
+    use crate::native::intervention::InterventionBase;
+    #[pymodule_export]
+    use crate::native::planned::{MaskedHook, PlanGuard};
+    #[pymodule_export]
     use crate::native::point::{PointHook, register_all};
     #[pymodule_export]
     use crate::native::typed::TypedHook;
@@ -63,6 +71,8 @@ mod _core {
     use crate::registry::Registry;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
+    #[pymodule_export]
+    use crate::torch::tree::ModuleTree;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

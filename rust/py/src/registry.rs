@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::{Entry, Phase, Placement, Work};
+use pyo3::exceptions::PyException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -15,6 +16,7 @@ use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
+use crate::hooks::site::Site;
 use crate::torch;
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
@@ -68,9 +70,25 @@ impl Registry {
         self.module
     }
 
-    /// Count of hooks' exceptions.
-    pub fn errors(&self) -> &AtomicU64 {
-        &self.errors
+    /// Counts an exception of a hook, tells the entered frames whose hook it is, and applies its
+    /// `on_error`: `Ok` if the call goes on without the hook.
+    #[cold]
+    pub fn apply_on_error<'py>(
+        &self,
+        site: &Site<'_, 'py>,
+        frames: &Frames<'py>,
+        error: PyErr,
+    ) -> PyResult<()> {
+        let py = site.module.py();
+        // Other exceptions (KeyboardInterrupt, SystemExit) are not the hook's fault.
+        if error.is_instance_of::<PyException>(py) && !site.entry.last() {
+            // Relaxed: a sum that orders nothing.
+            self.errors.fetch_add(1, Ordering::Relaxed);
+            if let Some(frames) = frames.entered(py)? {
+                frame::note_error(frames, self.module, site.entry, &error);
+            }
+        }
+        site.apply_on_error(error)
     }
 
     /// Reads the work of a call.

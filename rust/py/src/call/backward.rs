@@ -14,7 +14,7 @@ use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Turn;
-use crate::hooks::site::Site;
+use crate::hooks::site::{Repeats, Site};
 use crate::registry::Registry;
 use crate::torch;
 use crate::torch::hooks::TorchBackward;
@@ -126,7 +126,13 @@ impl BackwardWalk {
         let registry = self.registry.get();
         let frames = Frames::fixed(self.frames.bind(py).clone());
         let snapshot = registry.begin(py, self.phase, &frames)?;
-        walk(registry, snapshot, module, grads, grad_output)
+        let walk = Walk {
+            registry,
+            frames: &frames,
+            module,
+            grad_output,
+        };
+        walk.run(snapshot.as_ref(), grads)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -135,62 +141,82 @@ impl BackwardWalk {
     }
 }
 
-/// Walks a phase. Its hooks may replace `grads`: the gradient of the output for `backward_pre`, of
-/// the input for `backward`, where hooks also get `grad_output`.
-fn walk<'py>(
-    registry: &Registry,
-    snapshot: Option<Snapshot<Hook>>,
-    module: &Bound<'py, PyAny>,
-    grads: &Bound<'py, PyAny>,
-    grad_output: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let mut current = grads.clone();
-    let mut replaced = false;
-    let inside = Inside::here();
-    for entry in snapshot.iter().flat_map(Snapshot::iter) {
-        let Some(invocation) = entry.enter(&inside) else {
-            continue;
-        };
-        let site = Site {
-            entry,
-            module,
-            errors: registry.errors(),
-        };
-        let timer = entry.hook().start();
-        let result = invoke(&site, &current, grad_output);
-        drop((timer, invocation));
-        if let Some(new) = site.apply_on_error(result)? {
-            current = new;
-            replaced = true;
-        }
-    }
-    Ok(replaced.then_some(current))
+/// Walk of one phase of the backward of one call.
+struct Walk<'a, 'py> {
+    registry: &'a Registry,
+    frames: &'a Frames<'py>,
+    module: &'a Bound<'py, PyAny>,
+    /// Gradient of the output, which hooks of `backward` get too.
+    grad_output: Option<&'a Bound<'py, PyAny>>,
 }
 
-fn invoke<'py>(
-    site: &Site<'_, 'py>,
-    grads: &Bound<'py, PyAny>,
-    grad_output: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let (py, hook) = (site.module.py(), site.entry.hook());
-    if let Some(native) = hook.native() {
-        let turn = Turn {
-            phase: site.entry.phase(),
-            module: site.module,
-            args: &PyTuple::empty(py),
-            kwargs: None,
-            value: grads,
-            grad_output,
-            took: None,
-            describe: &|| site.describe(),
-        };
-        return native.run(hook.target().bind(py), &turn);
+impl<'py> Walk<'_, 'py> {
+    /// Runs the hooks, which may replace `grads`: the gradient of the output for `backward_pre`, of
+    /// the input for `backward`.
+    fn run(
+        &self,
+        snapshot: Option<&Snapshot<Hook>>,
+        grads: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let mut replaced = None;
+        let inside = Inside::here();
+        let repeats = Repeats::default();
+        for entry in snapshot.into_iter().flat_map(Snapshot::iter) {
+            let Some(invocation) = entry.enter(&inside) else {
+                continue;
+            };
+            let module = self.module;
+            let site = Site { entry, module };
+            let timer = entry.hook().start();
+            let current = replaced.as_ref().unwrap_or(grads);
+            let result = self.invoke(&site, current, repeats.of(entry));
+            drop((timer, invocation));
+            match result {
+                Ok(None) => {}
+                Ok(new) => replaced = new,
+                Err(error) => self.registry.apply_on_error(&site, self.frames, error)?,
+            }
+        }
+        Ok(replaced)
     }
-    let callback = hook.object().bind(py);
-    let result = match grad_output {
-        Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
-        None => invoke::call(callback, [site.module, grads]),
-    }?;
+
+    fn invoke(
+        &self,
+        site: &Site<'_, 'py>,
+        grads: &Bound<'py, PyAny>,
+        repeat: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (py, hook) = (site.module.py(), site.entry.hook());
+        if let Some(native) = hook.native() {
+            let turn = Turn {
+                phase: site.entry.phase(),
+                module: site.module,
+                args: &PyTuple::empty(py),
+                kwargs: None,
+                value: grads,
+                grad_output: self.grad_output,
+                took: None,
+                frames: &|| Ok(self.frames.entered(py)?.cloned()),
+                repeat,
+                describe: &|| site.describe(),
+            };
+            return native.run(hook.target().bind(py), &turn);
+        }
+        let callback = hook.object().bind(py);
+        let result = match self.grad_output {
+            Some(grad_output) => invoke::call(callback, [site.module, grads, grad_output]),
+            None => invoke::call(callback, [site.module, grads]),
+        }?;
+        checked(result, grads, self.grad_output.is_some())
+    }
+}
+
+/// Validates the gradients that a plain hook returned; `full`: a hook of `backward`.
+fn checked<'py>(
+    result: Bound<'py, PyAny>,
+    grads: &Bound<'py, PyAny>,
+    full: bool,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
     if result.is_none() {
         return Ok(None);
     }
@@ -204,9 +230,10 @@ fn invoke<'py>(
     if got == expected {
         return Ok(Some(result));
     }
-    let (hook, what) = match grad_output {
-        None => ("Backward pre hook", "grad_output"),
-        Some(_) => ("Backward hook", "grad_input"),
+    let (hook, what) = if full {
+        ("Backward hook", "grad_input")
+    } else {
+        ("Backward pre hook", "grad_output")
     };
     Err(PyRuntimeError::new_err(format!(
         "{hook} returned an invalid number of {what}, got {got}, but expected {expected}"

@@ -15,7 +15,7 @@ use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{AnyNative, Turn, input_of};
-use crate::hooks::site::Site;
+use crate::hooks::site::{Repeats, Site};
 use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
 use crate::torch::target::Target;
@@ -35,6 +35,7 @@ pub fn call<'py>(
         args: args.clone(),
         kwargs: kwargs.cloned(),
         took: None,
+        repeats: Repeats::default(),
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
@@ -48,6 +49,7 @@ struct Call<'a, 'py> {
     kwargs: Option<Bound<'py, PyDict>>,
     /// Run time of the module, if a hook needs it and the module returned.
     took: Option<Duration>,
+    repeats: Repeats,
 }
 
 /// Next hook of a phase: torch's hooks come first.
@@ -161,8 +163,13 @@ impl<'py> Call<'_, 'py> {
         Site {
             entry,
             module: self.module,
-            errors: self.registry.get().errors(),
         }
+    }
+
+    #[cold]
+    fn apply_on_error(&self, entry: &Entry<Hook>, error: PyErr) -> PyResult<()> {
+        let registry = self.registry.get();
+        registry.apply_on_error(&self.site(entry), &self.frames, error)
     }
 
     /// Returns the keyword arguments as a dict that `with_kwargs` hooks may store or change.
@@ -181,11 +188,10 @@ impl<'py> Call<'_, 'py> {
             let timer = entry.hook().start();
             let result = self.invoke_forward_pre(entry, target);
             drop((timer, invocation));
-            let replaced = match result {
-                Ok(replaced) => replaced,
-                error => self.site(entry).apply_on_error(error)?,
-            };
-            self.replace_input(replaced);
+            match result {
+                Ok(replaced) => self.replace_input(replaced),
+                Err(error) => self.apply_on_error(entry, error)?,
+            }
         }
         Ok(())
     }
@@ -293,7 +299,7 @@ impl<'py> Call<'_, 'py> {
         drop((timer, invocation));
         match result {
             Ok(replaced) => Ok(replaced),
-            error => self.site(entry).apply_on_error(error),
+            Err(error) => self.apply_on_error(entry, error).map(|()| None),
         }
     }
 
@@ -333,6 +339,8 @@ impl<'py> Call<'_, 'py> {
             value,
             grad_output: None,
             took: self.took,
+            frames: &|| Ok(self.frames.entered(self.module.py())?.cloned()),
+            repeat: self.repeats.of(entry),
             describe: &|| self.site(entry).describe(),
         };
         native.run(entry.hook().target().bind(self.module.py()), &turn)

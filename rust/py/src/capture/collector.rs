@@ -1,5 +1,6 @@
 //! `Collector`: stores the values of one capture, by its options.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -28,7 +29,7 @@ enum CopyMode {
 /// Values of one `capture`, and its options.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct Collector {
-    names: Vec<String>,
+    names: Arc<[String]>,
     detach: bool,
     copy: CopyMode,
     /// Number of calls of a module that are stored.
@@ -73,7 +74,7 @@ impl Collector {
         };
         let store = Mutex::new(Store::of(names.len()));
         Ok(Self {
-            names,
+            names: names.into(),
             detach,
             copy,
             keep: keep.unwrap_or(usize::MAX),
@@ -141,28 +142,6 @@ impl Collector {
             .collect()
     }
 
-    /// Forward pre-hook of the module to stop: begins one of its calls.
-    fn begin(&self, _module: &Bound<'_, PyAny>, _args: &Bound<'_, PyAny>) {
-        self.store.lock().calls.push(RootCall {
-            thread: thread::current().id(),
-            ran: FxHashSet::default(),
-        });
-    }
-
-    /// Forward hook, always called, of the module to stop: ends one of its calls.
-    fn end(
-        &self,
-        _module: &Bound<'_, PyAny>,
-        _args: &Bound<'_, PyAny>,
-        _output: &Bound<'_, PyAny>,
-    ) {
-        let thread = thread::current().id();
-        let mut store = self.store.lock();
-        if let Some(at) = store.calls.iter().rposition(|call| call.thread == thread) {
-            store.calls.remove(at);
-        }
-    }
-
     /// Drops all stored values.
     fn clear(&self) {
         let fresh = Store::of(self.names.len());
@@ -188,6 +167,45 @@ impl Collector {
 }
 
 impl Collector {
+    /// Makes an empty collector with the same options.
+    pub fn fresh(&self, py: Python<'_>) -> PyResult<Py<Self>> {
+        let fresh = Self {
+            names: Arc::clone(&self.names),
+            detach: self.detach,
+            copy: self.copy,
+            keep: self.keep,
+            convert: self.convert.as_ref().map(|convert| convert.clone_ref(py)),
+            gradients: self.gradients,
+            max_bytes: self.max_bytes,
+            stop: self.stop,
+            inference: AtomicBool::new(self.inference.load(Ordering::Relaxed)),
+            store: Mutex::new(Store::of(self.names.len())),
+        };
+        Py::new(py, fresh)
+    }
+
+    /// True if all names have run.
+    pub fn complete(&self) -> bool {
+        self.store.lock().ran.len() == self.names.len()
+    }
+
+    /// Begins a call of the module to stop.
+    pub fn begin_call(&self) {
+        self.store.lock().calls.push(RootCall {
+            thread: thread::current().id(),
+            ran: FxHashSet::default(),
+        });
+    }
+
+    /// Ends the latest call of the module to stop that this thread began.
+    pub fn end_call(&self) {
+        let thread = thread::current().id();
+        let mut store = self.store.lock();
+        if let Some(at) = store.calls.iter().rposition(|call| call.thread == thread) {
+            store.calls.remove(at);
+        }
+    }
+
     pub fn next_serial(&self) -> u64 {
         let mut store = self.store.lock();
         store.serial += 1;

@@ -10,4 +10,6 @@
 pub mod collector;
 pub mod keeping;
 pub mod recorder;
+pub mod request;
+pub mod root_calls;
 mod store;

@@ -5,11 +5,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString};
+use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
-use crate::capture::keeping;
+use crate::capture::request::{Place, Source};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
@@ -17,11 +17,12 @@ use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
+use crate::hooks::site::Repeats;
 
 /// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct Recorder {
-    collector: Py<Collector>,
+    source: Source,
     index: usize,
     inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
@@ -31,17 +32,19 @@ pub struct Recorder {
 #[pymethods]
 impl Recorder {
     #[new]
+    #[pyo3(signature = (collector, index, inputs, part, place = None))]
     pub fn new(
         collector: Py<Collector>,
         index: usize,
         inputs: bool,
         part: Option<Py<PyAny>>,
+        place: Option<Place>,
     ) -> PyResult<(Self, NativeHook)> {
         if index >= collector.get().names().len() {
             return Err(PyValueError::new_err("the collector has no such name"));
         }
         let recorder = Self {
-            collector,
+            source: Source { collector, place },
             index,
             inputs,
             part,
@@ -56,11 +59,11 @@ impl Recorder {
     }
 
     fn __repr__(&self) -> String {
-        format!("capture of {:?}", self.collector.get().names()[self.index])
+        format!("capture of {:?}", self.name())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.collector)?;
+        self.source.traverse(&visit)?;
         visit.call(&self.part)
     }
 }
@@ -71,7 +74,12 @@ impl Native for Recorder {
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        slf.get().record(turn.value)?;
+        // Frames are looked up for plans alone.
+        let frames = match slf.get().source.place {
+            Some(_) => (turn.frames)()?,
+            None => None,
+        };
+        slf.get().record(frames.as_ref(), turn.repeat, turn.value)?;
         Ok(None)
     }
 
@@ -86,16 +94,15 @@ impl Native for Recorder {
             callback: callback.into_any(),
             kind: "recorder",
             with_kwargs: false,
-            faithful: this.collector.get().records_in_graph(),
+            faithful: this.source.collector.get().records_in_graph(),
             operator: Some(key),
         }))
     }
 }
 
 impl Recorder {
-    /// Records a value, already the part.
-    fn record_picked(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        keeping::record(self.collector.bind(value.py()), self.index, value)
+    fn name(&self) -> &str {
+        &self.source.collector.get().names()[self.index]
     }
 
     fn phase_of(inputs: bool) -> Phase {
@@ -118,11 +125,18 @@ impl Recorder {
         Ok(format!("object at {:p}", part.as_ptr()))
     }
 
-    fn record(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        match &self.part {
-            None => self.record_picked(value),
-            Some(part) => self.record_picked(&self.part(value, part.bind(value.py()))?),
-        }
+    /// Records the part of a value, for the request number `repeat` of those in `frames`.
+    fn record<'py>(
+        &self,
+        frames: Option<&Bound<'py, PyTuple>>,
+        repeat: usize,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let Some(part) = &self.part else {
+            return self.source.keep(frames, repeat, self.index, value);
+        };
+        let part = self.part(value, part.bind(value.py()))?;
+        self.source.keep(frames, repeat, self.index, &part)
     }
 
     fn part<'py>(
@@ -142,7 +156,7 @@ impl Recorder {
                 value.py(),
                 format!(
                     "{:?} has no output_index {}: it is of type {}",
-                    self.collector.get().names()[self.index],
+                    self.name(),
                     part.repr()
                         .map_or_else(|_| "?".to_owned(), |repr| repr.to_string()),
                     error::type_name(value)
@@ -178,19 +192,22 @@ pub fn record(
         return Ok(());
     }
     let inside = Inside::here();
+    let repeats = Repeats::default();
     for entry in Snapshot::merged(&snapshots).iter() {
         let object = Entry::<Hook>::hook(entry).object().bind(py);
         if let Ok(recorder) = object.cast::<Recorder>()
             && recorder.get().key(py)? == key
             && let Some(_invocation) = entry.enter(&inside)
         {
+            let (recorder, repeat) = (recorder.get(), repeats.of(entry));
             if whole {
-                recorder.get().record(value)?;
+                recorder.record(Some(frames), repeat, value)?;
                 continue;
             }
             let detached = value.call_method0(intern!(py, "detach"))?;
             let copy = detached.call_method0(intern!(py, "clone"))?;
-            recorder.get().record_picked(&copy)?;
+            let source = &recorder.source;
+            source.keep(Some(frames), repeat, recorder.index, &copy)?;
         }
     }
     Ok(())
@@ -203,7 +220,7 @@ pub fn record(
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         recorded.
 #[pyfunction]
-#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None))]
+#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None, place = None))]
 pub fn record_all(
     collector: &Bound<'_, Collector>,
     modules: Vec<Bound<'_, PyAny>>,
@@ -211,13 +228,15 @@ pub fn record_all(
     scope: ScopeArg<'_>,
     inputs: bool,
     part: Option<&Bound<'_, PyAny>>,
+    place: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<Py<HookHandle>>> {
     let py = collector.py();
     let phase = Recorder::phase_of(inputs);
     let (placement, options) = (priority.place(false), OnError::Raise.into());
     let hooks = modules.into_iter().enumerate().map(|(index, module)| {
         let part = part.cloned().map(Bound::unbind);
-        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part)?;
+        let place = place.as_ref().map(PyAnyMethods::extract).transpose()?;
+        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
         Ok((module, Bound::new(py, recorder)?.into_any(), None))
     });
     register_each(hooks, phase, placement, options, Some(&scope)).collect()

@@ -5,7 +5,6 @@ use std::ptr;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -42,7 +41,7 @@ pub fn enter(frame: &Bound<'_, PyAny>) -> PyResult<Entered> {
     let py = frame.py();
     let frames: Vec<_> = active(py)?.into_iter().chain([frame.clone()]).collect();
     let frames = PyTuple::new(py, frames)?;
-    let token = variable(py)?.call_method1(intern!(py, "set"), (&frames,))?;
+    let token = set(&frames)?;
     Ok(Entered {
         frames: frames.unbind(),
         token: token.unbind(),
@@ -51,16 +50,28 @@ pub fn enter(frame: &Bound<'_, PyAny>) -> PyResult<Entered> {
 
 /// Returns the frames of this context.
 pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
-    let active = variable(py)?.call_method0(intern!(py, "get"))?;
-    Ok(active.cast_into()?)
+    Ok(read(py)?.unwrap_or_else(|| PyTuple::empty(py)))
 }
 
-/// Sets the frames of this context.
-pub fn set(frames: &Bound<'_, PyTuple>) -> PyResult<()> {
+/// Sets the frames of this context. Returns the token of the change.
+pub fn set<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     let py = frames.py();
-    variable(py)?
-        .call_method1(intern!(py, "set"), (frames,))
-        .map(drop)
+    let variable = variable(py)?.as_ptr();
+    // SAFETY: a context variable and a live object; returns a new reference, or null with an
+    // exception set.
+    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, frames.as_ptr())) }
+}
+
+/// Undoes the change that returned `token`.
+pub fn reset(token: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = token.py();
+    let variable = variable(py)?.as_ptr();
+    // SAFETY: a context variable and a live object; returns -1 with an exception set if the object
+    // is no token of it, or of another context.
+    if unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) } < 0 {
+        return Err(PyErr::fetch(py));
+    }
+    Ok(())
 }
 
 /// Returns the tuple without one of its objects.
@@ -72,10 +83,17 @@ pub fn without<'py>(
     PyTuple::new(frames.py(), others.collect::<Vec<_>>())
 }
 
-/// True if two tuples hold the same objects.
-pub fn same(first: &Bound<'_, PyTuple>, second: &Bound<'_, PyTuple>) -> bool {
-    let mut pairs = first.iter_borrowed().zip(second.iter_borrowed());
-    first.len() == second.len() && pairs.all(|(one, other)| one.is(other))
+/// True if a tuple holds the objects of another but for one.
+pub fn same_without(
+    first: &Bound<'_, PyTuple>,
+    second: &Bound<'_, PyTuple>,
+    one: &Bound<'_, PyAny>,
+) -> bool {
+    let others = second.iter_borrowed().filter(|each| !each.is(one));
+    first
+        .iter_borrowed()
+        .map(Borrowed::as_ptr)
+        .eq(others.map(Borrowed::as_ptr))
 }
 
 /// Sets the context variable to its default. CPython caches a context variable that was set; an

@@ -1,18 +1,18 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
 use std::mem;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use ferrohook_core::{Phase, Registry};
+use ferrohook_core::{Entry, Phase, Registry};
 use parking_lot::Mutex;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::contexts::current::{self, Entered, active, same, set, variable, without};
+use crate::contexts::current::{self, Entered, active, same_without, set, without};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::hook::Hook;
@@ -34,6 +34,8 @@ pub trait Release: Send + Sync {
 #[derive(Default)]
 pub struct Frame {
     tag: Option<Py<PyAny>>,
+    /// Frame whose hooks fire too: that of a prepared plan, which is never entered itself.
+    shared: Option<Py<Self>>,
     modules: Mutex<Modules>,
     /// Changes under the lock of `modules`.
     closed: AtomicBool,
@@ -46,6 +48,8 @@ pub struct Frame {
     operators: AtomicBool,
     /// Released on close.
     attachments: Mutex<Vec<Box<dyn Release>>>,
+    /// First exception of one of its hooks, whatever their `on_error`.
+    error: OnceLock<PyErr>,
 }
 
 impl Frame {
@@ -53,6 +57,14 @@ impl Frame {
         Self {
             tag,
             ..Self::default()
+        }
+    }
+
+    /// Makes a frame in which the hooks of `shared` fire.
+    pub fn sharing(shared: Py<Self>) -> Self {
+        Self {
+            shared: Some(shared),
+            ..Self::new(None)
         }
     }
 
@@ -91,15 +103,13 @@ impl Frame {
         true
     }
 
-    fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
+    /// Leaves the frame, and closes it.
+    pub fn leave(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         let not_entered = || {
             let message = "this scope is not entered, or was left before";
             hook_error(py, message.to_owned())
         };
-        if this.closed() {
-            return Err(not_entered());
-        }
         let token = this
             .entered
             .lock()
@@ -108,9 +118,7 @@ impl Frame {
         let token = token.ok_or_else(not_entered)?;
         let active = active(py)?;
         // A copied context has the same frames: only the token identifies the one that entered.
-        let variable = variable(py)?;
-        let reset = variable.call_method1(intern!(py, "reset"), (token,));
-        reset.map_err(|error| {
+        current::reset(token.bind(py)).map_err(|error| {
             if !error.is_instance_of::<PyValueError>(py) {
                 return error;
             }
@@ -123,11 +131,11 @@ impl Frame {
             elsewhere.set_cause(py, Some(error));
             elsewhere
         })?;
-        let others = without(&active, slf.as_any())?;
         // Out of order: this frame is left before one inside it, or was.
-        if !same(&current::active(py)?, &others) {
-            set(&others)?;
+        if !same_without(&current::active(py)?, &active, slf.as_any()) {
+            set(&without(&active, slf.as_any())?)?;
         }
+        let _entered = this.entered.lock().take();
         this.close(py)?;
         if active
             .iter_borrowed()
@@ -150,10 +158,25 @@ impl Frame {
         self.operators.store(true, Ordering::Relaxed);
     }
 
-    /// Looks up the registry for the module with this id.
+    /// Looks up its own registry for the module with this id.
     fn hooks(&self, module: u64) -> Option<Arc<Registry<Hook>>> {
         let modules = self.modules.lock();
+        if modules.hooks.is_empty() {
+            return None;
+        }
         Some(Arc::clone(&modules.hooks.get(&module)?.hooks))
+    }
+
+    /// Looks up its own registry for the module with this id, and the one of the frame it shares.
+    fn all_hooks(&self, module: u64) -> [Option<Arc<Registry<Hook>>>; 2] {
+        let shared = self.shared().and_then(|shared| shared.hooks(module));
+        [self.hooks(module), shared]
+    }
+
+    /// The frame that it shares, unless it is closed.
+    fn shared(&self) -> Option<&Self> {
+        let shared = self.shared.as_ref().filter(|_| !self.closed())?;
+        Some(shared.get())
     }
 
     /// Returns the registry for the module with this id, for registering; `others` is the one of
@@ -245,21 +268,32 @@ impl Frame {
         self.closed()
     }
 
+    /// The first exception that one of its hooks raised, whatever the hook's `on_error`; None if
+    /// none did.
+    #[getter]
+    fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
+        Some(self.error.get()?.value(py))
+    }
+
     /// The frames of the context that entered it, itself the last; None before it is entered and
     /// after it is left.
     #[getter(_entered)]
     fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
+        if self.closed() {
+            return None;
+        }
         let entered = self.entered.lock();
         Some(entered.as_ref()?.frames.bind(py).clone())
     }
 
     /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
     fn changes(&self, py: Python<'_>) -> PyResult<u64> {
-        let registries: Vec<_> = {
-            let guard = self.modules.lock();
-            let scoped = guard.hooks.values();
-            scoped.map(|scoped| Arc::clone(&scoped.hooks)).collect()
-        };
+        let mut registries = Vec::new();
+        for frame in self.shared().into_iter().chain([self]) {
+            let modules = frame.modules.lock();
+            let hooks = modules.hooks.values();
+            registries.extend(hooks.map(|scoped| Arc::clone(&scoped.hooks)));
+        }
         let mut calls = 0;
         for hooks in registries {
             for phase in [Phase::ForwardPre, Phase::Forward] {
@@ -311,21 +345,20 @@ impl Frame {
         let py = slf.py();
         let inner = active(py)?;
         let frames: Vec<_> = std::iter::once(slf.as_any().clone()).chain(inner).collect();
-        set(&PyTuple::new(py, frames)?)
+        set(&PyTuple::new(py, frames)?).map(drop)
     }
 
     /// Closes the frame and takes it out of this context, at any position.
     fn take_out(slf: &Bound<'_, Self>) -> PyResult<()> {
         slf.get().close(slf.py())?;
-        set(&without(&active(slf.py())?, slf.as_any())?)
+        set(&without(&active(slf.py())?, slf.as_any())?).map(drop)
     }
 
-    /// Removes the frame's hooks and releases its attachments. Returns True for the call that did
-    /// so.
+    /// Removes the frame's hooks and releases its attachments, wherever it is entered: it is still
+    /// to be left there. Returns True for the call that did so.
     #[pyo3(name = "_close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
-        let _entered = self.entered.lock().take();
         self.release_attachments(py).map(|()| closed)
     }
 
@@ -334,6 +367,7 @@ impl Frame {
             scoped.hooks.visit(|hook| visit.call(hook.object()))?;
         }
         visit.call(&self.tag)?;
+        visit.call(&self.shared)?;
         if let Some(entered) = &*self.entered.lock() {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
@@ -368,12 +402,31 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     }
 }
 
-/// Returns the registries that `frames` have for the module with this id.
+/// Returns the registries that `frames` have for the module with this id, those they share last.
 pub fn hooks<'a>(
     frames: impl Iterator<Item = Borrowed<'a, 'a, PyAny>>,
     module: u64,
 ) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    frames.filter_map(move |frame| frame.cast::<Frame>().ok()?.get().hooks(module))
+    frames.flat_map(move |frame| {
+        let frame = frame.cast::<Frame>().ok();
+        let [own, shared] = frame.map_or([None, None], |frame| frame.get().all_hooks(module));
+        own.into_iter().chain(shared)
+    })
+}
+
+/// Has those of `frames` whose hook it is remember an exception of a hook of the module with this
+/// id.
+pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>, error: &PyErr) {
+    for frame in frames.iter_borrowed() {
+        let Ok(frame) = frame.cast::<Frame>() else {
+            continue;
+        };
+        let hooks = frame.get().all_hooks(module);
+        if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
+            // The first one stays.
+            let _ = frame.get().error.set(error.clone_ref(frames.py()));
+        }
+    }
 }
 
 /// Returns the frames that are not closed: a copied context may hold others.
@@ -398,9 +451,14 @@ pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTup
 
 /// True if one of `frames` has hooks for which operators stand in graphs.
 pub fn any_operators(frames: &Bound<'_, PyTuple>) -> bool {
-    frames.iter_borrowed().any(|frame| {
-        frame
-            .cast::<Frame>()
-            .is_ok_and(|frame| frame.get().operators.load(Ordering::Relaxed))
+    let has_operators = |frame: &Frame| {
+        let shared = frame.shared().into_iter();
+        let mut all = shared.chain([frame]);
+        all.any(|frame| frame.operators.load(Ordering::Relaxed))
+    };
+    let mut frames = frames.iter_borrowed();
+    frames.any(|frame| {
+        let frame = frame.cast::<Frame>();
+        frame.is_ok_and(|frame| has_operators(frame.get()))
     })
 }

@@ -25,6 +25,11 @@ pub struct Turn<'a, 'py> {
     pub grad_output: Option<&'a Bound<'py, PyAny>>,
     /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
+    /// Looks up the frames that the call's context entered.
+    pub frames: &'a dyn Fn() -> PyResult<Option<Bound<'py, PyTuple>>>,
+    /// How often this hook has run in this phase of this call: hooks of a plan run once for each
+    /// entered request of it.
+    pub repeat: usize,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
 }

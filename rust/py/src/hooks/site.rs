@@ -1,6 +1,7 @@
 //! `Site`: one hook in one call, for its description in errors and its `on_error`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::Cell;
+use std::ptr;
 
 use ferrohook_core::Entry;
 use pyo3::exceptions::PyException;
@@ -15,8 +16,6 @@ use crate::hooks::options::OnError;
 pub struct Site<'a, 'py> {
     pub entry: &'a Entry<Hook>,
     pub module: &'a Bound<'py, PyAny>,
-    /// Count of exceptions of the module's hooks.
-    pub errors: &'a AtomicU64,
 }
 
 impl Site<'_, '_> {
@@ -52,12 +51,8 @@ impl Site<'_, '_> {
         let _ = error.value(self.py()).call_method1("add_note", (note,));
     }
 
-    /// Applies the hook's `on_error` to its result; `None` if the call goes on without the hook.
-    pub fn apply_on_error<T>(&self, result: PyResult<Option<T>>) -> PyResult<Option<T>> {
-        let error = match result {
-            Ok(value) => return Ok(value),
-            Err(error) => error,
-        };
+    /// Applies the hook's `on_error` to its exception: `Ok` if the call goes on without the hook.
+    pub fn apply_on_error(&self, error: PyErr) -> PyResult<()> {
         let py = self.py();
         if self.entry.last() {
             return Err(error);
@@ -67,8 +62,6 @@ impl Site<'_, '_> {
         if !error.is_instance_of::<PyException>(py) {
             return Err(error);
         }
-        // Relaxed: a sum that orders nothing.
-        self.errors.fetch_add(1, Ordering::Relaxed);
         let policy = self.entry.hook().options.on_error;
         if policy == OnError::Raise {
             return Err(error);
@@ -80,7 +73,7 @@ impl Site<'_, '_> {
                 unlogged.write_unraisable(py, None);
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     /// Warns of a hook's exception that another exception, already being raised, replaces.
@@ -116,4 +109,25 @@ fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
         .bind(py)
         .call_method("error", ("%s", message), Some(&kwargs))?;
     Ok(())
+}
+
+/// Counter of the invocations of each hook in one walk.
+///
+/// Entries of one hook stand side by side, as they have one place in the order.
+pub struct Repeats(Cell<(*const Entry<Hook>, usize)>);
+
+impl Default for Repeats {
+    fn default() -> Self {
+        Self(Cell::new((ptr::null(), 0)))
+    }
+}
+
+impl Repeats {
+    /// Counts an invocation. Returns the number of those before it.
+    pub fn of(&self, entry: &Entry<Hook>) -> usize {
+        let (last, repeats) = self.0.get();
+        let now = if ptr::eq(last, entry) { repeats + 1 } else { 0 };
+        self.0.set((entry, now));
+        now
+    }
 }

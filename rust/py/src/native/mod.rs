@@ -1,5 +1,7 @@
 //! Native hooks: implementations of the trait `Native`.
 
 pub mod detectors;
+pub mod intervention;
+pub mod planned;
 pub mod point;
 pub mod typed;

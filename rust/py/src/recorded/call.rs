@@ -230,9 +230,8 @@ impl Call {
         let Some(progress) = this.progress.lock().take() else {
             return Ok(());
         };
-        let variable = current::variable(py)?;
         let token = progress.token.as_ref();
-        let reset = token.map(|token| variable.call_method1(intern!(py, "reset"), (token,)));
+        let reset = token.map(|token| current::reset(token.bind(py)));
         in_progress(py)?.discard(slf)?;
         this.recorder()
             .map_or(Ok(()), |recorder| recorder.end(py))?;

@@ -8,6 +8,7 @@ pub mod cache;
 pub mod hooks;
 pub mod target;
 pub mod tensors;
+pub mod tree;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -132,6 +133,12 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
         .bind(py)
         .call0()?
         .is_truthy()
+}
+
+/// Makes a tensor of zeros of the same shape, dtype and device.
+pub fn zeros_like<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let torch = tensor.py().import(intern!(tensor.py(), "torch"))?;
+    torch.call_method1(intern!(tensor.py(), "zeros_like"), (tensor,))
 }
 
 /// True if Dynamo traces backward passes, with backward hooks in them.

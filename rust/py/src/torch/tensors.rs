@@ -112,6 +112,43 @@ fn tuple_with_items<'py>(
     }
 }
 
+/// Copies a tuple, list, dict or object with one item, or one attribute, replaced. An index of a
+/// dict is that of a transformers `ModelOutput`.
+pub fn with_item<'py>(
+    value: &Bound<'py, PyAny>,
+    key: &Bound<'py, PyAny>,
+    item: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = value.py();
+    if let Ok(tuple) = value.cast::<PyTuple>() {
+        let items = tuple.to_list();
+        if key.is_instance_of::<PyString>() {
+            // The fields of named tuples and of torch.return_types.
+            let fields = tuple.get_type().getattr(intern!(py, "__match_args__"))?;
+            items.set_item(fields.cast_into::<PyTuple>()?.index(key)?, item)?;
+        } else {
+            items.as_any().set_item(key, item)?;
+        }
+        return tuple_with_items(tuple, items.iter().collect());
+    }
+    if let Ok(dict) = value.cast::<PyDict>()
+        && !dict.contains(key)?
+    {
+        let key = dict.keys().as_any().get_item(key)?;
+        return with_item(value, &key, item);
+    }
+    let copy = py.import("copy")?.call_method1("copy", (value,))?;
+    match key.cast::<PyString>() {
+        Ok(name) if !copy.is_instance_of::<PyDict>() => {
+            // Works for a frozen dataclass too.
+            let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
+            set.call1((&copy, name, item))?;
+        }
+        _ => copy.set_item(key, item)?,
+    }
+    Ok(copy)
+}
+
 /// Calls `look` with each tensor of a structure.
 pub fn for_each_tensor<'py>(
     value: &Bound<'py, PyAny>,

@@ -1,0 +1,16 @@
+"""Plans: hooks, interventions and captures of a request, said once and opened for nothing."""
+
+# A plan is data. `Plan.prepare` registers its hooks with a model, once, in a frame that nobody
+# enters. `Prepared.open` makes a request: a frame that shares those hooks, which therefore fire in
+# the contexts that entered it, and that has collectors of its own, each made at its first capture.
+# A native hook of a plan finds the request that it runs for among the entered frames. A hook on the
+# model checks, in each of its calls in a request, that no module was replaced, and finds the
+# positions of the tokens, if the plan names any.
+
+from ferrohook.plans.entries import keep as keep
+from ferrohook.plans.entries import on as on
+from ferrohook.plans.plan import Plan as Plan
+from ferrohook.plans.prepared import Prepared as Prepared
+from ferrohook.plans.prepared import Request as Request
+
+__all__ = ["Plan", "Prepared", "Request", "keep", "on"]

@@ -1,0 +1,254 @@
+"""Entries of plans: `on` and `keep`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ferrohook._core import Registry, TypedHook
+from ferrohook.arguments import expect
+from ferrohook.capture_session import options_of
+from ferrohook.errors import HookTypeError
+from ferrohook.plans.positions import At, check_at
+from ferrohook.steering import Intervention
+from ferrohook.tensors import content_of
+
+if TYPE_CHECKING:
+    from ferrohook.capture_session import Keep as KeepCalls
+    from ferrohook.conversion import Index
+    from ferrohook.selection import Selector
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "prepend": False,
+    "with_kwargs": False,
+    "always_call": False,
+    "priority": 0,
+    "on_error": "raise",
+    "timed": False,
+}
+
+
+class Entry:
+    """An entry of a plan: made by `on` or `keep`."""
+
+    what: Selector
+    at: At
+    options: dict[str, Any]
+    """The options that are not the default."""
+
+    def content(self) -> tuple[Any, ...]:
+        """Returns what identifies the entry, hashable."""
+        raise NotImplementedError
+
+    def row(self) -> tuple[str, ...]:
+        """Returns its row in the table of a plan."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HookEntry(Entry):
+    """A hook on modules of a plan's model."""
+
+    what: Selector
+    hook: Any
+    at: At
+    phase: str
+    options: dict[str, Any]
+
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
+        own = (self.what, self.hook, self.at, self.phase, self.options)
+        return ("on", *map(_content, own))
+
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
+        name = getattr(self.hook, "__qualname__", None) or repr(self.hook)
+        return (_shown(self.what), name, self.phase, _shown(self.at), _shown_options(self.options))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeepEntry(Entry):
+    """A capture of modules of a plan's model."""
+
+    what: Selector
+    at: At
+    label: str | None
+    options: dict[str, Any]
+
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
+        return ("keep", *map(_content, (self.what, self.at, self.label, self.options)))
+
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
+        phase = "forward_pre" if self.options.get("inputs") else "forward"
+        title = "keep" if self.label is None else f"keep as {self.label!r}"
+        shown = {name: value for name, value in self.options.items() if name != "inputs"}
+        return (_shown(self.what), title, phase, _shown(self.at), _shown_options(shown))
+
+
+def on(  # noqa: PLR0913 (the options of `register`)
+    what: Selector,
+    hook: Intervention | TypedHook | Callable[..., Any],
+    *,
+    at: At = None,
+    phase: str | None = None,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    priority: int = 0,
+    on_error: str = "raise",
+    timed: bool = False,
+) -> HookEntry:
+    """Makes the entry of a plan that puts a hook on modules.
+
+    Args:
+        what: modules, see `select`.
+        hook: an intervention, or anything that `register` takes.
+        at: positions of tokens that the hook changes, see `At`; None for all. With it, the hook is
+            an intervention or a forward hook of PyTorch's contract that returns a tensor.
+        phase: as in `register`, and so are the others.
+        prepend: see `register`.
+        with_kwargs: see `register`.
+        always_call: see `register`.
+        priority: see `register`.
+        on_error: see `register`.
+        timed: see `register`.
+
+    Raises:
+        HookTypeError: the hook or an option has the wrong type.
+        ValueError: an unknown phase, `on_error` or `at`.
+    """
+    check_at(at)
+    if phase is None:
+        phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    options = {
+        "prepend": prepend,
+        "with_kwargs": with_kwargs,
+        "always_call": always_call,
+        "priority": priority,
+        "on_error": on_error,
+        "timed": timed,
+    }
+    Registry().register(phase, hook, **options)  # type: ignore[arg-type]  # validates them
+    plain = not isinstance(hook, TypedHook) and phase == "forward"
+    if (
+        at is not None
+        and not isinstance(hook, Intervention)
+        and (not plain or with_kwargs or always_call)
+    ):
+        msg = (
+            "at takes an intervention, or a forward hook of the form hook(module, args, output), "
+            "without with_kwargs and always_call"
+        )
+        raise HookTypeError(msg)
+    chosen = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    return HookEntry(what, hook, at, phase, chosen)
+
+
+def keep(  # noqa: PLR0913 (the options of `capture`)
+    what: Selector = None,
+    *,
+    at: At = None,
+    label: str | None = None,
+    inputs: bool = False,
+    output_index: object = None,
+    detach: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    copy: Literal["checked", "clone", "ref"] = "checked",
+    keep: KeepCalls = "last",
+    grads: bool = False,
+    max_bytes: int | None = None,
+    stop: bool = False,
+) -> KeepEntry:
+    """Makes the entry of a plan that captures modules.
+
+    Args:
+        what: modules, see `select`; None for all.
+        at: positions of tokens to capture, see `At`: tensors of (tokens, ...); None for all.
+        label: prefix of the names in the request's `acts`, as in `"label:layers.3"`; for plans that
+            capture a module twice.
+        inputs: as in `capture`, and so are the others.
+        output_index: see `capture`.
+        detach: see `capture`.
+        device: see `capture`.
+        dtype: see `capture`.
+        slice: see `capture`.
+        copy: see `capture`.
+        keep: see `capture`.
+        grads: see `capture`.
+        max_bytes: see `capture`; for each request.
+        stop: see `capture`.
+
+    Raises:
+        HookTypeError, ValueError, RuntimeError: as `capture` does.
+    """
+    check_at(at)
+    expect(label, (str, type(None)), "label is a str")
+    options: dict[str, Any] = {
+        "inputs": inputs,
+        "output_index": output_index,
+        "detach": detach,
+        "device": device,
+        "dtype": dtype,
+        "slice": slice,
+        "copy": copy,
+        "keep": keep,
+        "grads": grads,
+        "max_bytes": max_bytes,
+        "stop": stop,
+    }
+    options_of(**options)
+    if device is not None:
+        options["device"] = str(torch.device(device))
+    default = {"detach": True, "copy": "checked", "keep": "last"}
+    chosen = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not default.get(name, False)
+    }
+    return KeepEntry(what, at, label, chosen)
+
+
+def _content(value: Any) -> Any:
+    """Returns a hashable value that is equal for equal values."""
+    if isinstance(value, Tensor):
+        return content_of(value)
+    if isinstance(value, slice):
+        return ("slice", value.start, value.stop, value.step)
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *map(_content, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_content, value))
+    if isinstance(value, Mapping):
+        return tuple(sorted((name, _content(each)) for name, each in value.items()))
+    return value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "all"
+    if isinstance(value, str):
+        return value or "the model"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _shown_options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "-"
+
+
+def table(entries: Iterable[Entry]) -> str:
+    """Formats entries as a table, a line for each."""
+    rows = [("modules", "hook", "phase", "at", "options"), *(each.row() for each in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(starmap(str.ljust, zip(row, widths, strict=True))) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,133 @@
+"""`Plan`: the data that says what a request gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.arguments import expect, expect_module
+from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.plans.prepared import Prepared
+from ferrohook.plans.reading import Limits, read
+from ferrohook.plans.writing import written
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+
+class Plan:
+    """Hooks, interventions and captures of a request, as data. Immutable.
+
+    Plans combine by `+`, compare and hash by content, and pickle if their functions do.
+
+    Args:
+        *entries: results of `on` and `keep`, or plans.
+
+    Raises:
+        HookTypeError: an entry is none of these.
+
+    Examples:
+        >>> plan = fh.Plan(fh.on("layers.5", fh.Add(vector)), fh.keep("layers.*"))
+        >>> with plan.prepare(model) as prepared, prepared.open() as request:
+        ...     model(ids)
+        >>> request.acts["layers.3"]
+    """
+
+    __slots__ = ("entries",)
+
+    entries: tuple[HookEntry | KeepEntry, ...]
+    """The entries, in order."""
+
+    def __init__(self, *entries: HookEntry | KeepEntry | Plan) -> None:
+        flat: list[HookEntry | KeepEntry] = []
+        for entry in entries:
+            if isinstance(entry, Plan):
+                flat += entry.entries
+                continue
+            expect(entry, (HookEntry, KeepEntry), "Plan takes results of on() and keep(), or plans")
+            flat.append(entry)
+        object.__setattr__(self, "entries", tuple(flat))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        msg = f"a plan is immutable: make another, such as plan + fh.Plan(...) ({name} was set)"
+        raise AttributeError(msg)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.entries
+
+    def __add__(self, other: Plan) -> Plan:
+        return Plan(self, other) if isinstance(other, Plan) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        return self.entries == other.entries if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.entries)
+
+    def __repr__(self) -> str:
+        return table(self.entries)
+
+    def prepare(self, model: nn.Module) -> Prepared:
+        """Registers the hooks with a model, for requests to be opened.
+
+        Modules are instrumented until the result is closed.
+
+        Raises:
+            HookTypeError: `model` is no `nn.Module`, or a vector does not fit a module whose width
+                is known; names entry and module.
+            SelectionError: an entry matches no module; names the entry.
+            HookError: a module cannot be instrumented, or is captured twice under one name.
+        """
+        expect_module(model, "prepare takes")
+        return Prepared(self.entries, model)
+
+    def to_json(self) -> str:
+        """Writes the plan as JSON, tensors inline, for `from_json`.
+
+        Raises:
+            HookTypeError: a Python function, typed hook, detector, class or predicate in it, or a
+                tensor of a dtype other than float16, bfloat16, float32 and float64 or that requires
+                grad; names the entry.
+            ValueError: NaN or an infinity; names the entry.
+
+        Examples:
+            >>> fh.Plan(fh.on("layers.5", fh.Scale(2), at="generated")).to_json()
+            '{"version": 1, "entries": [{"type": "on", "what": "layers.5", "at": "generated",
+            "hook": {"type": "Scale", "factor": 2.0}, "phase": "forward"}]}'
+        """
+        return written(self.entries)
+
+    @classmethod
+    def from_json(  # noqa: PLR0913 (limits)
+        cls,
+        text: str | bytes | Mapping[str, Any],
+        tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
+        *,
+        regex: bool = False,
+        max_text: int = Limits().max_text,
+        max_entries: int = Limits().max_entries,
+        max_selectors: int = Limits().max_selectors,
+        max_bytes: int = Limits().max_bytes,
+    ) -> Plan:
+        """Reads a plan from JSON, of an author who need not be trusted: no code of it runs.
+
+        Args:
+            text: result of `to_json`, or a dict that it was parsed into.
+            tensors: tensors that the text names as `{"tensor": "name"}`: a dict, or the path of a
+                safetensors file.
+            regex: allow regexes as selectors. A hostile one may take for ever to match.
+            max_text: characters of the text.
+            max_entries: entries of the plan.
+            max_selectors: selectors of all entries, each member of a list counted.
+            max_bytes: bytes of all tensors, a named one counted at each use.
+
+        Raises:
+            ValueError: the text is no plan, has a key twice or an unknown one, or exceeds a limit;
+                names the entry, as in `entries[2].hook.vector`.
+            HookTypeError: `text` or a tensor in `tensors` has the wrong type.
+            OSError: the file of tensors cannot be read.
+        """
+        limits = Limits(regex, max_text, max_entries, max_selectors, max_bytes)
+        return cls(*read(text, tensors, limits))

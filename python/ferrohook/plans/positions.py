@@ -1,0 +1,170 @@
+"""Positions of tokens in the calls of a model, for the hooks and captures of a plan.
+
+Absolute: the first token of a prompt has position 0, whatever the padding, and tokens that a KV
+cache holds count. They are found from what transformers' models are called with: `input_ids` or
+`inputs_embeds` for the shape, `attention_mask` for the padding, `past_key_values` (or the length of
+the mask) for the tokens before; failing these, `position_ids`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from ferrohook.arguments import expect
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+At: TypeAlias = (
+    'Literal["prompt", "last_prompt", "generated"] | int | slice | Callable[[Tensor], Tensor]| None'
+)
+"""Positions: a name, an int, a slice, or a function from positions to bools, both (batch, length).
+
+Negative ints and bounds count from the end of the prompt, so -1 is its last token.
+"""
+
+_NAMES = ("prompt", "last_prompt", "generated")
+_TOKENS = ("input_ids", "inputs_embeds")
+PADDING = -1
+"""Position of a padding token."""
+
+
+def check_at(at: Any) -> None:
+    """Validates positions.
+
+    Raises:
+        ValueError: an unknown name, or a slice with a step below 1.
+        HookTypeError: none of `At`.
+    """
+    if isinstance(at, str):
+        if at not in _NAMES:
+            msg = f"at is one of {', '.join(_NAMES)}, an int, a slice or a function, got {at!r}"
+            raise ValueError(msg)
+    elif isinstance(at, slice):
+        for bound in (at.start, at.stop, at.step):
+            expect(bound, (int, type(None)), "the bounds of a slice of positions are ints")
+        if at.step is not None and at.step < 1:
+            msg = f"the step of a slice of positions is at least 1, got {at.step}"
+            raise ValueError(msg)
+    elif isinstance(at, bool) or not (isinstance(at, int | None) or callable(at)):
+        expect(at, (), "at is a name, an int, a slice or a function of positions")
+
+
+class Prompt(NamedTuple):
+    """The prompts of the running generation."""
+
+    lengths: Tensor
+    """Number of tokens of each row's prompt: (batch,)."""
+    ids: Tensor | None
+    """Token ids of the latest forward without cached tokens: (batch, length)."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of one forward."""
+
+    positions: Tensor
+    """Position of each token, `PADDING` for padding: (batch, length)."""
+    prompt: Prompt
+
+
+def knows_positions(model: nn.Module) -> bool:
+    """True if positions can be found from the arguments of a model's forward."""
+    try:
+        names = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(name in names for name in _TOKENS)
+
+
+def tokens_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Prompt | None
+) -> Tokens:
+    """Finds the positions of a forward's tokens; `before`: the prompts of the forward before it.
+
+    Raises:
+        HookError: the call takes no tokens.
+    """
+    signature = inspect.signature(model.forward)
+    arguments = signature.bind_partial(*args, **kwargs).arguments
+    arguments |= arguments.pop("kwargs", {})
+    tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+    if tokens is None:
+        msg = f"the positions of a call of {type(model).__name__} are not known: it takes no tokens"
+        raise HookError(msg)
+    batch, length = tokens.shape[:2]
+    mask = arguments.get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None  # noqa: PLR2004 (rows and columns)
+    past = _cached(arguments, mask, length)
+    if mask is not None and mask.shape[1] >= past + length:
+        real = mask[:, : past + length].to(torch.long)
+        positions = (real.cumsum(-1) - 1).where(real > 0, PADDING)[:, past:]
+    elif (given := arguments.get("position_ids")) is not None:
+        positions = given.expand(batch, length)
+    else:
+        positions = torch.arange(past, past + length, device=tokens.device).expand(batch, length)
+    ids = arguments.get("input_ids")
+    return Tokens(positions, _prompt(positions, past, ids, before))
+
+
+def _cached(arguments: Mapping[str, Any], mask: Tensor | None, length: int) -> int:
+    """Returns the number of tokens, padding included, that the KV cache holds."""
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        if hasattr(cache, "get_seq_length"):
+            return int(cache.get_seq_length())
+        if isinstance(cache, tuple | list) and cache:
+            return int(cache[0][0].shape[-2])
+    return 0 if mask is None else max(mask.shape[1] - length, 0)
+
+
+def _prompt(positions: Tensor, past: int, ids: Tensor | None, before: Prompt | None) -> Prompt:
+    if before is not None and before.lengths.shape[0] == positions.shape[0]:
+        if past:
+            return before
+        # Generation without a cache runs all tokens again.
+        former = before.ids
+        if (
+            ids is not None
+            and former is not None
+            and former.shape[1] < ids.shape[1]
+            and torch.equal(ids[:, : former.shape[1]], former)
+        ):
+            return Prompt(before.lengths, ids)
+    return Prompt(positions.amax(-1) + 1, ids)
+
+
+def mask_of(at: At, tokens: Tokens) -> Tensor:
+    """Returns which tokens of a forward are at some positions: bools, (batch, length)."""
+    positions, lengths = tokens.positions, tokens.prompt.lengths[:, None]
+    real = positions != PADDING
+    if at == "prompt":
+        return real & (positions < lengths)
+    if at == "last_prompt":
+        return real & (positions == lengths - 1)
+    if at == "generated":
+        return positions >= lengths
+    if isinstance(at, int):
+        return real & (positions == (at if at >= 0 else lengths + at))
+    if isinstance(at, slice):
+        return real & _in_slice(at, positions, lengths)
+    chosen = cast("Callable[[Tensor], Tensor]", at)(positions)
+    expect(chosen, Tensor, "the function of `at` returns a tensor of bools")
+    return real & chosen.to(torch.bool)
+
+
+def _in_slice(at: slice, positions: Tensor, lengths: Tensor) -> Tensor:
+    def bound(value: int) -> Any:
+        return value if value >= 0 else (lengths + value).clamp(min=0)
+
+    start = 0 if at.start is None else bound(at.start)
+    chosen = positions >= start
+    if at.stop is not None:
+        chosen &= positions < bound(at.stop)
+    return chosen if at.step is None else chosen & ((positions - start) % at.step == 0)

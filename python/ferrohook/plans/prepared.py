@@ -1,0 +1,396 @@
+"""Prepared plans and their requests."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from torch import Tensor, nn
+
+from ferrohook._core import (
+    Attachment,
+    Collector,
+    Frame,
+    HookHandle,
+    MaskedHook,
+    ModuleTree,
+    PlanGuard,
+    RequestBase,
+    RootCalls,
+    frames,
+    record_all,
+)
+from ferrohook.activations import ActivationCache
+from ferrohook.capture_session import (
+    Activations,
+    Options,
+    Recorded,
+    RecordedGradients,
+    mark_calls,
+    options_of,
+)
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.instrumentation import attach, registry_of
+from ferrohook.never_fired import explain
+from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.plans.positions import At, knows_positions, mask_of, tokens_of
+from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.scopes import Scope
+from ferrohook.selection import select
+from ferrohook.steering import Intervention
+
+if TYPE_CHECKING:
+    from ferrohook.plans.positions import Prompt
+
+
+class _Place(NamedTuple):
+    """Place of a capture in a plan, as the core takes it."""
+
+    plan: object
+    capture: int
+    mask: int | None
+
+
+class _Capture(NamedTuple):
+    """A capture of a plan."""
+
+    places: dict[str, int]
+    """Indices of the names in its collectors."""
+    options: Options
+    template: Collector
+
+
+class _Contents:
+    """State that a prepared plan shares with its requests; identifies it."""
+
+    def __init__(self, model: nn.Module, frame: Frame) -> None:
+        # No request is opened for a model that is gone.
+        self.model = weakref.ref(model, functools.partial(_close, weakref.ref(frame)))
+        self.captures: list[_Capture] = []
+        self.handles: list[tuple[str, HookHandle]] = []
+        self.ats: list[At] = []
+        # True once every hook has fired: read by the core when a request ends.
+        self.fired = False
+
+
+class Prepared:
+    """A plan whose hooks stand in the registries of a model, see `Plan.prepare`.
+
+    A context manager: leaving it closes it.
+    """
+
+    def __init__(self, entries: tuple[HookEntry | KeepEntry, ...], model: nn.Module) -> None:
+        self.entries = entries
+        self._frame = Frame()
+        self._contents = _Contents(model, self._frame)
+        attachment = Attachment()
+        attachment.release_with(self._frame)
+        try:
+            self._prepare(model, attachment)
+        except BaseException:
+            self._frame._close()
+            raise
+
+    def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
+        selected = [_select(model, number, entry) for number, entry in enumerate(self.entries)]
+        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+            if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
+                _check_width(number, entry, modules)
+        everything = {name: module for modules in selected for name, module in modules.items()}
+        attach(everything | {"": model}, attachment)
+        self._tree = ModuleTree(_parents(model, everything))
+        # Not a method: the model would keep this object, which closes once nobody refers to it.
+        find = functools.partial(_find_positions, self._contents)
+        guard = PlanGuard(self._tree, find if self._needs_positions() else None)
+        first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
+        attachment.register([model], "forward_pre", guard, **first)
+        names: set[str] = set()
+        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+            if isinstance(entry, HookEntry):
+                self._register(entry, modules, attachment)
+                continue
+            kept = {_kept_name(entry, name): module for name, module in modules.items()}
+            if twice := names & kept.keys():
+                msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
+                raise HookError(msg)
+            names |= kept.keys()
+            self._keep(model, entry, kept)
+        self._refusal = None
+        if self._contents.ats and not knows_positions(model):
+            self._refusal = (
+                f"the plan names positions (at=), and {type(model).__name__} is called without "
+                "input_ids or inputs_embeds: they cannot be found"
+            )
+        self._templates = tuple(capture.template for capture in self._contents.captures)
+
+    def _needs_positions(self) -> bool:
+        return any(entry.at is not None for entry in self.entries)
+
+    def _register(
+        self, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
+    ) -> None:
+        hook = entry.hook
+        if entry.at is not None:
+            hook = MaskedHook(hook, self._contents, self._mask(entry.at))
+        handles = attachment.register(
+            [*modules.values()], entry.phase, hook, scope=self._frame, **entry.options
+        )
+        self._contents.handles += zip(modules, handles, strict=True)
+
+    def _keep(self, model: nn.Module, entry: KeepEntry, modules: dict[str, nn.Module]) -> None:
+        options = options_of(**entry.options)
+        contents = self._contents
+        mask = None if entry.at is None else self._mask(entry.at)
+        place = _Place(contents, len(contents.captures), mask)
+        root = registry_of(model) if options.stop else None
+        template = Collector(
+            [*modules], stop=None if root is None else root.module, **options.collector
+        )
+        record_all(
+            template,
+            [*modules.values()],
+            BEHIND_ALL,
+            self._frame,
+            inputs=options.inputs,
+            part=options.output_index,
+            place=place,
+        )
+        if root is not None:
+            mark_calls(root, RootCalls(template, place), self._frame)
+        places = {name: index for index, name in enumerate(modules)}
+        contents.captures.append(_Capture(places, options, template))
+
+    def _mask(self, at: At) -> int:
+        """Returns the index of positions among those of the plan."""
+        self._contents.ats.append(at)
+        return len(self._contents.ats) - 1
+
+    def open(self) -> Request:
+        """Opens a request: enter it by `with`, around the calls that it is for.
+
+        Costs the same for any number of modules. A request is opened by any thread or task, and any
+        number of them at a time.
+
+        Raises:
+            HookError: the plan was closed, its model is gone, or it needs positions that the model
+                is not called with.
+        """
+        if self._refusal is not None:
+            raise HookError(self._refusal)
+        return Request(self._frame, self._contents, self._templates)
+
+    def close(self) -> None:
+        """Removes the hooks, and restores modules that nothing else instruments.
+
+        Open requests go on without hooks; what they captured stays readable.
+        """
+        self._frame._close()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, which it does not keep alive; None once that is gone."""
+        return self._contents.model()
+
+    @property
+    def closed(self) -> bool:
+        """True once it is closed."""
+        return self._frame.closed
+
+    @property
+    def outdated(self) -> bool:
+        """True if modules of the model were replaced: calls in requests raise `HookError`."""
+        return not self._tree.holds()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Nobody can open it any more. `_frame` is missing if `__init__` was interrupted.
+        if (frame := vars(self).get("_frame")) is not None:
+            frame._close()
+
+    def __repr__(self) -> str:
+        model = self.model
+        title = "a model that is gone" if model is None else model._get_name()
+        return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
+
+
+def _find_positions(
+    contents: _Contents, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Finds the positions of a forward, for the requests that it runs for."""
+    for frame in frames.get():
+        if isinstance(frame, Request) and frame._plan is contents:
+            tokens = tokens_of(model, args, kwargs, frame._prompt)
+            frame._prompt = tokens.prompt
+            masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
+            frame._set_masks(tuple(masks))
+
+
+class Request(RequestBase, Scope):
+    """A plan opened, see `Prepared.open`: hooks fire and captures are stored in its context.
+
+    A scope: `wrap` and `activate` take it to other threads and tasks. It is entered once.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def _plan(self) -> _Contents: ...
+
+    _prompt: Prompt | None = None
+    stacklevel = 2
+    """Of its warnings: the frame that leaves it."""
+
+    @property
+    def acts(self) -> ActivationCache:
+        """The activations that the plan keeps, of this request; readable after it is closed."""
+        captures = [*enumerate(self._plan.captures)]
+        kept = [self._view(place, capture, Recorded) for place, capture in captures]
+        grads = [
+            self._view(place, capture, RecordedGradients)
+            for place, capture in captures
+            if capture.options.collector["grads"]
+        ]
+        per_call = all(not capture.options.only_last for _, capture in captures)
+        model = self._plan.model()
+        return ActivationCache(
+            _combined(kept),
+            _combined(grads) if grads else None,
+            model="" if model is None else model._get_name(),
+            per_call=bool(captures) and per_call,
+        )
+
+    @property
+    def kept(self) -> list[str]:
+        """The names in `acts` of all modules that the plan keeps, those that never ran included."""
+        return [name for capture in self._plan.captures for name in capture.places]
+
+    def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
+        options = capture.options
+        values = recorded(self._collector(place), options.copies)
+        return Activations(capture.places, values, only_last=options.only_last)
+
+    def close(self) -> None:
+        """Closes the request, wherever it is entered: its hooks fire no more."""
+        self._close()
+
+    def _warn_of_silence(self) -> None:
+        """Warns of modules that never ran; called as the request is left."""
+        plan = self._plan
+        silent = [
+            name
+            for place, capture in enumerate(plan.captures)
+            for name, index in capture.places.items()
+            if index not in self._collector(place).ran()
+        ]
+        idle = [
+            name
+            for name, handle in plan.handles
+            if not handle.calls and handle.enabled and not handle.removed
+        ]
+        plan.fired = not idle
+        model = plan.model()
+        if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
+            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open" if self._entered is None else "entered"
+        return f"<Request {self.id}, {state}>"
+
+
+class _Combined(Mapping[str, Any]):
+    """Activations of several captures."""
+
+    def __init__(self, parts: list[Activations]) -> None:
+        self._parts = parts
+
+    def _part(self, name: object) -> Activations:
+        return next((part for part in self._parts if name in part), self._parts[0])
+
+    def __getitem__(self, name: str) -> Any:
+        return self._part(name)[name]
+
+    def peek(self, name: str) -> Any:
+        """Returns a value without the check for writes in place."""
+        return self._part(name).peek(name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in part for part in self._parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for part in self._parts for name in part)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+
+def _close(frame: weakref.ref[Frame], _model: object) -> None:
+    if (open_frame := frame()) is not None:
+        open_frame._close()
+
+
+def _combined(parts: list[Activations]) -> Mapping[str, Any]:
+    return {} if not parts else parts[0] if len(parts) == 1 else _Combined(parts)
+
+
+def _kept_name(entry: KeepEntry, name: str) -> str:
+    return name if entry.label is None else f"{entry.label}:{name}"
+
+
+def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:
+    try:
+        return select(model, entry.what, called=True)
+    except (SelectionError, HookTypeError) as error:
+        msg = f"entry {number} of the plan: {error}"
+        raise type(error)(msg) from error
+
+
+def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -> None:
+    """Validates the width of a vector where a module says its own.
+
+    Raises:
+        HookTypeError: they differ.
+    """
+    intervention: Intervention = entry.hook
+    width = intervention.width
+    if width in {None, 1} or intervention.output_index is not None or entry.phase != "forward":
+        return
+    for name, module in modules.items():
+        known = _width_of(module)
+        if known is not None and known != width:
+            msg = (
+                f"entry {number} of the plan: {intervention!r} has a width of {width}, the output "
+                f"of {name!r} ({type(module).__name__}) one of {known}"
+            )
+            raise HookTypeError(msg)
+
+
+def _width_of(module: nn.Module) -> int | None:
+    """Returns the last dimension of a module's output, if its class tells."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    return module.normalized_shape[-1] if isinstance(module, nn.LayerNorm) else None
+
+
+def _parents(model: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """Returns the modules whose children lie on the paths to `modules`."""
+    paths = {""} | {name[:end] for name in modules for end, sign in enumerate(name) if sign == "."}
+    return [model.get_submodule(path) for path in sorted(paths)]
+
+
+def _shortened(mask: Tensor) -> Any:
+    """Returns None for a mask of no tokens, and True for one of all, where asking is cheap."""
+    if mask.device.type != "cpu":
+        return mask
+    if not mask.any():
+        return None
+    return True if mask.all() else mask

@@ -1,0 +1,416 @@
+"""Reads plans from JSON. Text from anybody: every size is bounded, and no code of it runs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrohook.arguments import describe, expect
+from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
+from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
+from ferrohook.steering import INTERVENTIONS
+from ferrohook.texts import missing_package
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+_STORED: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""The dtypes' names in files of safetensors."""
+_DTYPES: Final = {str(it)[6:]: it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+_SEQUENCES: Final = {"tuple": tuple, "set": frozenset}
+_LONGEST: Final = 1024
+"""Characters of a name or a glob, at most."""
+_LONGEST_REGEX: Final = 256
+_DEEPEST: Final = 8
+"""Lists within lists, at most."""
+_MOST_DIMENSIONS: Final = 8
+_DIGITS: Final = 19
+_INT64: Final = 2**63
+
+
+class Limits(NamedTuple):
+    """Limits of a text; see `Plan.from_json`."""
+
+    regex: bool = False
+    max_text: int = 2**24
+    max_entries: int = 256
+    max_selectors: int = 4096
+    max_bytes: int = 2**26
+
+
+class _Object(dict[str, Any]):
+    """A JSON object, and one of its keys that came twice."""
+
+    twice: str | None = None
+
+    @classmethod
+    def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
+        made = cls(pairs)
+        if len(made) < len(pairs):
+            seen: set[str] = set()
+            made.twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        return made
+
+
+def read(
+    text: str | bytes | Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
+    limits: Limits,
+) -> list[HookEntry | KeepEntry]:
+    """Reads entries from JSON; see `Plan.from_json`."""
+    found = text if isinstance(text, Mapping) else _parsed(text, limits)
+    fields = _fields(found, "the plan", {"version", "entries"}, {"version", "entries"})
+    version = fields["version"]
+    if version != VERSION or isinstance(version, bool):
+        msg = f"version: this ferrohook reads plans of version {VERSION}, got {_short(version)}"
+        raise ValueError(msg)
+    entries = fields["entries"]
+    if not isinstance(entries, list) or len(entries) > limits.max_entries:
+        got = f"{len(entries):,}" if isinstance(entries, list) else _short(entries)
+        msg = f"entries: a list of at most max_entries={limits.max_entries:,}, got {got}"
+        raise ValueError(msg)
+    with _tensors(tensors) as lookup:
+        reader = _Reader(limits, lookup)
+        return [reader.entry(each, f"entries[{place}]") for place, each in enumerate(entries)]
+
+
+def _parsed(text: str | bytes, limits: Limits) -> Any:
+    expect(text, (str, bytes), "from_json takes a str, bytes or the dict that json.loads returned")
+    if len(text) > limits.max_text:
+        msg = f"the plan has {len(text):,} characters, more than max_text={limits.max_text:,}"
+        raise ValueError(msg)
+    try:
+        # Numbers beyond any use are read as infinity, which is refused where it stands.
+        return json.loads(
+            text.decode() if isinstance(text, bytes) else text,
+            object_pairs_hook=_Object.of,
+            parse_int=lambda digits: int(digits) if len(digits) <= _DIGITS else math.inf,
+        )
+    except RecursionError:
+        msg = "the plan is nested too deeply"
+    except ValueError as error:
+        msg = f"the plan is no JSON: {error}"
+    raise ValueError(msg) from None
+
+
+class _Stored(NamedTuple):
+    """A tensor that was uploaded or lies in a file."""
+
+    dtype: str
+    shape: list[int]
+    load: Callable[[], Tensor]
+
+
+@contextlib.contextmanager
+def _tensors(
+    tensors: Mapping[str, Tensor] | str | os.PathLike[str] | None,
+) -> Iterator[Callable[[str], _Stored | None]]:
+    """Opens named tensors; yields their look-up by name."""
+    if tensors is None or isinstance(tensors, Mapping):
+        given = tensors or {}
+
+        def uploaded(name: str) -> _Stored | None:
+            tensor = given.get(name)
+            if tensor is None:
+                return None
+            expect(tensor, Tensor, f"tensors[{name!r}] is a tensor")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return _Stored(dtype, list(tensor.shape), tensor.detach)
+
+        yield uploaded
+        return
+    try:
+        import safetensors  # noqa: PLC0415 (optional)
+    except ModuleNotFoundError as error:
+        msg = missing_package("from_json with a file of tensors", "safetensors")
+        raise ModuleNotFoundError(msg, name="safetensors") from error
+    path = Path(tensors)
+    try:
+        opened = safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        msg = f"{path} is no file of safetensors: {error}"
+        raise ValueError(msg) from error
+    with opened as file:
+        names = {*file.keys()}
+
+        def stored(name: str) -> _Stored | None:
+            if name not in names:
+                return None
+            header = file.get_slice(name)
+            dtype = str(header.get_dtype())
+            return _Stored(
+                _STORED.get(dtype, dtype), header.get_shape(), lambda: file.get_tensor(name)
+            )
+
+        yield stored
+
+
+class _Reader:
+    """Reads the entries of one text."""
+
+    def __init__(self, limits: Limits, lookup: Callable[[str], _Stored | None]) -> None:
+        self._limits = limits
+        self._lookup = lookup
+        self._bytes = 0
+        self._selectors = 0
+
+    def entry(self, value: Any, path: str) -> HookEntry | KeepEntry:
+        kind = _type(value, path, _ENTRIES)
+        allowed = {"type", *_ENTRIES[kind]}
+        fields = _fields(value, path, allowed, {"what", "hook"} if kind == "on" else set())
+        own = {"what": self._selector(fields.get("what"), f"{path}.what")}
+        if kind == "on":
+            own["hook"] = self._hook(fields["hook"], f"{path}.hook")
+        for name in fields.keys() - {"type", "what", "hook"}:
+            own[name] = _read_option(name, fields[name], f"{path}.{name}")
+        with _named(path):
+            return on(**own) if kind == "on" else keep(**own)
+
+    def _hook(self, value: Any, path: str) -> Any:
+        cls = INTERVENTIONS[_type(value, path, INTERVENTIONS)]
+        own = {"type", "output_index", *cls.fields}
+        fields = dict(_fields(value, path, own, set()))
+        del fields["type"]
+        for name, it in fields.items():
+            if name in {"vector", "direction", "value"}:
+                fields[name] = self._tensor(it, f"{path}.{name}")
+            else:
+                fields[name] = _plain(it, f"{path}.{name}")
+        with _named(path):
+            return cls(**fields)
+
+    def _tensor(self, value: Any, path: str) -> Tensor:
+        by_name = isinstance(value, Mapping) and "tensor" in value
+        names = {"tensor"} if by_name else {"dtype", "shape", "base64"}
+        fields = _fields(value, path, names, names)
+        if by_name:
+            name = _text(fields["tensor"], f"{path}.tensor")
+            found = self._lookup(name)
+            if found is None:
+                msg = f"{path}: no tensor of the name {_short(name)} was passed as tensors="
+                raise ValueError(msg)
+            dtype, shape, load = found
+        else:
+            dtype = _text(fields["dtype"], f"{path}.dtype")
+            shape = _shape(fields["shape"], f"{path}.shape")
+            load = None
+        if dtype not in VECTORS:
+            msg = f"{path}: a tensor is of {', '.join(VECTORS)}, got {_short(dtype)}"
+            raise ValueError(msg)
+        size = math.prod(shape) * VECTORS[dtype].itemsize
+        self._bytes += size
+        if self._bytes > self._limits.max_bytes:
+            msg = f"{path}: the plan's tensors exceed max_bytes={self._limits.max_bytes:,}"
+            raise ValueError(msg)
+        with _named(path):
+            made = _decoded(fields["base64"], dtype, shape, size) if load is None else load()
+        if not bool(made.isfinite().all()):
+            msg = f"{path}: the tensor has NaN or infinities"
+            raise ValueError(msg)
+        return made
+
+    def _selector(self, value: Any, path: str, depth: int = 0) -> Any:
+        self._selectors += 1
+        if self._selectors > self._limits.max_selectors:
+            msg = f"{path}: the plan has more than max_selectors={self._limits.max_selectors:,}"
+            raise ValueError(msg)
+        if value is None and not depth:
+            return None
+        if isinstance(value, str):
+            return _text(value, path)
+        if isinstance(value, Mapping) and "regex" in value:
+            return self._regex(value, path)
+        members, made = _members(value, path, depth)
+        if made is None:
+            msg = f"{path}: a path, a glob, a regex or a list of these, got {_short(value)}"
+            raise ValueError(msg)
+        return made(
+            self._selector(each, f"{path}[{place}]", depth + 1)
+            for place, each in enumerate(members)
+        )
+
+    def _regex(self, value: Mapping[str, Any], path: str) -> re.Pattern[str]:
+        fields = _fields(value, path, {"regex", "flags"}, {"regex"})
+        if not self._limits.regex:
+            msg = f"{path}: a regex may take for ever: pass regex=True if you trust its author"
+            raise ValueError(msg)
+        pattern = _text(fields["regex"], f"{path}.regex", _LONGEST_REGEX)
+        flags = fields.get("flags", [])
+        if not isinstance(flags, list) or not all(map(_is_flag, flags)):
+            msg = f"{path}.flags: a list of {', '.join(map(str, FLAGS))}, got {_short(flags)}"
+            raise ValueError(msg)
+        with _named(path):
+            return re.compile(pattern, sum(FLAGS[each] for each in {*flags}))
+
+
+_ENTRIES: Final = {
+    "on": frozenset(inspect.signature(on).parameters),
+    "keep": frozenset(inspect.signature(keep).parameters),
+}
+"""Names of the fields of an entry, by its type."""
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Names the place in the text in an error."""
+    try:
+        yield
+    except Exception as error:  # torch's, for a device say, is of any class
+        msg = f"{path}: {error}"
+        raise ValueError(msg) from error
+
+
+def _short(value: Any) -> str:
+    plain = isinstance(value, str | int | float | None)
+    text = repr(value) if plain else "an object" if isinstance(value, dict) else describe(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004 (a line)
+
+
+def _fields(value: Any, path: str, allowed: set[str], needed: set[str]) -> Mapping[str, Any]:
+    """Validates the keys of an object."""
+    if not isinstance(value, Mapping):
+        msg = f"{path}: an object is expected, got {_short(value)}"
+        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
+    if isinstance(value, _Object) and value.twice is not None:
+        msg = f"{path}: the key {_short(value.twice)} comes twice"
+        raise ValueError(msg)
+    if unknown := value.keys() - allowed:
+        names = ", ".join(sorted(allowed))
+        msg = f"{path}: unknown key {_short(min(unknown, key=str))}: the keys are {names}"
+        raise ValueError(msg)
+    if missing := needed - value.keys():
+        msg = f"{path}: the key {min(missing)!r} is missing"
+        raise ValueError(msg)
+    return value
+
+
+def _type(value: Any, path: str, types: Mapping[str, Any]) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping) and isinstance(kind, str) and kind in types:
+        return kind
+    msg = f"{path}: an object with a type of {', '.join(types)} is expected, got {_short(kind)}"
+    raise ValueError(msg)
+
+
+def _text(value: Any, path: str, longest: int = _LONGEST) -> str:
+    if not isinstance(value, str) or len(value) > longest:
+        msg = f"{path}: a string of at most {longest} characters is expected, got {_short(value)}"
+        raise ValueError(msg)
+    return value
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Validates a string, a bool, a number or null."""
+    if isinstance(value, str):
+        return _text(value, path)
+    if value is None or (isinstance(value, int) and -_INT64 <= value < _INT64):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    msg = f"{path}: a string, a bool or a finite number of 64 bits is expected, got {_short(value)}"
+    raise ValueError(msg)
+
+
+def _members(value: Any, path: str, depth: int) -> tuple[list[Any], Any]:
+    """Returns the members of a list, tuple or set, and its class; None for anything else."""
+    made: Any = list
+    if isinstance(value, Mapping) and len(value) == 1 and (kind := next(iter(value))) in _SEQUENCES:
+        made = _SEQUENCES[kind]
+        value = _fields(value, path, {kind}, {kind})[kind]
+    if not isinstance(value, list):
+        return [], None
+    if depth >= _DEEPEST:
+        msg = f"{path}: lists are nested at most {_DEEPEST} deep"
+        raise ValueError(msg)
+    return value, made
+
+
+def _slice(value: Mapping[str, Any], path: str) -> slice:
+    bounds = _fields(value, path, {"slice"}, {"slice"})["slice"]
+    of_ints = isinstance(bounds, list) and all(
+        _plain(each, path) is None or (isinstance(each, int) and not isinstance(each, bool))
+        for each in bounds
+    )
+    if not of_ints or len(bounds) != 3:  # noqa: PLR2004 (start, stop, step)
+        msg = f'{path}: {{"slice": [start, stop, step]}} of ints or null is expected'
+        raise ValueError(msg)
+    return slice(*bounds)
+
+
+def _read_option(name: str, value: Any, path: str) -> Any:
+    if name == "slice":
+        return _read_index(value, path)
+    if name == "at" and isinstance(value, Mapping):
+        return _slice(value, path)
+    plain = _plain(value, path)
+    if name != "dtype" or plain is None:
+        return plain
+    if plain not in _DTYPES:
+        msg = f"{path}: the name of a dtype such as float16 is expected, got {_short(plain)}"
+        raise ValueError(msg)
+    return _DTYPES[plain]
+
+
+def _read_index(value: Any, path: str, depth: int = 0) -> Any:
+    if value == "...":
+        return ...
+    if isinstance(value, Mapping) and "slice" in value:
+        return _slice(value, path)
+    members, made = _members(value, path, depth)
+    if made is not None:
+        index = made(_read_index(each, path, depth + 1) for each in members)
+        if made is list and _repeats(index):  # would make the tensor larger
+            msg = f"{path}: a list of indices has none twice"
+            raise ValueError(msg)
+        return index
+    plain = _plain(value, path)
+    if isinstance(plain, str | float):
+        msg = f'{path}: ints, "...", slices and lists are expected, got {_short(plain)}'
+        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
+    return plain
+
+
+def _repeats(index: list[Any]) -> bool:
+    """True if a list of indices, not a mask, has one twice."""
+    rows, flat = [index], []
+    for row in rows:
+        rows += [each for each in row if isinstance(each, list)]
+        flat += [each for each in row if isinstance(each, int)]
+    return not all(isinstance(each, bool) for each in flat) and len({*flat}) < len(flat)
+
+
+def _shape(value: Any, path: str) -> list[int]:
+    fits = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
+    sizes = value if fits else [-1]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes):
+        msg = f"{path}: a list of at most {_MOST_DIMENSIONS} ints of at least 0 is expected"
+        raise ValueError(msg)
+    return sizes
+
+
+def _decoded(text: Any, dtype: str, shape: list[int], size: int) -> Tensor:
+    if not isinstance(text, str):
+        msg = f"base64 is a string, got {_short(text)}"
+        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
+    raw = base64.b64decode(text, validate=True)
+    if len(raw) != size:
+        msg = f"the shape {shape} of {dtype} takes {size:,} bytes, base64 has {len(raw):,}"
+        raise ValueError(msg)
+    if not size:
+        return torch.empty(shape, dtype=VECTORS[dtype])
+    return torch.frombuffer(bytearray(raw), dtype=VECTORS[dtype]).reshape(shape)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, str) and value in FLAGS

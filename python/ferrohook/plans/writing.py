@@ -1,0 +1,141 @@
+"""Writes plans as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import operator
+import re
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ferrohook.arguments import describe
+from ferrohook.errors import HookTypeError
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.steering import INTERVENTIONS
+
+VERSION: Final = 1
+VECTORS: Final = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
+}
+"""Dtypes of tensors in JSON, by name."""
+FLAGS: Final = {
+    str(flag.name): flag for flag in (re.ASCII, re.IGNORECASE, re.MULTILINE, re.DOTALL, re.VERBOSE)
+}
+"""Flags of regexes in JSON, by name."""
+
+
+def written(entries: tuple[HookEntry | KeepEntry, ...]) -> str:
+    """Writes entries as JSON; see `Plan.to_json`."""
+    listed = [_entry(entry, f"entries[{number}]") for number, entry in enumerate(entries)]
+    return json.dumps({"version": VERSION, "entries": listed}, allow_nan=False)
+
+
+def _entry(entry: HookEntry | KeepEntry, path: str) -> dict[str, Any]:
+    own: dict[str, Any] = {"what": _selector(entry.what, f"{path}.what")}
+    if entry.at is not None:
+        own["at"] = _at(entry.at, f"{path}.at")
+    if isinstance(entry, HookEntry):
+        hook = _hook(entry.hook, f"{path}.hook")
+        return {"type": "on", **own, "hook": hook, "phase": entry.phase, **entry.options}
+    if entry.label is not None:
+        own["label"] = entry.label
+    options = {name: _option(name, it, f"{path}.{name}") for name, it in entry.options.items()}
+    return {"type": "keep", **own, **options}
+
+
+def _hook(hook: Any, path: str) -> dict[str, Any]:
+    cls = type(hook)
+    if INTERVENTIONS.get(cls.__name__) is not cls:
+        name = getattr(hook, "__qualname__", None) or describe(hook)
+        msg = f"{path}: {name} is no intervention, and JSON has no Python functions or objects"
+        raise HookTypeError(msg)
+    values = zip(cls.fields, hook.values, strict=True)
+    fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
+    if hook.output_index is not None:
+        fields["output_index"] = hook.output_index
+    return {"type": cls.__name__, **fields}
+
+
+def _value(value: Tensor | float, path: str) -> Any:
+    if not isinstance(value, Tensor):
+        _check_finite(math.isfinite(value), path)
+        return value
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in VECTORS:
+        msg = f"{path}: a tensor in JSON is of {', '.join(VECTORS)}, got {dtype}"
+        raise HookTypeError(msg)
+    if value.requires_grad:
+        msg = f"{path}: a tensor that requires grad has no fixed content: pass tensor.detach()"
+        raise HookTypeError(msg)
+    data = value.cpu().contiguous()
+    _check_finite(bool(data.isfinite().all()), path)
+    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {"dtype": dtype, "shape": list(data.shape), "base64": base64.b64encode(raw).decode()}
+
+
+def _check_finite(finite: bool, path: str) -> None:  # noqa: FBT001 (of two callers above)
+    if not finite:
+        msg = f"{path}: JSON has no NaN and no infinity"
+        raise ValueError(msg)
+
+
+def _selector(what: Any, path: str) -> Any:
+    if what is None or isinstance(what, str):
+        return what
+    if isinstance(what, re.Pattern) and isinstance(what.pattern, str):
+        flags = re.RegexFlag(what.flags) & ~re.UNICODE
+        unknown = flags & ~re.RegexFlag(sum(FLAGS.values()))
+        if not unknown:
+            names = {"flags": [name for name, flag in FLAGS.items() if flag in flags]}
+            return {"regex": what.pattern, **(names if flags else {})}
+    if isinstance(what, list | tuple):
+        members = [_selector(each, f"{path}[{place}]") for place, each in enumerate(what)]
+        return members if isinstance(what, list) else {"tuple": members}
+    if isinstance(what, AbstractSet):
+        return {"set": sorted((_selector(each, path) for each in what), key=json.dumps)}
+    name = getattr(what, "__qualname__", None) or repr(what)
+    msg = f"{path}: JSON has paths, globs, regexes of str and lists of these, not {name}"
+    raise HookTypeError(msg)
+
+
+def _at(at: Any, path: str) -> Any:
+    if isinstance(at, slice):
+        return {"slice": [at.start, at.stop, at.step]}
+    if callable(at):
+        name = getattr(at, "__qualname__", None) or describe(at)
+        msg = f"{path}: JSON has names, ints and slices of positions, not the function {name}"
+        raise HookTypeError(msg)
+    return at
+
+
+def _option(name: str, value: Any, path: str) -> Any:
+    if name == "device":
+        return str(value)
+    if name == "dtype":
+        return str(value).removeprefix("torch.")
+    if name == "slice":
+        return _index(value, path)
+    if not isinstance(value, str | int):
+        msg = f"{path}: JSON has strings and ints here, got {describe(value)}"
+        raise HookTypeError(msg)
+    return value
+
+
+def _index(index: Any, path: str) -> Any:
+    if index is None or isinstance(index, bool | int):
+        return index
+    if index is ...:
+        return "..."
+    if isinstance(index, slice):
+        bounds = (index.start, index.stop, index.step)
+        return {"slice": [None if each is None else operator.index(each) for each in bounds]}
+    if isinstance(index, list | tuple):
+        members = [_index(each, path) for each in index]
+        return members if isinstance(index, list) else {"tuple": members}
+    msg = f"{path}: JSON has ints, slices, lists and tuples of these, got {describe(index)}"
+    raise HookTypeError(msg)

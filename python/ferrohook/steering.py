@@ -1,0 +1,302 @@
+"""Interventions: native hooks that change one tensor of a module's input or output.
+
+They run without a Python frame, in the phases `forward` (the output) and `forward_pre` (the input),
+and are registered wherever a hook is taken. A vector is cast once for each dtype and device of the
+tensors that it meets. Under `torch.compile` it is an input of the graph: another vector of that
+shape needs no new trace.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Final, Self, cast
+
+import torch
+from torch import Tensor
+
+from ferrohook._core import InterventionBase
+from ferrohook.arguments import describe, expect
+from ferrohook.errors import HookTypeError
+from ferrohook.operations import prepared_vector
+from ferrohook.tensors import content_of
+from ferrohook.traced import never_trace
+
+SUM: Final = "sum"
+"""`output_index` of the sum of a hidden state and a residual that a layer returns as a pair."""
+
+
+class Intervention(InterventionBase):
+    """Base of the interventions: immutable, compared by content, picklable.
+
+    `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
+    index, key or attribute. `"sum"`, for layers that return hidden state and residual, changes the
+    sum of the two: the hidden state takes the difference.
+    """
+
+    __slots__ = ("output_index", "values")
+
+    kind: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the arguments, `output_index` aside."""
+
+    output_index: Any
+    values: tuple[Any, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102 (see the class)
+        values, output_index = cls._validate(*args, **kwargs)
+        vector = next((value for value in values if isinstance(value, Tensor)), None)
+        numbers = tuple(value for value in values if not isinstance(value, Tensor))
+        traced = (
+            cls.kind,
+            output_index,
+            vector,
+            *(None if each is None else torch.tensor(each) for each in numbers),
+        )
+        width = vector.shape[-1] if vector is not None and vector.dim() else None
+        if width == 1:
+            width = None  # broadcasts
+        self = super().__new__(cls, cls.kind, numbers, output_index, width, traced)
+        self.output_index = output_index
+        self.values = values
+        return self
+
+    @classmethod
+    def _validate(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+        """Returns the validated values of `fields`, and the `output_index`."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int | None:
+        """Last dimension of the vector; None if it fits any."""
+        vector = self.vector
+        return None if vector is None or not vector.dim() else vector.shape[-1]
+
+    @property
+    def vector(self) -> Tensor | None:
+        """The vector, direction or value; None without one."""
+        return next((value for value in self.values if isinstance(value, Tensor)), None)
+
+    def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not dtype.is_floating_point and not dtype.is_complex:
+            msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
+            raise HookTypeError(msg)
+        vector = cast("Tensor", self.vector)  # called for those with one
+        scale = self.values[1] if self.kind == "add" else None
+        with torch.inference_mode(mode=False):  # a later call may record a graph
+            return prepared_vector(self.kind, vector, scale).to(device, dtype)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "values"):
+            msg = f"{type(self).__name__} is immutable: make another"
+            raise AttributeError(msg)
+        super().__setattr__(name, value)
+
+    def content(self) -> tuple[Any, ...]:
+        """Returns what identifies it, hashable: class, `output_index`, and values by content."""
+        return (type(self).__name__, self.output_index, *map(_content, self.values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Intervention) and self.content() == other.content()
+
+    def __hash__(self) -> int:
+        return hash(self.content())
+
+    def __reduce__(self) -> Any:
+        return _make, (type(self), self.values, self.output_index)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{name}={_shown(value)}" for name, value in zip(self.fields, self.values, strict=True)
+        ]
+        if self.output_index is not None:
+            shown.append(f"output_index={self.output_index!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+# Dynamo would compile functions that the native call of a compiled region calls.
+never_trace(Intervention, "_cast", "native code calls it")
+
+
+def _make(cls: type[Intervention], values: tuple[Any, ...], output_index: Any) -> Intervention:
+    return cls(*values, output_index=output_index)
+
+
+def _content(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.requires_grad:
+        return id(value)  # it is trained, so its content changes
+    return content_of(value)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r}"
+    return (
+        f"<{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}>"
+    )
+
+
+def _vector(cls: type[Intervention], name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        msg = f"{name} of {cls.__name__} is a tensor, got {describe(value)}"
+        raise HookTypeError(msg)
+    if not value.is_floating_point() and not value.is_complex():
+        msg = f"{name} of {cls.__name__} is a tensor of floating point, got {value.dtype}"
+        raise HookTypeError(msg)
+    # A copy, as a later write in place would change some calls and not others.
+    with torch.inference_mode(mode=False):  # a later call may record a graph
+        return value if value.requires_grad else value.detach().clone()
+
+
+def _direction(cls: type[Intervention], value: object) -> Tensor:
+    direction = _vector(cls, "direction", value)
+    if direction.dim() != 1:
+        msg = f"direction of {cls.__name__} has one dimension, got {tuple(direction.shape)}"
+        raise HookTypeError(msg)
+    if not bool(direction.detach().norm() > 0):
+        msg = f"direction of {cls.__name__} is not zero and has no NaN"
+        raise ValueError(msg)
+    return direction
+
+
+def _number(cls: type[Intervention], name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        expect(value, (), f"{name} of {cls.__name__} is a number")
+    number = float(value)  # type: ignore[arg-type]
+    if math.isnan(number):
+        msg = f"{name} of {cls.__name__} is a number, got NaN"
+        raise ValueError(msg)
+    return number
+
+
+def _index(cls: type[Intervention], value: object) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str | None):
+        expect(
+            value,
+            (),
+            f"output_index of {cls.__name__} is an int, a key or the name of an attribute",
+        )
+    return value
+
+
+class Add(Intervention):
+    """Adds `scale * vector` to the tensor.
+
+    Args:
+        vector: broadcasts to the tensor; usually of the width of its last dimension.
+        scale: a factor.
+        output_index: the changed tensor, see `Intervention`.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+    """
+
+    __slots__ = ()
+    kind = "add"
+    fields = ("vector", "scale")
+
+    @classmethod
+    def _validate(
+        cls, vector: Tensor, scale: float = 1.0, *, output_index: int | str | None = None
+    ) -> tuple[tuple[Any, ...], Any]:
+        values = _vector(cls, "vector", vector), _number(cls, "scale", scale)
+        return values, _index(cls, output_index)
+
+
+class Scale(Intervention):
+    """Multiplies the tensor by a factor."""
+
+    __slots__ = ()
+    kind = "scale"
+    fields = ("factor",)
+
+    @classmethod
+    def _validate(
+        cls, factor: float, *, output_index: int | str | None = None
+    ) -> tuple[tuple[Any, ...], Any]:
+        return (_number(cls, "factor", factor),), _index(cls, output_index)
+
+
+class Ablate(Intervention):
+    """Projects a direction out of the tensor: `x - (x . d) d`, with `d` of unit length.
+
+    Args:
+        direction: one dimension, as wide as the tensor's last; of any length but zero.
+        output_index: the changed tensor, see `Intervention`.
+    """
+
+    __slots__ = ()
+    kind = "ablate"
+    fields = ("direction",)
+
+    @classmethod
+    def _validate(
+        cls, direction: Tensor, *, output_index: int | str | None = None
+    ) -> tuple[tuple[Any, ...], Any]:
+        return (_direction(cls, direction),), _index(cls, output_index)
+
+
+class Clamp(Intervention):
+    """Limits the component of the tensor along a direction of unit length.
+
+    Args:
+        direction: one dimension, as wide as the tensor's last; of any length but zero.
+        low: least component, or None.
+        high: greatest component, or None.
+        output_index: the changed tensor, see `Intervention`.
+
+    Raises:
+        ValueError: `low` is above `high`, or both are None.
+    """
+
+    __slots__ = ()
+    kind = "clamp"
+    fields = ("direction", "low", "high")
+
+    @classmethod
+    def _validate(
+        cls,
+        direction: Tensor,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        output_index: int | str | None = None,
+    ) -> tuple[tuple[Any, ...], Any]:
+        least = None if low is None else _number(cls, "low", low)
+        most = None if high is None else _number(cls, "high", high)
+        if (least is None and most is None) or (
+            least is not None and most is not None and least > most
+        ):
+            msg = f"Clamp takes low, high or both, low not above high, got {low} and {high}"
+            raise ValueError(msg)
+        return (_direction(cls, direction), least, most), _index(cls, output_index)
+
+
+class Replace(Intervention):
+    """Replaces the tensor by a value, which broadcasts to its shape."""
+
+    __slots__ = ()
+    kind = "replace"
+    fields = ("value",)
+
+    @classmethod
+    def _validate(
+        cls, value: Tensor, *, output_index: int | str | None = None
+    ) -> tuple[tuple[Any, ...], Any]:
+        return (_vector(cls, "value", value),), _index(cls, output_index)
+
+
+class Zero(Intervention):
+    """Replaces the tensor by zeros."""
+
+    __slots__ = ()
+    kind = "zero"
+
+    @classmethod
+    def _validate(cls, *, output_index: int | str | None = None) -> tuple[tuple[Any, ...], Any]:
+        return (), _index(cls, output_index)
+
+
+INTERVENTIONS: Final = {cls.__name__: cls for cls in (Add, Scale, Ablate, Clamp, Replace, Zero)}
+"""The classes by name."""

@@ -1,0 +1,232 @@
+//! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::capture::collector::Collector;
+use crate::capture::keeping;
+use crate::contexts::frame::Frame;
+use crate::error::hook_error;
+use crate::hooks::native::Turn;
+use crate::torch::is_tensor;
+use crate::torch::tensors::map_tensors;
+
+/// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
+/// own.
+#[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
+pub struct RequestBase {
+    id: u64,
+    /// Object that identifies the prepared plan.
+    plan: Py<PyAny>,
+    /// Empty collectors of the plan, one for each of its captures.
+    templates: Py<PyTuple>,
+    /// Copies of the templates, each made when it is first needed.
+    collectors: Box<[OnceLock<Py<Collector>>]>,
+    /// For each of the plan's positions, those of the running forward: True for all, None for none,
+    /// or a tensor of bools.
+    masks: Mutex<Option<Py<PyTuple>>>,
+}
+
+#[pymethods]
+impl RequestBase {
+    #[new]
+    #[pyo3(signature = (shared, plan, templates, *_others))]
+    fn new(
+        shared: Bound<'_, Frame>,
+        plan: Py<PyAny>,
+        templates: Bound<'_, PyTuple>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<(Self, Frame)> {
+        static IDS: AtomicU64 = AtomicU64::new(0);
+        if shared.get().closed() {
+            return Err(hook_error(
+                shared.py(),
+                "this plan was closed, or the model is gone that it was prepared for: prepare it again"
+                    .to_owned(),
+            ));
+        }
+        let request = Self {
+            // Relaxed: the ids order nothing.
+            id: IDS.fetch_add(1, Ordering::Relaxed),
+            plan,
+            collectors: templates.iter().map(|_| OnceLock::new()).collect(),
+            templates: templates.unbind(),
+            masks: Mutex::default(),
+        };
+        Ok((request, Frame::sharing(shared.unbind())))
+    }
+
+    /// Id of the request: an int, unique in the process, increasing.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Object that identifies the prepared plan.
+    #[getter]
+    fn _plan<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.plan.bind(py)
+    }
+
+    /// Returns the collector of one of the plan's captures.
+    #[pyo3(name = "_collector")]
+    pub fn collector<'py>(
+        &self,
+        py: Python<'py>,
+        capture: usize,
+    ) -> PyResult<Bound<'py, Collector>> {
+        let slot = &self.collectors[capture];
+        if let Some(collector) = slot.get() {
+            return Ok(collector.bind(py).clone());
+        }
+        let template = self.templates.bind(py).get_item(capture)?;
+        // Made outside of the lock: allocation may run finalisers.
+        let fresh = template.cast::<Collector>()?.get().fresh(py)?;
+        Ok(slot.get_or_init(|| fresh).bind(py).clone())
+    }
+
+    #[pyo3(signature = (error = None, *_others))]
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        error: Option<&Bound<'_, PyAny>>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<()> {
+        Frame::leave(slf.as_super())?;
+        if error.is_some() {
+            return Ok(());
+        }
+        let (py, this) = (slf.py(), slf.get());
+        let complete = |collector: &OnceLock<Py<Collector>>| {
+            let collector = collector.get();
+            collector.is_some_and(|collector| collector.get().complete())
+        };
+        let fired = this.plan.bind(py).getattr(intern!(py, "fired"))?;
+        if fired.is_truthy()? && this.collectors.iter().all(complete) {
+            return Ok(());
+        }
+        slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
+    }
+
+    /// Sets the positions of the forward that begins.
+    fn _set_masks(&self, masks: Py<PyTuple>) {
+        let _former = self.masks.lock().replace(masks); // dropped after the lock is released
+    }
+
+    // No `__clear__`: collectors have one, and masks are tensors.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.plan)?;
+        visit.call(&self.templates)?;
+        let mut collectors = self.collectors.iter().filter_map(OnceLock::get);
+        collectors.try_for_each(|collector| visit.call(collector))
+    }
+}
+
+impl RequestBase {
+    /// Finds the open request of a plan, among those entered the one number `repeat`.
+    pub fn find<'py>(
+        frames: &Bound<'py, PyTuple>,
+        plan: &Bound<'py, PyAny>,
+        repeat: usize,
+    ) -> Option<Bound<'py, Self>> {
+        let requests = frames
+            .iter()
+            .filter_map(|frame| frame.cast_into::<Self>().ok());
+        let mut of_plan = requests
+            .filter(|request| request.get().plan.is(plan) && !request.as_super().get().closed());
+        of_plan.nth(repeat)
+    }
+
+    /// Returns one of the plan's positions: True for all, None for none, or a tensor of bools.
+    pub fn mask<'py>(&self, py: Python<'py>, place: usize) -> PyResult<Bound<'py, PyAny>> {
+        let masks = self.masks.lock().as_ref().map(|masks| masks.clone_ref(py));
+        let Some(masks) = masks else {
+            return Err(hook_error(
+                py,
+                "the positions of this call are not known: call the model that the plan was \
+                 prepared for, not a part of it"
+                    .to_owned(),
+            ));
+        };
+        masks.bind(py).get_item(place)
+    }
+}
+
+/// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
+pub struct Source {
+    pub collector: Py<Collector>,
+    pub place: Option<Place>,
+}
+
+/// Place of a capture in a plan.
+#[derive(FromPyObject)]
+pub struct Place {
+    /// Object that identifies the prepared plan.
+    plan: Py<PyAny>,
+    /// Index among its captures.
+    capture: usize,
+    /// Index of the captured positions; None for all.
+    mask: Option<usize>,
+}
+
+impl Source {
+    /// Stores what `value` gives, by the collector of the request that the invocation number
+    /// `repeat` in a call that entered `frames` is for.
+    pub fn keep<'py>(
+        &self,
+        frames: Option<&Bound<'py, PyTuple>>,
+        repeat: usize,
+        index: usize,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = value.py();
+        let Some(place) = &self.place else {
+            return keeping::record(self.collector.bind(py), index, value);
+        };
+        let plan = place.plan.bind(py);
+        let request = frames.and_then(|frames| RequestBase::find(frames, plan, repeat));
+        let Some(request) = request else {
+            return Ok(());
+        };
+        let collector = request.get().collector(py, place.capture)?;
+        let Some(mask) = place.mask else {
+            return keeping::record(&collector, index, value);
+        };
+        let mask = request.get().mask(py, mask)?;
+        if mask.is_none() {
+            return Ok(());
+        }
+        let all = !is_tensor(&mask)?;
+        let at = map_tensors(value, &mut |tensor| {
+            if all {
+                return tensor.call_method1(intern!(py, "flatten"), (0, 1));
+            }
+            tensor.get_item(&mask)
+        })?;
+        keeping::record(&collector, index, &at)
+    }
+
+    /// Finds the collector of the request that an invocation is for.
+    pub fn find<'py>(&self, turn: &Turn<'_, 'py>) -> PyResult<Option<Bound<'py, Collector>>> {
+        let py = turn.module.py();
+        let Some(place) = &self.place else {
+            return Ok(Some(self.collector.bind(py).clone()));
+        };
+        let plan = place.plan.bind(py);
+        let frames = (turn.frames)()?;
+        let request = frames.and_then(|frames| RequestBase::find(&frames, plan, turn.repeat));
+        request.map_or(Ok(None), |request| {
+            request.get().collector(py, place.capture).map(Some)
+        })
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.collector)?;
+        visit.call(self.place.as_ref().map(|place| &place.plan))
+    }
+}

@@ -1,0 +1,48 @@
+//! `RootCalls`: the native hook that marks the calls which a capture with `stop=True` may end.
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+
+use crate::capture::collector::Collector;
+use crate::capture::request::{Place, Source};
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+
+/// Native hook around the calls of the module that a capture stops.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct RootCalls(Source);
+
+#[pymethods]
+impl RootCalls {
+    #[new]
+    #[pyo3(signature = (collector, place = None))]
+    fn new(collector: Py<Collector>, place: Option<Place>) -> (Self, NativeHook) {
+        let hook = Self(Source { collector, place });
+        (hook, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.0.traverse(&visit)
+    }
+}
+
+impl Native for RootCalls {
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        if let Some(collector) = slf.get().0.find(turn)? {
+            if turn.phase == Phase::ForwardPre {
+                collector.get().begin_call();
+            } else {
+                collector.get().end_call();
+            }
+        }
+        Ok(None)
+    }
+
+    // A graph has no way to end a call early.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            faithful: false,
+            ..Traced::plain(slf.as_any().clone(), false)
+        }))
+    }
+}

@@ -1,0 +1,382 @@
+//! Interventions: native hooks that change one tensor of a module's input or output.
+
+use ferrohook_core::Phase;
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyTuple};
+
+use crate::error::{hook_type_error, selection_error, type_name};
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::torch;
+use crate::torch::tensors::with_item;
+
+/// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Operation {
+    /// `x + v`
+    Add,
+    /// `x * factor`
+    Scale,
+    /// `x - (x · d) d`
+    Ablate,
+    /// `x + (clamp(x · d) - x · d) d`
+    Clamp,
+    /// `v`, in the shape of `x`
+    Replace,
+    Zero,
+}
+
+/// Base of interventions.
+#[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
+pub struct InterventionBase {
+    operation: Operation,
+    /// `factor`, or `low` and `high`.
+    numbers: Py<PyTuple>,
+    /// Index, key or attribute of the changed tensor.
+    part: Option<Py<PyAny>>,
+    /// Width of the vector: the last dimension of the tensors that it fits.
+    width: Option<usize>,
+    /// True if the vector has rows of its own, which must not widen `x`.
+    has_rows: bool,
+    /// True if the vector is trained: it has another graph in each call.
+    trained: bool,
+    /// Form of the operation in a trace: kind, part, vector, numbers.
+    traced: Py<PyTuple>,
+    /// The vector as tensors of some dtypes and devices take it.
+    casts: Mutex<Vec<Cast>>,
+}
+
+struct Cast {
+    dtype: Py<PyAny>,
+    device: Py<PyAny>,
+    vector: Py<PyAny>,
+}
+
+/// Part that stands for the sum of an output of two tensors: hidden state and residual.
+const SUM: &str = "sum";
+
+#[pymethods]
+impl InterventionBase {
+    #[new]
+    #[pyo3(signature = (operation, numbers, part, width, traced, *_others))]
+    fn new(
+        operation: &str,
+        numbers: Py<PyTuple>,
+        part: Option<Py<PyAny>>,
+        width: Option<usize>,
+        traced: Bound<'_, PyTuple>,
+        _others: &Bound<'_, PyTuple>,
+    ) -> PyResult<(Self, NativeHook)> {
+        let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
+        let (has_rows, trained) = match vector {
+            Some(vector) => (
+                vector.call_method0("dim")?.extract::<usize>()? > 1,
+                torch::tensors::requires_grad(&vector)?,
+            ),
+            None => (false, false),
+        };
+        let operation = match operation {
+            "add" => Operation::Add,
+            "scale" => Operation::Scale,
+            "ablate" => Operation::Ablate,
+            "clamp" => Operation::Clamp,
+            "replace" => Operation::Replace,
+            "zero" => Operation::Zero,
+            _ => return Err(PyValueError::new_err("unknown operation")),
+        };
+        let intervention = Self {
+            operation,
+            numbers,
+            part,
+            width,
+            has_rows,
+            trained,
+            traced: traced.unbind(),
+            casts: Mutex::default(),
+        };
+        Ok((intervention, NativeHook::of::<Self>()))
+    }
+
+    // No `__clear__`: tensors refer to nothing here.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.numbers)?;
+        visit.call(&self.part)?;
+        visit.call(&self.traced)?;
+        for cast in self.casts.lock().iter() {
+            visit.call(&cast.vector)?;
+        }
+        Ok(())
+    }
+}
+
+impl InterventionBase {
+    /// Applies it to the value of a turn, where `mask` is true. Returns the replacement.
+    pub fn run_masked<'py>(
+        slf: &Bound<'py, Self>,
+        turn: &Turn<'_, 'py>,
+        mask: Option<&Bound<'py, PyAny>>,
+    ) -> Outcome<'py> {
+        let change = Change {
+            intervention: slf,
+            turn,
+            mask,
+        };
+        if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
+            let message = format!(
+                "{} changes positional arguments, and the call has none: register a hook \
+                 with_kwargs",
+                (turn.describe)()
+            );
+            return Err(hook_type_error(slf.py(), message));
+        }
+        let value = if turn.phase == Phase::ForwardPre && turn.args.len() != 1 {
+            turn.args.as_any()
+        } else {
+            turn.value
+        };
+        let changed = change.part_of(value)?;
+        if turn.phase == Phase::ForwardPre && turn.args.len() == 1 {
+            return Ok(Some(PyTuple::new(slf.py(), [changed])?.into_any()));
+        }
+        Ok(Some(changed))
+    }
+}
+
+/// One invocation of an intervention.
+struct Change<'a, 'py> {
+    intervention: &'a Bound<'py, InterventionBase>,
+    turn: &'a Turn<'a, 'py>,
+    mask: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl<'py> Change<'_, 'py> {
+    fn py(&self) -> Python<'py> {
+        self.intervention.py()
+    }
+
+    /// Changes the part of a value that the intervention is for.
+    fn part_of(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let Some(part) = &self.intervention.get().part else {
+            if torch::is_tensor(value)? {
+                return self.tensor(value);
+            }
+            let expected = "changes a tensor: name one of its parts by output_index, the module's \
+                            value is";
+            return Err(self.error(expected, value));
+        };
+        let part = part.bind(self.py());
+        if let Ok(tuple) = value.cast::<PyTuple>()
+            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
+        {
+            return self.sum(tuple);
+        }
+        let is_name = part.is_instance_of::<PyString>();
+        let found = if is_name && !value.is_instance_of::<PyDict>() {
+            value.getattr(part.cast::<PyString>()?)
+        } else {
+            value.get_item(part)
+        };
+        let found = found.map_err(|cause| {
+            let part = part
+                .repr()
+                .map_or_else(|_| "?".to_owned(), |it| it.to_string());
+            let message = format!(
+                "{} changes output_index {part}, which the module's value, of type {}, lacks",
+                (self.turn.describe)(),
+                type_name(value)
+            );
+            let error = selection_error(self.py(), message);
+            error.set_cause(self.py(), Some(cause));
+            error
+        })?;
+        if !torch::is_tensor(&found)? {
+            return Err(self.error("changes a tensor: its output_index names", &found));
+        }
+        with_item(value, part, &self.tensor(&found)?)
+    }
+
+    /// Changes the sum of hidden state and residual: the hidden state takes the difference.
+    fn sum(&self, value: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+        let (hidden, residual) = match (value.get_item(0), value.get_item(1)) {
+            (Ok(hidden), Ok(residual)) if value.len() == 2 => (hidden, residual),
+            _ => {
+                let expected = "changes the sum of two tensors, hidden state and residual, of";
+                return Err(self.error(expected, value));
+            }
+        };
+        let changed = if self.intervention.get().operation == Operation::Add {
+            self.tensor(&hidden)?
+        } else {
+            let sum = hidden.add(&residual)?;
+            self.tensor(&sum)?.sub(&residual)?
+        };
+        with_item(
+            value,
+            &0_usize.into_pyobject(self.py())?.into_any(),
+            &changed,
+        )
+    }
+
+    /// Changes a tensor, where the mask is true.
+    fn tensor(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let changed = self.everywhere(x)?;
+        let Some(mask) = self.mask else {
+            return Ok(changed);
+        };
+        merge(self.turn, mask, &changed, x)
+    }
+
+    fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let this = self.intervention.get();
+        let number = |place| this.numbers.bind(py).get_item(place);
+        match this.operation {
+            Operation::Scale => x.mul(number(0)?),
+            Operation::Zero => torch::zeros_like(x),
+            Operation::Add if this.has_rows => x.add(self.expanded(x)?),
+            Operation::Add => x.add(self.vector(x)?),
+            Operation::Replace => self.expanded(x)?.call_method0(intern!(py, "clone")),
+            Operation::Ablate => {
+                let direction = self.vector(x)?;
+                x.sub(along(x, &direction)?.mul(&direction)?)
+            }
+            Operation::Clamp => {
+                let direction = self.vector(x)?;
+                let before = along(x, &direction)?;
+                let after = before.call_method1(intern!(py, "clamp"), (number(0)?, number(1)?))?;
+                x.add(after.sub(before)?.mul(&direction)?)
+            }
+        }
+    }
+
+    /// Returns the vector in the shape of `x`.
+    fn expanded(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let vector = self.vector(x)?;
+        let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
+        expanded.map_err(|cause| {
+            let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
+                let shape = tensor.getattr(intern!(py, "shape"));
+                shape.and_then(|shape| shape.extract()).unwrap_or_default()
+            };
+            let message = format!(
+                "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
+                (self.turn.describe)(),
+                shape(&vector),
+                shape(x)
+            );
+            let error = hook_type_error(py, message);
+            error.set_cause(py, Some(cause));
+            error
+        })
+    }
+
+    /// Returns the vector as `x` takes it.
+    fn vector(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let this = self.intervention.get();
+        if let Some(width) = this.width {
+            let dims = x.call_method1(intern!(py, "size"), (-1,));
+            let of_x: Option<usize> = dims.and_then(|dims| dims.extract()).ok();
+            if of_x != Some(width) {
+                let message = format!(
+                    "{}: its vector has a width of {width}, the module's value has {}",
+                    (self.turn.describe)(),
+                    of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
+                );
+                return Err(hook_type_error(py, message));
+            }
+        }
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        {
+            let casts = this.casts.lock();
+            let found = casts.iter().find(|cast| {
+                cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
+            });
+            if let Some(cast) = found {
+                return Ok(cast.vector.bind(py).clone());
+            }
+        }
+        let method = intern!(py, "_cast");
+        let vector = self.intervention.call_method1(method, (&dtype, &device))?;
+        if !this.trained {
+            this.casts.lock().push(Cast {
+                dtype: dtype.unbind(),
+                device: device.unbind(),
+                vector: vector.clone().unbind(),
+            });
+        }
+        Ok(vector)
+    }
+
+    fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
+        let message = format!(
+            "{} {expected} a {}",
+            (self.turn.describe)(),
+            type_name(value)
+        );
+        hook_type_error(self.py(), message)
+    }
+}
+
+/// Takes `changed` where the mask, of (batch, length), is true, and `x` elsewhere.
+pub fn merge<'py>(
+    turn: &Turn<'_, 'py>,
+    mask: &Bound<'py, PyAny>,
+    changed: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = x.py();
+    let shape = |tensor: &Bound<'py, PyAny>| -> PyResult<Vec<usize>> {
+        tensor.getattr(intern!(py, "shape"))?.extract()
+    };
+    let (of_x, of_mask) = (shape(x)?, shape(mask)?);
+    if !of_x.starts_with(&of_mask) {
+        let message = format!(
+            "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value \
+             has the shape {of_x:?}",
+            (turn.describe)(),
+        );
+        return Err(hook_type_error(py, message));
+    }
+    let mut mask = mask.clone();
+    for _ in of_mask.len()..of_x.len() {
+        mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
+    }
+    changed.call_method1(intern!(py, "where"), (mask, x))
+}
+
+/// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
+// Not a product of matrices: autocast runs those in lower precision.
+fn along<'py>(x: &Bound<'py, PyAny>, direction: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    x.mul(direction)?
+        .call_method1(intern!(x.py(), "sum"), (-1, true))
+}
+
+impl Native for InterventionBase {
+    fn native_in(_slf: &Bound<'_, Self>, phase: Phase) -> bool {
+        matches!(phase, Phase::ForwardPre | Phase::Forward)
+    }
+
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        Self::run_masked(slf, turn, None)
+    }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
+            kind: "intervention",
+            with_kwargs: false,
+            faithful: true,
+            operator: None,
+        }))
+    }
+}

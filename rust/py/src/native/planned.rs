@@ -1,0 +1,149 @@
+//! Native hooks of prepared plans: hooks at chosen positions, and the guard of the model.
+
+use ferrohook_core::Phase;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::capture::request::RequestBase;
+use crate::cpython::invoke;
+use crate::error::hook_error;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::native::intervention::{InterventionBase, merge};
+use crate::torch;
+use crate::torch::tree::ModuleTree;
+
+/// Hook of a plan that fires at some positions of its request: an intervention, or a forward hook
+/// of PyTorch's contract, whose result replaces the output there.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct MaskedHook {
+    hook: Py<PyAny>,
+    /// Object that identifies the prepared plan.
+    plan: Py<PyAny>,
+    /// Index of the positions among those of the plan.
+    mask: usize,
+}
+
+#[pymethods]
+impl MaskedHook {
+    #[new]
+    fn new(hook: Py<PyAny>, plan: Py<PyAny>, mask: usize) -> (Self, NativeHook) {
+        (Self { hook, plan, mask }, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.hook)?;
+        visit.call(&self.plan)
+    }
+}
+
+impl Native for MaskedHook {
+    fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
+        let changes_input = slf.get().hook.bind(slf.py()).cast::<InterventionBase>();
+        phase == Phase::Forward || (phase == Phase::ForwardPre && changes_input.is_ok())
+    }
+
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let (py, this) = (slf.py(), slf.get());
+        let frames = (turn.frames)()?;
+        let request =
+            frames.and_then(|frames| RequestBase::find(&frames, this.plan.bind(py), turn.repeat));
+        let Some(request) = request else {
+            return Ok(None);
+        };
+        let mask = request.get().mask(py, this.mask)?;
+        if mask.is_none() {
+            return Ok(None);
+        }
+        let mask = Some(mask).filter(|mask| torch::is_tensor(mask).unwrap_or(false));
+        let hook = this.hook.bind(py);
+        if let Ok(intervention) = hook.cast::<InterventionBase>() {
+            return InterventionBase::run_masked(intervention, turn, mask.as_ref());
+        }
+        let result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
+        if result.is_none() {
+            return Ok(None);
+        }
+        let Some(mask) = mask else {
+            return Ok(Some(result));
+        };
+        if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
+            return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
+        }
+        merge(turn, &mask, &result, turn.value).map(Some)
+    }
+
+    fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
+        slf.get().hook.bind(slf.py()).clone()
+    }
+
+    // A graph does not know the positions of the calls that will run it.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            faithful: false,
+            ..Traced::plain(slf.as_any().clone(), false)
+        }))
+    }
+}
+
+/// Hook on the model of a prepared plan: refuses a model whose modules were replaced, and has the
+/// positions of a forward found.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct PlanGuard {
+    tree: Py<ModuleTree>,
+    /// Finds positions, called with (module, args, kwargs); None if the plan needs none.
+    positions: Option<Py<PyAny>>,
+}
+
+#[pymethods]
+impl PlanGuard {
+    /// Makes a guard for the modules of a tree.
+    #[new]
+    fn new(tree: Py<ModuleTree>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
+        (Self { tree, positions }, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.tree)?;
+        visit.call(&self.positions)
+    }
+}
+
+impl Native for PlanGuard {
+    fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
+        Some(Phase::ForwardPre)
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = slf.py();
+        if !slf.get().tree.get().holds(py)? {
+            return Err(hook_error(
+                py,
+                "modules of the model were replaced since the plan was prepared, and its hooks \
+                 are not on the new ones: prepare the plan again"
+                    .to_owned(),
+            ));
+        }
+        if let Some(positions) = &slf.get().positions {
+            let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
+            invoke::call(
+                positions.bind(py),
+                [turn.module, turn.args.as_any(), kwargs.as_any()],
+            )?;
+        }
+        Ok(None)
+    }
+
+    // Dynamo guards the modules itself.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        let positions = slf.get().positions.as_ref();
+        Ok(positions.map(|_| Traced {
+            faithful: false,
+            ..Traced::plain(slf.as_any().clone(), false)
+        }))
+    }
+}

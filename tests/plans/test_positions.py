@@ -1,0 +1,206 @@
+"""Positions of tokens in `generate`, against hooks by hand that know them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = (3, 5, 2)
+LONGEST = max(LENGTHS)
+NEW = 4
+WIDTH = 8
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    """A model and the name of a layer that returns the hidden state."""
+    torch.manual_seed(0)
+    ends = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
+    if request.param == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=WIDTH,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=32,
+            max_position_embeddings=64,
+            **ends,
+        )
+        return transformers.LlamaForCausalLM(config).eval(), "model.layers.0.mlp"
+    config = transformers.GPT2Config(
+        n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=32, n_positions=64, **ends
+    )
+    return transformers.GPT2LMHeadModel(config).eval(), "transformer.h.0.mlp"
+
+
+def prompts(side: str) -> tuple[Tensor, Tensor]:
+    """Token ids, and the attention mask."""
+    ids = torch.zeros(len(LENGTHS), LONGEST, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        place = slice(LONGEST - length, None) if side == "left" else slice(length)
+        ids[row, place] = torch.arange(1, length + 1) + 5 * row
+        mask[row, place] = 1
+    return ids, mask
+
+
+def positions(side: str) -> Tensor:
+    """Position of each token in the columns of `generate`, -1 for padding."""
+    rows = []
+    for length in LENGTHS:
+        padding = [-1] * (LONGEST - length)
+        prompt = [*range(length)]
+        start = [*padding, *prompt] if side == "left" else [*prompt, *padding]
+        rows.append([*start, *range(length, length + NEW)])
+    return torch.tensor(rows)
+
+
+EVERY_OTHER = slice(None, None, 2)
+ATS: dict[str, tuple[Any, Any]] = {
+    # The positions as a plan has them, and as a function of (position, length of the prompt).
+    "prompt": ("prompt", lambda p, n: p < n),
+    "last_prompt": ("last_prompt", lambda p, n: p == n - 1),
+    "generated": ("generated", lambda p, n: p >= n),
+    "first": (0, lambda p, n: p == 0),
+    "int": (4, lambda p, n: p == 4),
+    "last": (-1, lambda p, n: p == n - 1),
+    "last but one": (-2, lambda p, n: p == n - 2),
+    "before all": (-4, lambda p, n: p == n - 4),
+    "slice": (slice(1, 4), lambda p, n: (p >= 1) & (p < 4)),
+    "from the end": (slice(-2, None), lambda p, n: p >= n - 2),
+    "up to the end": (slice(None, -1), lambda p, n: p < n - 1),
+    "steps": (EVERY_OTHER, lambda p, n: p % 2 == 0),
+    "function": (lambda positions: positions % 3 == 1, lambda p, n: p % 3 == 1),
+}
+ats = pytest.mark.parametrize(("at", "by_hand"), ATS.values(), ids=ATS)
+
+
+def generate(model: Any, side: str, *, use_cache: bool) -> Tensor:
+    ids, mask = prompts(side)
+    return model.generate(  # type: ignore[no-any-return]
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, use_cache=use_cache
+    )
+
+
+class ByHand:
+    """A hook that knows the columns of its calls, and so their positions."""
+
+    def __init__(self, side: str, by_hand: Any, *, use_cache: bool) -> None:
+        known = positions(side)
+        lengths = torch.tensor(LENGTHS)[:, None]
+        self.chosen = (known >= 0) & by_hand(known, lengths)
+        self.use_cache = use_cache
+        self.seen = 0
+        self.kept: list[Tensor] = []
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        length = output.shape[1]
+        start = self.seen if self.use_cache else 0
+        self.seen += length
+        mask = self.chosen[:, start : start + length]
+        if mask.any():
+            self.kept.append(output[mask].clone())
+        return torch.where(mask[..., None], output * -3.0, output)
+
+
+@ats
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+def test_positions_in_generate(
+    pair: tuple[Any, str], at: Any, by_hand: Any, side: str, use_cache: bool
+) -> None:
+    model, name = pair
+    plain = copy.deepcopy(model)
+    hand = ByHand(side, by_hand, use_cache=use_cache)
+    plain.get_submodule(name).register_forward_hook(hand)
+    expected = generate(plain, side, use_cache=use_cache)
+    plan = fh.Plan(
+        fh.keep(name, at=at, keep="all", copy="clone", inputs=False, label="after"),
+        fh.on(name, fh.Scale(-3.0), at=at),
+    )
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        tokens = generate(model, side, use_cache=use_cache)
+        assert torch.equal(tokens, expected)
+        kept = request.acts[f"after:{name}"] if request.acts else []
+    assert [each.shape for each in kept] == [each.shape for each in hand.kept]
+    for ours, before in zip(kept, hand.kept, strict=True):
+        assert torch.equal(ours, before * -3.0)
+    assert torch.equal(
+        generate(model, side, use_cache=use_cache),
+        generate(copy.deepcopy(model), side, use_cache=use_cache),
+    )
+
+
+def test_a_function_at_positions(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    hook = ByHand("left", lambda p, n: p >= n, use_cache=True)
+    plain = copy.deepcopy(model)
+    plain.get_submodule(name).register_forward_hook(hook)
+    plan = fh.Plan(fh.on(name, lambda _module, _args, output: output * -3.0, at="generated"))
+    with plan.prepare(model) as prepared, prepared.open():
+        tokens = generate(model, "left", use_cache=True)
+    assert torch.equal(tokens, generate(plain, "left", use_cache=True))
+
+
+def test_two_generations_in_one_request(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    plan = fh.Plan(fh.keep(name, at="last_prompt", keep="all"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        for _ in range(2):
+            generate(model, "left", use_cache=True)
+    first, second = request.acts[name]
+    assert first.shape == (len(LENGTHS), WIDTH)
+    assert torch.equal(first, second)
+
+
+def test_a_model_without_tokens_is_refused_at_open() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with fh.Plan(fh.keep("0", at="prompt")).prepare(model) as prepared:
+        assert not prepared.closed
+        with pytest.raises(fh.HookError, match=r"at=.*Sequential.*input_ids"):
+            prepared.open()
+    with fh.Plan(fh.keep("0")).prepare(model) as prepared, prepared.open():
+        model(torch.ones(1, WIDTH))
+
+
+def test_a_part_called_outside_of_the_model_is_refused(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared:
+        assert not prepared.closed
+        with (
+            pytest.raises(fh.HookError, match="positions of this call are not known"),
+            prepared.open(),
+        ):
+            model.get_submodule(name)(torch.ones(1, 2, WIDTH))
+
+
+def test_a_call_without_tokens_is_refused(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared:
+        assert not prepared.closed
+        with pytest.raises(fh.HookError, match="it takes no tokens"), prepared.open():
+            model(attention_mask=torch.ones(1, 2))
+
+
+def test_embeddings_and_position_ids(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    ids, _ = prompts("left")
+    embeds = model.get_input_embeddings()(ids)
+    places = torch.arange(3, 3 + LONGEST).expand(len(LENGTHS), LONGEST)
+    with fh.Plan(fh.keep(name, at=4)).prepare(model) as prepared:
+        for arguments, column in (
+            ({"inputs_embeds": embeds}, 4),
+            ({"inputs_embeds": embeds, "position_ids": places}, 1),
+        ):
+            with prepared.open() as request, fh.capture(model, name) as acts:
+                model(**arguments)
+            assert torch.equal(request.acts[name], acts[name][:, column])
