@@ -268,8 +268,8 @@ impl Frame {
         self.closed()
     }
 
-    /// The first exception that one of its hooks raised, whatever the hook's `on_error`; None if
-    /// none did.
+    /// A copy, without its traceback, of the first exception that one of its hooks raised, whatever
+    /// the hook's `on_error`; None if none did.
     #[getter]
     fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
         Some(self.error.get()?.value(py))
@@ -423,8 +423,16 @@ pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>,
         };
         let hooks = frame.get().all_hooks(module);
         if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
-            // The first one stays.
-            let _ = frame.get().error.set(error.clone_ref(frames.py()));
+            // The first one stays, as a copy: its traceback would keep all frames below alive.
+            let py = frames.py();
+            let copied = py
+                .import("copy")
+                .and_then(|copy| copy.call_method1("copy", (error.value(py),)))
+                .map(PyErr::from_value);
+            let _ = frame
+                .get()
+                .error
+                .set(copied.unwrap_or_else(|failed| failed));
         }
     }
 }
