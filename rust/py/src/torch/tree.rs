@@ -1,7 +1,7 @@
 //! `ModuleTree`: snapshot of the children of modules.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDictMethods, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDictMethods, PyListMethods, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::cpython::dict::instance_dict;
 use crate::torch;
@@ -88,7 +88,8 @@ impl Parent {
 type Named<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 fn named_children<'py>(module: &Bound<'py, PyAny>) -> PyResult<Vec<Named<'py>>> {
-    let children = torch::children(&instance_dict(module)?)?;
-    let children = children.iter().flat_map(PyDictMethods::iter);
-    Ok(children.collect())
+    // A copy: another thread may change the dict meanwhile.
+    let children = torch::children(&instance_dict(module)?)?.map(|children| children.items());
+    let items = children.iter().flat_map(PyListMethods::iter);
+    items.map(|item| item.extract()).collect()
 }
