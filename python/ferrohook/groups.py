@@ -14,7 +14,7 @@ from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect, expect_module
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.never_fired import SCOPE_IN_THREADS, explain
+from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import KeepEntry
 from ferrohook.scopes import Scope
@@ -125,12 +125,7 @@ class HandleGroup(AttachmentContext):
 
     def _silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
-        # A disabled or removed hook has not counted its module's calls, nor has a compiled one.
-        return [
-            name
-            for name, handle in self._handles.items()
-            if not (handle.calls or handle.traced) and handle.enabled and not handle.removed
-        ]
+        return never_fired(self._handles.items())
 
     def _warning_text(self, silent: list[str], in_threads: str = "") -> str:
         phase = self._handles[silent[0]].phase

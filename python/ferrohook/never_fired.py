@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING, Any
 from ferrohook.classes import plain_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
+
+    from ferrohook._core import HookHandle
 
 MOST_NAMED = 5
 
 
 CAPTURE_IN_THREADS = "c = capture(...); with c as acts: pool.map(c.wrap(model), inputs)"
 SCOPE_IN_THREADS = "with scope() as s: pool.map(s.wrap(model), inputs)"
+
+
+def never_fired(handles: Iterable[tuple[str, HookHandle]]) -> list[str]:
+    """Returns the names whose hooks could fire and never did."""
+    # A disabled or removed hook has not counted its module's calls, nor has a compiled one.
+    return [
+        name
+        for name, handle in handles
+        if not (handle.calls or handle.traced) and handle.enabled and not handle.removed
+    ]
 
 
 def explain(model: nn.Module, names: Sequence[str], *, in_threads: str = "") -> str:

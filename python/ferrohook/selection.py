@@ -56,17 +56,20 @@ def select(
         HookTypeError: `model` is not an `nn.Module`, or `what` is none of the above.
     """
     expect_module(model, "select names modules of")
+    if isinstance(what, str) and (module := _module_at(model, what)) is not None:
+        return _without_containers({what: module}, called)  # without walking the model
     key = _key(what)
-    if key is None:
-        return _select(model, what, called)
-    selections = _SELECTIONS.setdefault(model, {})
+    selections = {} if key is None else _SELECTIONS.setdefault(model, {})
     former = selections.get((key, called))
     if former is not None and (found := former.found()) is not None:
         return found
-    found = _select(model, what, called)
-    modules = [*_Tree(model).named.values()]
+    tree = _Tree(model)
+    if what is None:
+        return _without_containers(tree.named, called)
+    found = tree.ordered(_match(tree, what, called))
+    modules = [*tree.named.values()]
     # The children of wrappers and scripted modules stand elsewhere.
-    if all(vars(module).get("_modules") is module._modules for module in modules):
+    if key and all(vars(module).get("_modules") is module._modules for module in modules):
         if len(selections) >= MOST_SELECTIONS:
             selections.clear()
         references = [(name, weakref.ref(module)) for name, module in found.items()]
@@ -102,20 +105,7 @@ def _key(what: Selector) -> Any:
     if isinstance(what, list | tuple):
         names = tuple(what)
         return names if names and all(type(name) is str for name in names) else None
-    # A path is found faster than remembered.
-    return what if isinstance(what, str) and not _is_path(what) else None
-
-
-_is_path = re.compile(r"[^*?\[]*").fullmatch
-
-
-def _select(model: nn.Module, what: Selector, called: bool) -> dict[str, nn.Module]:  # noqa: FBT001 (the option of `select`)
-    if isinstance(what, str) and (module := _module_at(model, what)) is not None:
-        return _without_containers({what: module}, called)  # without walking the model
-    tree = _Tree(model)
-    if what is None:
-        return _without_containers(tree.named, called)
-    return tree.ordered(_match(tree, what, called))
+    return what if isinstance(what, str) else None
 
 
 def refuse_container(name: str, module: nn.Module) -> None:

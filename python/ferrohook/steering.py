@@ -21,9 +21,6 @@ from ferrohook.operations import prepared_vector
 from ferrohook.tensors import content_of
 from ferrohook.traced import never_trace
 
-SUM: Final = "sum"
-"""`output_index` of the sum of a hidden state and a residual that a layer returns as a pair."""
-
 
 class Intervention(InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.

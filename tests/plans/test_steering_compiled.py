@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -115,3 +116,18 @@ def test_parts_in_graphs(kind: str, part: Any) -> None:
     with plan.prepare(model) as prepared, prepared.open():
         y = torch.compile(model, backend="eager", fullgraph=True)(x)
     assert torch.equal(y, plain(x))
+
+
+@compiled
+def test_a_plan_that_takes_effect_in_a_compiled_model_is_not_reported_as_silent() -> None:
+    model = Net(WIDTH)
+    x = torch.randn(2, WIDTH)
+    steered_alone = expected(model, fh.Scale(2.0), x)
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    with fh.Plan(fh.on(["embed", "head"], fh.Scale(2.0))).prepare(model) as prepared:
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", fh.NeverFiredWarning)
+                with prepared.open():
+                    steered = call(x)
+            torch.testing.assert_close(steered, steered_alone)

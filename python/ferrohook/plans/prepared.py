@@ -34,7 +34,7 @@ from ferrohook.capture_session import (
 )
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach, registry_of
-from ferrohook.never_fired import explain
+from ferrohook.never_fired import explain, never_fired
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.positions import At, knows_positions, mask_of, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
@@ -290,11 +290,7 @@ class Request(RequestBase, Scope):
             for name, index in capture.places.items()
             if index not in self._collector(place).ran()
         ]
-        idle = [
-            name
-            for name, handle in plan.handles
-            if not handle.calls and handle.enabled and not handle.removed
-        ]
+        idle = never_fired(plan.handles)
         plan.fired = not idle
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
