@@ -6,6 +6,7 @@ interrupt is raised at each such place in turn.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
 import itertools
@@ -152,6 +153,40 @@ def test_an_interrupt_restores_the_model(act: Callable[[nn.Module], None]) -> No
             break
     assert left == []
     assert place > 20
+
+
+def activate(scope: fh.Scope) -> None:
+    with scope.activate():
+        observe()
+
+
+def wrap(scope: fh.Scope) -> None:
+    scope.wrap(observe)()
+
+
+def wrap_coroutine(scope: fh.Scope) -> None:
+    async def work() -> None:
+        observe()
+
+    coroutine = scope.wrap(work)()
+    with suppress(StopIteration):
+        coroutine.send(None)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("act", [activate, wrap, wrap_coroutine])
+def test_an_interrupt_deactivates_a_scope(act: Callable[[fh.Scope], None]) -> None:
+    left = []
+    for place in itertools.count():
+        elsewhere = contextvars.copy_context()
+        with fh.scope() as scope:
+            landed, _ = interrupted(functools.partial(elsewhere.run, act, scope), place)
+        if elsewhere.run(frames.get) != ():
+            left.append(place)
+        if not landed:
+            break
+    assert left == []
+    assert place > 3
 
 
 class Recorded(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, fina
 from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
+    "Activation",
     "Attachment",
     "AttachmentContext",
     "Call",
@@ -240,6 +241,7 @@ class Attachment:
         timed: bool = False,
         scope: Frame | None = None,
         names: list[str] | None = None,
+        entry: int | None = None,
     ) -> list[HookHandle]: ...
     def adopt(self, modules: list[Any], handles: list[HookHandle]) -> None: ...
     def release_with(self, scope: Frame) -> None: ...
@@ -259,6 +261,12 @@ class AttachmentContext:
 def release_copy(module: Any) -> bool: ...
 def crc32(data: Buffer, value: int = 0, /) -> int: ...
 def assign_class(module: Any, plain: type, instrumented: type | None) -> bool: ...
+
+@final
+class Activation:
+    def __new__(cls, frame: Frame) -> Self: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class Frame:
@@ -429,6 +437,7 @@ class InterventionBase(NativeHook):
         traced: tuple[Any, ...],
         *_others: object,
     ) -> Self: ...
+    def apply(self, value: Any) -> Any: ...  # the value's type
 
 @final
 class MaskedHook(NativeHook):

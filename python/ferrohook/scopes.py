@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from ferrohook._core import Frame, frames
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook._core import Activation, Frame
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import contextlib
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,29 +36,16 @@ class Scope(Frame):
 
         def __enter__(self) -> Self: ...
 
-    @contextlib.contextmanager
-    def activate(self) -> Iterator[None]:
-        """Activates the scope in another context, such as that of another thread.
+    def activate(self) -> contextlib.AbstractContextManager[None]:
+        """Activates the scope in another context, such as that of another thread, by `with`.
 
         Activates the scopes around it too. Leaving deactivates them for that context alone.
 
         Raises:
-            HookError: the scope was not entered, or was left; or the block ends in another context.
+            HookError: when entered, if the scope is not entered, or was left; when left, if that is
+                in another context.
         """
-        scopes = self._entered
-        if scopes is None:
-            msg = "activate needs an entered scope: use it inside `with scope`"
-            raise HookError(msg)
-        active = frames.get()
-        token = frames.set((*active, *(each for each in scopes if each not in active)))
-        try:
-            yield
-        finally:
-            try:
-                frames.reset(token)
-            except ValueError as error:
-                msg = "activate was left in another thread or task: leave it where it was entered"
-                raise HookError(msg) from error
+        return Activation(self)
 
     def wrap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Wraps `fn` for executors: the scope is active while it runs, in whichever thread.

@@ -193,6 +193,12 @@ def test_an_activation_ends_in_the_context_where_it_began(
         with pytest.raises(fh.HookError, match="left in another thread or task"):
             elsewhere.submit(activated.__exit__, None, None, None).result(LIMIT)
         assert hooked(0) == 1
+        with pytest.raises(fh.HookError, match=r"entered: make another by activate\(\)"), activated:
+            pytest.fail("it was entered")
+        activated.__exit__(None, None, None)
+        with pytest.raises(fh.HookError, match="not entered, or was left before"):
+            activated.__exit__(None, None, None)
+        assert hooked(0) == 1
 
 
 def test_repr_shows_the_state() -> None:

@@ -3,12 +3,13 @@
 use std::cell::OnceCell;
 use std::ptr;
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::cpython::once::Once;
+use crate::error::hook_error;
 
 /// Frames of a context that has entered one, and the token that identifies the context among its
 /// copies.
@@ -62,16 +63,22 @@ pub fn set<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, frames.as_ptr())) }
 }
 
-/// Undoes the change that returned `token`.
-pub fn reset(token: &Bound<'_, PyAny>) -> PyResult<()> {
+/// Undoes the change that returned `token`; a `HookError` of `elsewhere` in another context.
+pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     let py = token.py();
     let variable = variable(py)?.as_ptr();
     // SAFETY: a context variable and a live object; returns -1 with an exception set if the object
     // is no token of it, or of another context.
-    if unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) } < 0 {
-        return Err(PyErr::fetch(py));
+    if unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) } == 0 {
+        return Ok(());
     }
-    Ok(())
+    let cause = PyErr::fetch(py);
+    if !cause.is_instance_of::<PyValueError>(py) {
+        return Err(cause);
+    }
+    let error = hook_error(py, elsewhere.to_owned());
+    error.set_cause(py, Some(cause));
+    Err(error)
 }
 
 /// Returns the tuple without one of its objects.

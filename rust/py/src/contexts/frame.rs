@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::{Entry, Phase, Registry};
 use parking_lot::Mutex;
-use pyo3::exceptions::{PyBaseException, PyValueError};
+use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -118,19 +118,11 @@ impl Frame {
         let token = token.ok_or_else(not_entered)?;
         let active = active(py)?;
         // A copied context has the same frames: only the token identifies the one that entered.
-        current::reset(token.bind(py)).map_err(|error| {
-            if !error.is_instance_of::<PyValueError>(py) {
-                return error;
-            }
-            let elsewhere = hook_error(
-                py,
-                "a scope is left where it was entered, in the same thread and task: it is still \
-                 entered there"
-                    .to_owned(),
-            );
-            elsewhere.set_cause(py, Some(error));
-            elsewhere
-        })?;
+        current::reset(
+            token.bind(py),
+            "a scope is left where it was entered, in the same thread and task: it is still entered \
+             there",
+        )?;
         // Out of order: this frame is left before one inside it, or was.
         if !same_without(&current::active(py)?, &active, slf.as_any()) {
             set(&without(&active, slf.as_any())?)?;
@@ -278,7 +270,7 @@ impl Frame {
     /// The frames of the context that entered it, itself the last; None before it is entered and
     /// after it is left.
     #[getter(_entered)]
-    fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
+    pub fn entered<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyTuple>> {
         if self.closed() {
             return None;
         }

@@ -231,13 +231,15 @@ impl Call {
             return Ok(());
         };
         let token = progress.token.as_ref();
-        let reset = token.map(|token| current::reset(token.bind(py)));
+        let reset = token.map(|token| current::reset(token.bind(py), ELSEWHERE));
         in_progress(py)?.discard(slf)?;
         this.recorder()
             .map_or(Ok(()), |recorder| recorder.end(py))?;
         reset.transpose().map(drop)
     }
 }
+
+const ELSEWHERE: &str = "a recorded call ended in another thread or task than it began in";
 
 impl LayerKey {
     /// Picks the recorded item of a layer's output.
