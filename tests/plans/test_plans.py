@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ferrohook as fh
+from ferrohook.detectors import CallCounter
 from support.hooks import ignore
 from support.internals import in_no_scope, instrumented
 from support.plans import Net
@@ -262,6 +263,16 @@ def test_closing_a_request_ends_it_where_it_is_entered() -> None:
         with pytest.raises(fh.HookError, match="not entered, or was left"):
             request.__exit__(None, None, None)
     assert torch.equal(model(X), expected)
+
+
+def test_a_detector_in_a_plan_distinguishes_modules() -> None:
+    model = Net(WIDTH)
+    calls = CallCounter()
+    plan = fh.Plan(fh.on(["embed", "act"], calls))
+    with plan.prepare(model) as prepared, prepared.open():
+        model(X)
+    by_module = {name: each.snapshot()["calls"] for name, each in calls.modules.items()}
+    assert by_module == {"embed": 1, "act": 2}
 
 
 def test_copies_of_the_model_have_no_plan() -> None:

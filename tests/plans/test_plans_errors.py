@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import logging
+import re
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import ferrohook as fh
 from ferrohook._core import frames
 from support.hooks import ignore
 from support.internals import in_no_scope, instrumented
-from support.plans import Net
+from support.plans import Net, Tokens
 from support.threads import in_thread
 from test_interrupts import interrupted, state
 
@@ -70,10 +71,41 @@ def test_a_width_that_is_not_known_is_told_at_the_first_call() -> None:
         request = prepared.open()
         with pytest.raises(fh.HookTypeError, match=r"width of 9.* 4") as caught, request:
             model(X)
-        assert "Ablate" in str(caught.value)
-        assert "Tanh" in str(caught.value)
+        assert re.match(
+            r"the forward hook an instance of Ablate \(id \d+\) of Tanh 'act', "
+            r"entry 1 of the plan: ",
+            str(caught.value),
+        )
         assert type(request.error) is type(caught.value)
         assert str(request.error) == str(caught.value)
+
+
+@pytest.mark.parametrize("at", [None, slice(0, 2)])
+def test_a_vector_that_does_not_broadcast_is_told_with_entry_and_module(at: Any) -> None:
+    model = Tokens(WIDTH)
+    plan = fh.Plan(fh.on("embed", ignore), fh.on("head", fh.Replace(torch.ones(9, WIDTH)), at=at))
+    told = (
+        r"of Linear 'head', entry 1 of the plan: .* \[9, 4\] does not broadcast to .* \[1, 3, 4\]"
+    )
+    with (
+        plan.prepare(model) as prepared,
+        pytest.raises(fh.HookTypeError, match=told),
+        prepared.open(),
+    ):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
+    plan = fh.Plan(fh.keep("act"), fh.on("head", fail))
+    with (
+        plan.prepare(model := Net(WIDTH)) as prepared,
+        pytest.raises(ValueError, match="the hook failed") as caught,
+        prepared.open(),
+    ):
+        model(X)
+    (note,) = caught.value.__notes__
+    assert note.startswith("ferrohook: raised by the forward hook fail (id ")
+    assert note.endswith(") of Linear 'head', entry 1 of the plan")
 
 
 @pytest.mark.parametrize(

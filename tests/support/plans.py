@@ -90,3 +90,16 @@ class Net(nn.Module):
             hidden, residual = block(x)
             x = hidden + residual
         return self.head(self.act(x))
+
+
+class Tokens(nn.Module):
+    """A model that takes token ids."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        del attention_mask  # tells the positions alone
+        return self.head(self.embed(input_ids))

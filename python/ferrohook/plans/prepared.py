@@ -110,7 +110,7 @@ class Prepared:
         names: set[str] = set()
         for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
             if isinstance(entry, HookEntry):
-                self._register(entry, modules, attachment)
+                self._register(number, entry, modules, attachment)
                 continue
             kept = {_kept_name(entry, name): module for name, module in modules.items()}
             if twice := names & kept.keys():
@@ -130,13 +130,19 @@ class Prepared:
         return any(entry.at is not None for entry in self.entries)
 
     def _register(
-        self, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
+        self, number: int, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
     ) -> None:
         hook = entry.hook
         if entry.at is not None:
             hook = MaskedHook(hook, self._contents, self._mask(entry.at))
         handles = attachment.register(
-            [*modules.values()], entry.phase, hook, scope=self._frame, **entry.options
+            [*modules.values()],
+            entry.phase,
+            hook,
+            scope=self._frame,
+            names=[*modules],
+            entry=number,
+            **entry.options,
         )
         self._contents.handles += zip(modules, handles, strict=True)
 

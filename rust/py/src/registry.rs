@@ -239,6 +239,7 @@ impl Registry {
             always_call,
             on_error,
             timed,
+            entry: None,
         };
         let placement = priority.place(prepend);
         self.register(phase.0, hook, placement, options, scope.as_ref(), None)

@@ -145,7 +145,8 @@ impl Attachment {
 
     /// Registers one hook with each of these modules, which are instrumented or wrapped.
     ///
-    /// The options are those of `ferrohook.register`; `names` are those of the modules.
+    /// The options are those of `ferrohook.register`; `names` are those of the modules,
+    /// `entry` is the number of the hook's entry in a plan.
     ///
     /// Returns:
     ///     The handles, in the order of the modules.
@@ -155,8 +156,8 @@ impl Attachment {
     ///     HookError: a module is not instrumented, or the scope or the attachment is closed; the
     ///         hooks before it are registered, and go with the attachment.
     #[pyo3(
-        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None, names = None),
-        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None, names=None)"
+        signature = (modules, phase, hook, *, prepend = false, with_kwargs = false, always_call = false, priority = Priority(0), on_error = OnError::Raise, timed = false, scope = None, names = None, entry = None),
+        text_signature = "($self, modules, phase, hook, *, prepend=False, with_kwargs=False, always_call=False, priority=0, on_error='raise', timed=False, scope=None, names=None, entry=None)"
     )]
     #[expect(
         clippy::too_many_arguments,
@@ -177,12 +178,14 @@ impl Attachment {
         timed: bool,
         scope: Option<ScopeArg<'_>>,
         names: Option<Vec<String>>,
+        entry: Option<u32>,
     ) -> PyResult<Vec<Py<HookHandle>>> {
         let options = Options {
             with_kwargs,
             always_call,
             on_error,
             timed,
+            entry,
         };
         let placement = priority.place(prepend);
         let mut names = names.unwrap_or_default().into_iter();

@@ -177,6 +177,7 @@ impl HookedBase {
             always_call: false,
             on_error,
             timed: false,
+            entry: None,
         };
         let placement = priority.place(prepend);
         self.register(hook, Phase::ForwardPre, placement, options, scope.as_ref())
@@ -223,6 +224,7 @@ impl HookedBase {
             always_call,
             on_error,
             timed: false,
+            entry: None,
         };
         let placement = priority.place(prepend);
         self.register(hook, Phase::Forward, placement, options, scope.as_ref())

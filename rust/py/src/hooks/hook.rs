@@ -19,15 +19,15 @@ pub struct Hook {
     native: Option<&'static dyn AnyNative>,
     pub options: Options,
     times: Option<Box<Times>>,
-    /// None if `object` itself runs.
-    for_module: Option<Box<ForModule>>,
+    /// The module, if the hook has one of its own for it or is of a plan.
+    module: Option<Box<ForModule>>,
 }
 
-/// Native hook that runs in place of the registered one, for one module.
 struct ForModule {
     name: String,
-    /// It refers to no other object, so the garbage collector need not see it.
-    hook: Py<PyAny>,
+    /// Native hook that runs in place of `object`, for this module. It refers to no other object,
+    /// so the garbage collector need not see it.
+    hook: Option<Py<PyAny>>,
 }
 
 /// Clocks of a hook, which few need.
@@ -105,13 +105,17 @@ impl Hook {
             Some(native) => native.times(object)?,
             None => false,
         };
-        let for_module = match (native, name) {
-            (Some(native), Some(name)) => native.for_module(object, name)?.map(|hook| {
-                let name = name.to_owned();
-                Box::new(ForModule { name, hook })
-            }),
+        let own = match (native, name) {
+            (Some(native), Some(name)) => native.for_module(object, name)?,
             _ => None,
         };
+        let name = name.filter(|_| own.is_some() || options.entry.is_some());
+        let module = name.map(|name| {
+            Box::new(ForModule {
+                name: name.to_owned(),
+                hook: own,
+            })
+        });
         Ok(Self {
             object: object.clone().unbind(),
             native,
@@ -122,7 +126,7 @@ impl Hook {
                     _module: times.then(|| registry.time()),
                 })
             }),
-            for_module,
+            module,
         })
     }
 
@@ -148,15 +152,13 @@ impl Hook {
 
     /// The object that runs: the registered one, or the one that it has for the module.
     pub fn target(&self) -> &Py<PyAny> {
-        match &self.for_module {
-            None => &self.object,
-            Some(for_module) => &for_module.hook,
-        }
+        let own = self.module.as_ref().and_then(|module| module.hook.as_ref());
+        own.unwrap_or(&self.object)
     }
 
-    /// Name of the module, if the hook has one of its own for it.
+    /// Name of the module, if the hook has one of its own for it or is of a plan.
     pub fn module_name(&self) -> Option<&str> {
-        Some(&self.for_module.as_ref()?.name)
+        Some(&self.module.as_ref()?.name)
     }
 
     /// Native implementation; None for a callable of PyTorch's contract.

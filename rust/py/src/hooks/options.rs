@@ -99,6 +99,8 @@ pub struct Options {
     pub on_error: OnError,
     /// Count the time spent in the hook.
     pub timed: bool,
+    /// Number of its entry in a plan.
+    pub entry: Option<u32>,
 }
 
 impl Options {
@@ -115,6 +117,7 @@ impl From<OnError> for Options {
             always_call: false,
             on_error,
             timed: false,
+            entry: None,
         }
     }
 }

@@ -23,7 +23,7 @@ impl Site<'_, '_> {
         self.module.py()
     }
 
-    /// Describes hook, phase and module.
+    /// Describes hook, phase and module, and the entry of a plan.
     pub fn describe(&self) -> String {
         let hook = self.entry.hook();
         let named = hook.named(self.py());
@@ -37,8 +37,12 @@ impl Site<'_, '_> {
             .call_method0("_get_name")
             .and_then(|name| name.extract::<String>())
             .unwrap_or_else(|_| type_name(self.module));
+        let planned = match (hook.module_name(), hook.options.entry) {
+            (Some(path), Some(entry)) => format!(" '{path}', entry {entry} of the plan"),
+            _ => String::new(),
+        };
         format!(
-            "the {} hook {name} (id {}) of {module}",
+            "the {} hook {name} (id {}) of {module}{planned}",
             self.entry.phase(),
             self.entry.id()
         )

@@ -1,7 +1,8 @@
 //! Interventions: native hooks that change one tensor of a module's input or output.
 
+use std::sync::OnceLock;
+
 use ferrohook_core::Phase;
-use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -46,13 +47,37 @@ pub struct InterventionBase {
     /// Form of the operation in a trace: kind, part, vector, numbers.
     traced: Py<PyTuple>,
     /// The vector as tensors of some dtypes and devices take it.
-    casts: Mutex<Vec<Cast>>,
+    casts: Casts,
 }
+
+/// List of casts that only grows, read without a lock: comparing devices runs Python code.
+#[derive(Default)]
+struct Casts(OnceLock<Box<Cast>>);
 
 struct Cast {
     dtype: Py<PyAny>,
     device: Py<PyAny>,
     vector: Py<PyAny>,
+    others: Casts,
+}
+
+impl Casts {
+    fn first(&self) -> Option<&Cast> {
+        self.0.get().map(Box::as_ref)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Cast> {
+        std::iter::successors(self.first(), |cast| cast.others.first())
+    }
+
+    fn add(&self, cast: Cast) {
+        let mut slot = &self.0;
+        let mut cast = Box::new(cast);
+        while let Err(refused) = slot.set(cast) {
+            cast = refused;
+            slot = &slot.wait().others.0;
+        }
+    }
 }
 
 /// Part that stands for the sum of an output of two tensors: hidden state and residual.
@@ -95,9 +120,26 @@ impl InterventionBase {
             has_rows,
             trained,
             traced: traced.unbind(),
-            casts: Mutex::default(),
+            casts: Casts::default(),
         };
         Ok((intervention, NativeHook::of::<Self>()))
+    }
+
+    /// Returns a value with the change applied, as its hook returns it.
+    ///
+    /// Raises:
+    ///     HookTypeError: the value, or what `output_index` names, is no tensor that the vector fits.
+    ///     SelectionError: the value lacks the `output_index`.
+    fn apply<'py>(
+        slf: &Bound<'py, Self>,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let change = Change {
+            intervention: slf,
+            describe: &|| type_name(slf),
+            mask: None,
+        };
+        change.part_of(value)
     }
 
     // No `__clear__`: tensors refer to nothing here.
@@ -105,7 +147,7 @@ impl InterventionBase {
         visit.call(&self.numbers)?;
         visit.call(&self.part)?;
         visit.call(&self.traced)?;
-        for cast in self.casts.lock().iter() {
+        for cast in self.casts.iter() {
             visit.call(&cast.vector)?;
         }
         Ok(())
@@ -121,7 +163,7 @@ impl InterventionBase {
     ) -> Outcome<'py> {
         let change = Change {
             intervention: slf,
-            turn,
+            describe: turn.describe,
             mask,
         };
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
@@ -148,7 +190,8 @@ impl InterventionBase {
 /// One invocation of an intervention.
 struct Change<'a, 'py> {
     intervention: &'a Bound<'py, InterventionBase>,
-    turn: &'a Turn<'a, 'py>,
+    /// Describes the hook in errors.
+    describe: &'a dyn Fn() -> String,
     mask: Option<&'a Bound<'py, PyAny>>,
 }
 
@@ -185,7 +228,7 @@ impl<'py> Change<'_, 'py> {
                 .map_or_else(|_| "?".to_owned(), |it| it.to_string());
             let message = format!(
                 "{} changes output_index {part}, which the module's value, of type {}, lacks",
-                (self.turn.describe)(),
+                (self.describe)(),
                 type_name(value)
             );
             let error = selection_error(self.py(), message);
@@ -226,7 +269,7 @@ impl<'py> Change<'_, 'py> {
         let Some(mask) = self.mask else {
             return Ok(changed);
         };
-        merge(self.turn, mask, &changed, x)
+        merge(self.describe, mask, &changed, x)
     }
 
     fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -264,7 +307,7 @@ impl<'py> Change<'_, 'py> {
             };
             let message = format!(
                 "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
-                (self.turn.describe)(),
+                (self.describe)(),
                 shape(&vector),
                 shape(x)
             );
@@ -284,7 +327,7 @@ impl<'py> Change<'_, 'py> {
             if of_x != Some(width) {
                 let message = format!(
                     "{}: its vector has a width of {width}, the module's value has {}",
-                    (self.turn.describe)(),
+                    (self.describe)(),
                     of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
                 );
                 return Err(hook_type_error(py, message));
@@ -292,40 +335,34 @@ impl<'py> Change<'_, 'py> {
         }
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
-        {
-            let casts = this.casts.lock();
-            let found = casts.iter().find(|cast| {
-                cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
-            });
-            if let Some(cast) = found {
-                return Ok(cast.vector.bind(py).clone());
-            }
+        let found = this.casts.iter().find(|cast| {
+            cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
+        });
+        if let Some(cast) = found {
+            return Ok(cast.vector.bind(py).clone());
         }
         let method = intern!(py, "_cast");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
         if !this.trained {
-            this.casts.lock().push(Cast {
+            this.casts.add(Cast {
                 dtype: dtype.unbind(),
                 device: device.unbind(),
                 vector: vector.clone().unbind(),
+                others: Casts::default(),
             });
         }
         Ok(vector)
     }
 
     fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
-        let message = format!(
-            "{} {expected} a {}",
-            (self.turn.describe)(),
-            type_name(value)
-        );
+        let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
 }
 
 /// Takes `changed` where the mask, of (batch, length), is true, and `x` elsewhere.
 pub fn merge<'py>(
-    turn: &Turn<'_, 'py>,
+    describe: &dyn Fn() -> String,
     mask: &Bound<'py, PyAny>,
     changed: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
@@ -339,7 +376,7 @@ pub fn merge<'py>(
         let message = format!(
             "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value \
              has the shape {of_x:?}",
-            (turn.describe)(),
+            describe(),
         );
         return Err(hook_type_error(py, message));
     }

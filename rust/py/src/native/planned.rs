@@ -74,7 +74,7 @@ impl Native for MaskedHook {
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }
-        merge(turn, &mask, &result, turn.value).map(Some)
+        merge(turn.describe, &mask, &result, turn.value).map(Some)
     }
 
     fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
