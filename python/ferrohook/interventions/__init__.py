@@ -10,6 +10,7 @@
 
 from ferrohook.interventions.controllers import Controller as Controller
 from ferrohook.interventions.controllers import FunctionController as FunctionController
+from ferrohook.interventions.controllers import InterventionController as InterventionController
 from ferrohook.interventions.detectors import Detector as Detector
 from ferrohook.interventions.detectors import LayerActivationDetector as LayerActivationDetector
 from ferrohook.interventions.detectors import ModelInputDetector as ModelInputDetector
@@ -32,6 +33,7 @@ __all__ = [
     "Hook",
     "HookError",
     "HookType",
+    "InterventionController",
     "LayerActivationDetector",
     "Layers",
     "ModelInputDetector",

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ferrohook._core import refuse_async
+from ferrohook.arguments import expect
 from ferrohook.errors import HookTypeError
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.interventions.tensors import (
@@ -19,6 +20,7 @@ from ferrohook.interventions.tensors import (
     fit,
     put_first,
 )
+from ferrohook.steering import Intervention
 from ferrohook.versions import version_of
 
 if TYPE_CHECKING:
@@ -175,3 +177,61 @@ class FunctionController(Controller):
             msg = f"function returns a tensor, got {type(result).__name__}"
             raise HookTypeError(msg)
         return result
+
+
+class InterventionController(Controller):
+    """A controller made of an intervention, which runs without Python.
+
+    It changes a tensor, or what the intervention's `output_index` names, not the first tensor of a
+    structure as other controllers do. Its exceptions are those of the intervention.
+
+    Args:
+        layer_signature: name or index of the layer.
+        intervention: `ferrohook.Add` or another.
+        hook_type: see `Controller`.
+        hook_id: see `Hook`.
+
+    Raises:
+        ValueError: an unknown `hook_type`.
+        HookTypeError: no `layer_signature`, or an argument has the wrong type.
+
+    Examples:
+        >>> controller = InterventionController("layers.3.mlp", fh.Add(vector))
+        >>> Layers(model).register_hook("layers.3.mlp", controller)
+    """
+
+    def __init__(
+        self,
+        layer_signature: str | int,
+        intervention: Intervention,
+        hook_type: HookType | str = HookType.FORWARD,
+        hook_id: str | None = None,
+    ) -> None:
+        check_signature(layer_signature)
+        expect(intervention, Intervention, "intervention is one, such as an Add")
+        super().__init__(hook_type=hook_type, hook_id=hook_id, layer_signature=layer_signature)
+        self.intervention = intervention
+
+    def modify_activations(  # noqa: D102 (Controller's)
+        self,
+        module: nn.Module,  # noqa: ARG002
+        inputs: Tensor | None,
+        output: Tensor | None,
+    ) -> Any:
+        changed = output if self._hook_type is HookType.FORWARD else inputs
+        return self.intervention.apply(changed)
+
+    def _for_registry(self, hook_type: HookType) -> tuple[Any, bool]:
+        del hook_type  # native in both
+        return self.intervention, False
+
+    # For PyTorch's own registering methods.
+    def _before(self, module: Any, args: Any, kwargs: Any) -> Any:
+        del module
+        if len(args) == 1:
+            return (self.intervention.apply(args[0]),), kwargs
+        return self.intervention.apply(args), kwargs
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        del module, args
+        return self.intervention.apply(output)

@@ -237,6 +237,11 @@ class Hook(abc.ABC):
         except Exception as error:
             raise self._failed(error) from error
 
+    def _for_registry(self, hook_type: HookType) -> tuple[Any, bool]:
+        """Returns the hook that is registered, and its `with_kwargs`."""
+        before = hook_type is HookType.PRE_FORWARD
+        return (self._before, True) if before else (self._after, False)
+
     def _failed(self, error: Exception) -> HookError:
         return HookError(self._id, self._hook_type.value, error, self.layer)
 

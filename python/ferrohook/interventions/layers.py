@@ -11,10 +11,11 @@ from ferrohook._core import Attachment, NativeDetector, TypedHook
 from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.instrumentation import attach
-from ferrohook.interventions.controllers import Controller
+from ferrohook.interventions.controllers import Controller, InterventionController
 from ferrohook.interventions.detectors import Detector
 from ferrohook.interventions.hooks import Hook, HookType, check_signature
 from ferrohook.selection import refuse_container
+from ferrohook.steering import Intervention
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Layers:
     def register_hook(
         self,
         layer_signature: str | int,
-        hook: Hook,
+        hook: Hook | Intervention,
         hook_type: HookType | str | None = None,
         *,
         priority: int | None = None,
@@ -73,7 +74,8 @@ class Layers:
 
         Args:
             layer_signature: name or index of the layer.
-            hook: a detector or controller that is registered nowhere else.
+            hook: a detector or controller that is registered nowhere else; or an intervention, for
+                a new `InterventionController`.
             hook_type: new `hook_type` of the hook; None leaves it.
             priority: higher runs first; None for the default of its kind.
             on_error: handling of the hook's exceptions: `raise`, `disable` or `ignore`.
@@ -96,7 +98,7 @@ class Layers:
     def _register(  # noqa: PLR0913 (the parameters of `register_hook` and `scope`)
         self,
         layer_signature: str | int,
-        hook: Hook,
+        hook: Hook | Intervention,
         hook_type: HookType | str | None = None,
         *,
         priority: int | None = None,
@@ -104,6 +106,8 @@ class Layers:
         scope: Scope | None = None,
     ) -> str:
         """Registers a hook as `register_hook` does; with `scope`, for that scope alone."""
+        if isinstance(hook, Intervention):
+            hook = InterventionController(layer_signature, hook)
         if not isinstance(hook, Hook):
             msg = f"hook is a Detector or a Controller, got {describe(hook)}"
             if isinstance(hook, NativeDetector | TypedHook) or (
@@ -114,7 +118,7 @@ class Layers:
         path, module = self._find(layer_signature)
         refuse_container(path, module)
         kind = hook.hook_type if hook_type is None else hook._validated(hook_type)
-        before = kind is HookType.PRE_FORWARD
+        callback, with_kwargs = hook._for_registry(kind)
         options: dict[str, Any] = {
             "priority": hook._priority if priority is None else priority,
             "on_error": on_error,
@@ -136,8 +140,8 @@ class Layers:
                 (handle,) = attachment.register(
                     [module],
                     kind.phase,
-                    hook._before if before else hook._after,
-                    with_kwargs=before,
+                    callback,
+                    with_kwargs=with_kwargs,
                     scope=scope,
                     **options,
                 )
