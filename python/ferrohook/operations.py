@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +44,16 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
 
 
 _SUM: tuple[Any, ...] = ("sum",)
+_PLAIN = (list, dict, OrderedDict)
+
+
+def part_of(value: Any, part: Any) -> Any:
+    """Finds the part that `output_index` names, as native code does; None if there is none."""
+    if isinstance(value, tuple | list) and isinstance(part, int):
+        return value[part] if -len(value) <= part < len(value) else None
+    if isinstance(value, dict) and isinstance(part, str):
+        return value.get(part)
+    return getattr(value, part, None) if isinstance(part, str) else value[part]
 
 
 def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Tensor]) -> Any:
@@ -51,15 +65,34 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
         if kind == "add":
             return changed(hidden), residual
         return changed(hidden + residual) - residual, residual
+    found = part_of(value, part)
+    if not isinstance(found, torch.Tensor):
+        msg = f"output_index {part!r} of a {type(value).__name__} is {type(found).__name__}"
+        raise HookTypeError(msg)
+    return _with_part(value, part, changed(found))
+
+
+def _with_part(value: Any, part: Any, item: Tensor) -> Any:
+    """Copies a value with a part replaced."""
     if isinstance(value, tuple):
         items = list(value)
         made: Any = type(value)
-        place = made._fields.index(part) if isinstance(part, str) else part
-        items[place] = changed(items[place])
-        return tuple(items) if type(value) is tuple else type(value)(*items)
-    if isinstance(value, list | dict):
-        copied: Any = value.copy()
-        copied[part] = changed(copied[part])
-        return copied
-    msg = f"output_index {part!r} of a {type(value).__name__}"
-    raise NotImplementedError(msg)
+        items[made._fields.index(part) if isinstance(part, str) else part] = item
+        return tuple(items) if made is tuple else made(*items)
+    copied: Any
+    if type(value) in _PLAIN:
+        copied = value.copy()
+    elif hasattr(value, "__dict__"):
+        copied = copy.copy(value)
+    else:
+        # Dynamo traces the copy of an object with slots, but cannot return it.
+        msg = f"a {type(value).__name__} is changed outside of graphs"
+        raise HookTypeError(msg)
+    if isinstance(value, dict):
+        # The index of a transformers `ModelOutput`.
+        copied[part if part in value else list(value)[part]] = item
+    elif isinstance(value, list):
+        copied[part] = item
+    else:
+        object.__setattr__(copied, part, item)  # for a frozen dataclass too
+    return copied

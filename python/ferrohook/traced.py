@@ -30,7 +30,7 @@ from ferrohook._core import HookedBase, record
 from ferrohook.backward import BackwardPass
 from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
-from ferrohook.operations import change, change_part
+from ferrohook.operations import change, change_part, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -196,7 +196,7 @@ def _intervene(row: tuple[Any, ...], value: Any) -> Any:
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:
     part, key = operator
-    tensor = value if part is None else _part(value, part)
+    tensor = value if part is None else part_of(value, part)
     if isinstance(tensor, torch.Tensor):
         torch.ops.ferrohook.record(tensor, registry.id_tensor, phase, key)
     elif (phase, key) in registry.operating:  # else no capture wants it in this call
@@ -206,15 +206,6 @@ def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: An
 def record_untraced(registry: Registry, phase: str, key: str, value: Any) -> None:
     """Breaks the graph and records the part of a value natively."""
     record(registry.module, phase, key, value, whole=True)
-
-
-def _part(value: Any, part: Any) -> Any:
-    """Returns the recorded part of a value; None if there is none."""
-    if isinstance(value, tuple | list) and isinstance(part, int):
-        return value[part] if -len(value) <= part < len(value) else None
-    if isinstance(value, dict) and isinstance(part, str):
-        return value.get(part)
-    return getattr(value, part, None) if isinstance(part, str) else value[part]
 
 
 @torch.library.custom_op("ferrohook::record", mutates_args=())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import ferrohook as fh
 from support.compiling import compiled
@@ -116,6 +119,108 @@ def test_parts_in_graphs(kind: str, part: Any) -> None:
     with plan.prepare(model) as prepared, prepared.open():
         y = torch.compile(model, backend="eager", fullgraph=True)(x)
     assert torch.equal(y, plain(x))
+
+
+class Named(NamedTuple):
+    hidden: Any
+    other: Any
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: Any
+    other: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: Any
+    other: Any = dataclasses.field(default=None, init=False)
+
+
+class Structured(nn.Module):
+    """A model with a layer that returns a structure."""
+
+    def __init__(self, make: Any, read: Any) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.forward = make  # type: ignore[method-assign]
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, Any]:
+        value = self.layer(x)
+        return value, self.read(value) * 3
+
+
+def attribute(value: Any) -> Any:
+    return value.hidden
+
+
+def item(value: Any) -> Any:
+    return value["hidden"]
+
+
+STRUCTURES: dict[str, tuple[Any, Any, Any]] = {
+    "named by field": (lambda x: Named(x * 2, x), "hidden", attribute),
+    "named by index": (lambda x: Named(x * 2, x), 0, attribute),
+    "record": (lambda x: Record(x * 2, x), "hidden", attribute),
+    "frozen": (lambda x: Frozen(x * 2), "hidden", attribute),
+    "list": (lambda x: [x, x * 2], -1, lambda value: value[1]),
+    "dict": (lambda x: {"hidden": x * 2, "other": x}, "hidden", item),
+    "ordered": (lambda x: OrderedDict(hidden=x * 2, other=x), "hidden", item),
+}
+
+
+@compiled
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structures_in_graphs(structure: str) -> None:
+    make, part, read = STRUCTURES[structure]
+    check_structure(Structured(make, read), part)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    hidden: Any
+    other: Any
+
+
+@compiled
+def test_objects_with_slots_change_outside_of_graphs() -> None:
+    model = Structured(lambda x: Slotted(x * 2, x), attribute)
+    x = torch.randn(2, WIDTH)
+    with fh.register(model, "layer", fh.Add(torch.ones(WIDTH), output_index="hidden")):
+        value, read = torch.compile(model, backend="eager")(x)
+    torch.testing.assert_close(value.hidden, x * 2 + 1)
+    torch.testing.assert_close(read, (x * 2 + 1) * 3)
+
+
+@compiled
+@pytest.mark.parametrize("part", [0, "last_hidden_state"])
+def test_a_model_output_in_graphs(part: Any) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    def make(x: torch.Tensor) -> Any:
+        return outputs.BaseModelOutput(last_hidden_state=x * 2, hidden_states=(x,))
+
+    check_structure(Structured(make, lambda value: value.last_hidden_state + value[0]), part)
+
+
+def check_structure(model: nn.Module, part: Any) -> None:
+    intervention = fh.Ablate(torch.randn(WIDTH), output_index=part)
+    x = torch.randn(2, WIDTH)
+    with fh.register(model, "layer", intervention):
+        value, read = model(x)
+        value_compiled, read_compiled = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert type(value_compiled) is type(value)
+    torch.testing.assert_close(read_compiled, read)
+    assert not torch.equal(read, model(x)[1])
+    parts, parts_compiled = (
+        tree_leaves(vars(each) if hasattr(each, "__dataclass_fields__") else each)
+        for each in (value, value_compiled)
+    )
+    assert len(parts) == len(parts_compiled)
+    for one, other in zip(parts, parts_compiled, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @compiled

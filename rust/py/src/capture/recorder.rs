@@ -18,6 +18,7 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::hooks::site::Repeats;
+use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
@@ -144,14 +145,7 @@ impl Recorder {
         value: &Bound<'py, PyAny>,
         part: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let found = match value.get_item(part) {
-            Ok(found) => Ok(found),
-            Err(error) => match part.cast::<PyString>() {
-                Ok(name) => value.getattr(name).map_err(|_| error),
-                Err(_) => Err(error),
-            },
-        };
-        found.map_err(|cause| {
+        part_of(value, part).map_err(|cause| {
             let error = error::selection_error(
                 value.py(),
                 format!(

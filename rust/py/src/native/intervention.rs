@@ -7,12 +7,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::torch;
-use crate::torch::tensors::with_item;
+use crate::torch::tensors::{part_of, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -216,13 +216,7 @@ impl<'py> Change<'_, 'py> {
         {
             return self.sum(tuple);
         }
-        let is_name = part.is_instance_of::<PyString>();
-        let found = if is_name && !value.is_instance_of::<PyDict>() {
-            value.getattr(part.cast::<PyString>()?)
-        } else {
-            value.get_item(part)
-        };
-        let found = found.map_err(|cause| {
+        let found = part_of(value, part).map_err(|cause| {
             let part = part
                 .repr()
                 .map_or_else(|_| "?".to_owned(), |it| it.to_string());
@@ -238,7 +232,7 @@ impl<'py> Change<'_, 'py> {
         if !torch::is_tensor(&found)? {
             return Err(self.error("changes a tensor: its output_index names", &found));
         }
-        with_item(value, part, &self.tensor(&found)?)
+        with_part(value, part, &self.tensor(&found)?)
     }
 
     /// Changes the sum of hidden state and residual: the hidden state takes the difference.
@@ -256,7 +250,7 @@ impl<'py> Change<'_, 'py> {
             let sum = hidden.add(&residual)?;
             self.tensor(&sum)?.sub(&residual)?
         };
-        with_item(
+        with_part(
             value,
             &0_usize.into_pyobject(self.py())?.into_any(),
             &changed,

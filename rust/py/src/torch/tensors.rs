@@ -1,5 +1,6 @@
 //! Structures of tensors: tuples, lists, dicts and dataclasses.
 
+use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
@@ -112,39 +113,58 @@ fn tuple_with_items<'py>(
     }
 }
 
-/// Copies a tuple, list, dict or object with one item, or one attribute, replaced. An index of a
-/// dict is that of a transformers `ModelOutput`.
-pub fn with_item<'py>(
+/// Finds the part of a value that an `output_index` names: its item or, by a name that is no key,
+/// its attribute.
+pub fn part_of<'py>(
     value: &Bound<'py, PyAny>,
-    key: &Bound<'py, PyAny>,
+    part: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let Ok(name) = part.cast::<PyString>() else {
+        return value.get_item(part);
+    };
+    // SAFETY: a live object.
+    let has_keys = unsafe { ffi::PyMapping_Check(value.as_ptr()) } != 0;
+    if value.is_instance_of::<PyTuple>() || !has_keys {
+        return value.getattr(name);
+    }
+    let found = value.get_item(part);
+    found.or_else(|error| value.getattr(name).map_err(|_| error))
+}
+
+/// Copies a value with the part that [`part_of`] finds replaced. An index of a dict is that of a
+/// transformers `ModelOutput`.
+pub fn with_part<'py>(
+    value: &Bound<'py, PyAny>,
+    part: &Bound<'py, PyAny>,
     item: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = value.py();
+    let name = part.cast::<PyString>().ok();
     if let Ok(tuple) = value.cast::<PyTuple>() {
         let items = tuple.to_list();
-        if key.is_instance_of::<PyString>() {
+        if name.is_some() {
             // The fields of named tuples and of torch.return_types.
             let fields = tuple.get_type().getattr(intern!(py, "__match_args__"))?;
-            items.set_item(fields.cast_into::<PyTuple>()?.index(key)?, item)?;
+            items.set_item(fields.cast_into::<PyTuple>()?.index(part)?, item)?;
         } else {
-            items.as_any().set_item(key, item)?;
+            items.as_any().set_item(part, item)?;
         }
         return tuple_with_items(tuple, items.iter().collect());
     }
-    if let Ok(dict) = value.cast::<PyDict>()
-        && !dict.contains(key)?
-    {
-        let key = dict.keys().as_any().get_item(key)?;
-        return with_item(value, &key, item);
-    }
     let copy = py.import("copy")?.call_method1("copy", (value,))?;
-    match key.cast::<PyString>() {
-        Ok(name) if !copy.is_instance_of::<PyDict>() => {
-            // Works for a frozen dataclass too.
-            let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
-            set.call1((&copy, name, item))?;
+    if let Some(name) = name
+        && value.get_item(part).is_err()
+    {
+        // Works for a frozen dataclass too.
+        let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
+        set.call1((&copy, name, item))?;
+        return Ok(copy);
+    }
+    match value.cast::<PyDict>() {
+        Ok(dict) if !dict.contains(part)? => {
+            copy.set_item(dict.keys().as_any().get_item(part)?, item)?;
         }
-        _ => copy.set_item(key, item)?,
+        _ => copy.set_item(part, item)?,
     }
     Ok(copy)
 }
