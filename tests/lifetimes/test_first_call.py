@@ -131,3 +131,29 @@ call()
 assert interrupts
 """
     assert_ends_well(run_with_torch(FIRST_CALLS["wrapped"] + code))
+
+
+@pytest.mark.collects_at_once
+def test_a_finaliser_may_enter_a_scope_while_another_is_entered() -> None:
+    # CPython 3.11 collects garbage in the allocations of `PyContextVar_Set`, which this code walks.
+    code = """
+class Litter:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        if littering:
+            with fh.scope():
+                pass
+            Litter()
+littering = True
+Litter()
+gc.set_threshold(1)
+for entering in range(100):
+    scope = fh.scope()
+    gc.collect()
+    more = [[] for _ in range(entering % 12)]
+    with scope:
+        pass
+littering = False
+"""
+    assert_ends_well(run_with_torch(code))

@@ -60,7 +60,9 @@ pub fn set<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
     let variable = variable(py)?.as_ptr();
     // SAFETY: a context variable and a live object; returns a new reference, or null with an
     // exception set.
-    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, frames.as_ptr())) }
+    uncollected(|| unsafe {
+        Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, frames.as_ptr()))
+    })
 }
 
 /// Undoes the change that returned `token`; a `HookError` of `elsewhere` in another context.
@@ -69,7 +71,7 @@ pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     let variable = variable(py)?.as_ptr();
     // SAFETY: a context variable and a live object; returns -1 with an exception set if the object
     // is no token of it, or of another context.
-    if unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) } == 0 {
+    if uncollected(|| unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) }) == 0 {
         return Ok(());
     }
     let cause = PyErr::fetch(py);
@@ -79,6 +81,21 @@ pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     let error = hook_error(py, elsewhere.to_owned());
     error.set_cause(py, Some(cause));
     Err(error)
+}
+
+/// Changes the context with the garbage collector off.
+///
+/// CPython 3.11 collects garbage in allocations. A finaliser that changes the context meanwhile
+/// frees the table which `PyContextVar_Set` goes on to read.
+fn uncollected<T>(change: impl FnOnce() -> T) -> T {
+    // SAFETY: the thread is attached: a `Bound` is at hand in each caller.
+    let was_on = cfg!(not(Py_3_12)) && unsafe { ffi::PyGC_Disable() } == 1;
+    let done = change();
+    if was_on {
+        // SAFETY: as above.
+        unsafe { ffi::PyGC_Enable() };
+    }
+    done
 }
 
 /// Returns the tuple without one of its objects.
@@ -103,18 +120,6 @@ pub fn same_without(
         .eq(others.map(Borrowed::as_ptr))
 }
 
-/// Sets the context variable to its default. CPython caches a context variable that was set; an
-/// unset one costs a full look-up per call.
-#[cold]
-fn set_to_none(py: Python<'_>, variable: *mut ffi::PyObject) -> PyResult<()> {
-    let none = PyTuple::empty(py);
-    // SAFETY: a context variable and a live object; returns a new reference, or null with an
-    // exception set.
-    let token =
-        unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, none.as_ptr())) };
-    token.map(drop)
-}
-
 /// Reads the context variable; None if no frame is entered.
 fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
     let variable = variable(py)?.as_ptr();
@@ -129,7 +134,8 @@ fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
         Bound::from_owned_ptr(py, frames)
     };
     if frames.is_none() {
-        set_to_none(py, variable)?;
+        // CPython caches a context variable that was set; an unset one costs a full look-up per call.
+        set(&PyTuple::empty(py))?;
         return Ok(None);
     }
     let frames = frames
