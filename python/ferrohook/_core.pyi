@@ -416,6 +416,7 @@ class RequestBase(Frame):
         shared: Frame,
         plan: _PreparedPlan,
         templates: tuple[Collector, ...],
+        max_bytes: int | None = None,
         *_others: object,
     ) -> Self: ...
     @property

@@ -26,7 +26,6 @@ Examples:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import threading
 from collections import OrderedDict
@@ -42,7 +41,6 @@ from ferrohook.groups import register
 from ferrohook.hook_info import hooks_of
 from ferrohook.instrumentation import find_registry, registry_of
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import KeepEntry
 from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -66,7 +64,6 @@ if TYPE_CHECKING:
     from ferrohook.activations import ActivationCache
     from ferrohook.hook_info import HookInfo
     from ferrohook.plans import Prepared, Request
-    from ferrohook.plans.entries import HookEntry
     from ferrohook.selection import Selector
 
 __all__ = [
@@ -158,8 +155,8 @@ class PreparedPlans:
     Args:
         model: any module.
         size: number of plans that stay prepared; the least recently used is dropped.
-        max_bytes: budget of one request's captures, divided equally among the plan's entries; None
-            for those of the plan itself.
+        max_bytes: budget of one request's captures, beside those of the plan's entries; None for
+            no other.
 
     Raises:
         HookTypeError: an argument has the wrong type.
@@ -183,7 +180,7 @@ class PreparedPlans:
         """
         expect(plan, Plan, "open takes a Plan")
         prepared = self._find(plan)  # this reference keeps it open
-        request = prepared.open()
+        request = prepared.open(max_bytes=self._max_bytes)
         request.stacklevel = 4  # the block, behind two frames of `contextmanager`
         with request:
             yield request
@@ -195,7 +192,7 @@ class PreparedPlans:
             if former is not None and not former.outdated:
                 self._open_plans().move_to_end(key)
                 return former
-        fresh = self._limited(plan).prepare(self._model)  # outside of the lock: it runs selectors
+        fresh = plan.prepare(self._model)  # outside of the lock: it runs selectors
         dropped = [former]  # closed after the lock is released
         with self._lock:
             found = self._open_plans()
@@ -213,14 +210,6 @@ class PreparedPlans:
             raise HookError(msg)
         return self._prepared
 
-    def _limited(self, plan: Plan) -> Plan:
-        """Gives each capture its share of the budget."""
-        captures = sum(isinstance(entry, KeepEntry) for entry in plan.entries)
-        if self._max_bytes is None or not captures:
-            return plan
-        share = max(self._max_bytes // captures, 1)
-        return Plan(*(_within(entry, share) for entry in plan.entries))
-
     def __len__(self) -> int:
         return len(self._prepared or ())
 
@@ -229,14 +218,6 @@ class PreparedPlans:
         with self._lock:
             dropped, self._prepared = self._prepared, None
         del dropped  # closed after the lock is released
-
-
-def _within(entry: HookEntry | KeepEntry, max_bytes: int) -> HookEntry | KeepEntry:
-    """Limits the bytes of a capture."""
-    if not isinstance(entry, KeepEntry):
-        return entry
-    least = min(max_bytes, entry.options.get("max_bytes", max_bytes))
-    return dataclasses.replace(entry, options={**entry.options, "max_bytes": least})
 
 
 @contextlib.contextmanager

@@ -201,8 +201,15 @@ def test_captures_share_the_budget_of_a_request(model: nn.Sequential) -> None:
         with plans.open(fits) as request:
             model(x)
         assert request.acts.nbytes == 64
-    with pytest.raises(fh.CaptureBudgetError), plans.open(fits + fh.Plan(fh.keep(""))):
+        with plans.open(fh.Plan(fh.keep("0"), fh.keep("1", slice=slice(0)))) as uneven:
+            model(torch.zeros(16))
+        assert uneven.acts.nbytes == 64
+    with (
+        pytest.raises(fh.CaptureBudgetError, match="max_bytes=64"),
+        plans.open(fits + fh.Plan(fh.keep(""))) as request,
+    ):
         model(x)
+    assert list(request.acts) == ["0", "1"]
     with pytest.raises(fh.CaptureBudgetError), plans.open(fh.Plan(fh.keep("0", max_bytes=31))):
         model(x)
     with pytest.raises(fh.CaptureBudgetError), plans.open(fh.Plan(fh.keep("0", max_bytes=2**40))):

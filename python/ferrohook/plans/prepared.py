@@ -24,6 +24,7 @@ from ferrohook._core import (
     record_all,
 )
 from ferrohook.activations import ActivationCache
+from ferrohook.arguments import at_least_one
 from ferrohook.capture_session import (
     Activations,
     Options,
@@ -174,19 +175,26 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def open(self) -> Request:
+    def open(self, *, max_bytes: int | None = None) -> Request:
         """Opens a request: enter it by `with`, around the calls that it is for.
 
         Costs the same for any number of modules. A request is opened by any thread or task, and any
         number of them at a time.
 
+        Args:
+            max_bytes: budget of all captures of the request, beside those of the plan's entries: a
+                capture beyond it raises `CaptureBudgetError`.
+
         Raises:
             HookError: the plan was closed, its model is gone, or it needs positions that the model
                 is not called with.
+            HookTypeError, ValueError: `max_bytes` is no int, or below 1.
         """
+        if max_bytes is not None:
+            at_least_one("max_bytes", max_bytes)
         if self._refusal is not None:
             raise HookError(self._refusal)
-        return Request(self._frame, self._contents, self._templates)
+        return Request(self._frame, self._contents, self._templates, max_bytes)
 
     def close(self) -> None:
         """Removes the hooks, and restores modules that nothing else instruments.

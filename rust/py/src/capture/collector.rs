@@ -12,7 +12,9 @@ use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
-use crate::capture::store::{Gradient, Kept, KeptTensor, RootCall, Store, TensorSlot};
+use crate::capture::store::{
+    Budget, Gradient, Kept, KeptTensor, OverBudget, RootCall, Store, TensorSlot,
+};
 use crate::error;
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
@@ -38,6 +40,8 @@ pub struct Collector {
     convert: Option<Py<PyAny>>,
     gradients: bool,
     max_bytes: Option<usize>,
+    /// Budget that it shares with other collectors of a request.
+    shared_budget: Option<Arc<Budget>>,
     /// Id of the registry of the module whose call ends once all names have run.
     stop: Option<u64>,
     inference: AtomicBool,
@@ -81,6 +85,7 @@ impl Collector {
             convert,
             gradients: grads,
             max_bytes,
+            shared_budget: None,
             stop,
             inference: AtomicBool::new(false),
             store,
@@ -146,7 +151,10 @@ impl Collector {
     fn clear(&self) {
         let fresh = Store::of(self.names.len());
         // Dropped after the lock is released: destructors of tensors run code.
-        let _old = std::mem::replace(&mut *self.store.lock(), fresh);
+        let old = std::mem::replace(&mut *self.store.lock(), fresh);
+        if let Some(budget) = &self.shared_budget {
+            let _less = budget.replace(0, old.bytes);
+        }
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -167,8 +175,8 @@ impl Collector {
 }
 
 impl Collector {
-    /// Makes an empty collector with the same options.
-    pub fn fresh(&self, py: Python<'_>) -> PyResult<Py<Self>> {
+    /// Makes an empty collector with the same options, and a budget that others share.
+    pub fn fresh(&self, py: Python<'_>, shared_budget: Option<Arc<Budget>>) -> PyResult<Py<Self>> {
         let fresh = Self {
             names: Arc::clone(&self.names),
             detach: self.detach,
@@ -177,6 +185,7 @@ impl Collector {
             convert: self.convert.as_ref().map(|convert| convert.clone_ref(py)),
             gradients: self.gradients,
             max_bytes: self.max_bytes,
+            shared_budget,
             stop: self.stop,
             inference: AtomicBool::new(self.inference.load(Ordering::Relaxed)),
             store: Mutex::new(Store::of(self.names.len())),
@@ -220,7 +229,7 @@ impl Collector {
     pub fn store(&self, py: Python<'_>, index: usize, kept: Kept) -> PyResult<()> {
         let bytes = kept.bytes;
         match self.put(index, kept) {
-            Put::OverBudget(_refused) => Err(self.over_budget(py, index, bytes)),
+            Put::OverBudget(_refused, budget) => Err(self.over_budget(py, index, bytes, &budget)),
             Put::Kept {
                 ends_call: true, ..
             } => Err(Stop::new_err((self.stop, torch::stopped(py)?.unbind()))),
@@ -228,21 +237,26 @@ impl Collector {
         }
     }
 
-    pub fn over_budget(&self, py: Python<'_>, index: usize, bytes: usize) -> PyErr {
+    pub fn over_budget(
+        &self,
+        py: Python<'_>,
+        index: usize,
+        bytes: usize,
+        &OverBudget(most): &OverBudget,
+    ) -> PyErr {
         error::capture_budget(
             py,
             format!(
-                "keeping {bytes} more bytes of {:?} would exceed max_bytes={}: what was captured \
-                 before stays readable",
-                self.names[index],
-                self.max_bytes.unwrap_or_default()
+                "keeping {bytes} more bytes of {:?} would exceed max_bytes={most}: what was \
+                 captured before stays readable",
+                self.names[index]
             ),
         )
     }
 
     /// Returns the bytes of a tensor; 0 without a budget.
     pub fn bytes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
-        if self.max_bytes.is_none() {
+        if self.max_bytes.is_none() && self.shared_budget.is_none() {
             return Ok(0);
         }
         tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
@@ -258,11 +272,12 @@ impl Collector {
             None
         };
         let freed = replaced.as_ref().map_or(0, |oldest| oldest.bytes);
-        if !store.afford(kept.bytes, freed, self.max_bytes) {
+        let shared = self.shared_budget.as_deref();
+        if let Err(over) = store.afford(kept.bytes, freed, self.max_bytes, shared) {
             if let Some(oldest) = replaced {
                 store.kept[index].push_front(oldest);
             }
-            return Put::OverBudget(kept);
+            return Put::OverBudget(kept, over);
         }
         store.kept[index].push_back(kept);
         if first {
@@ -288,9 +303,8 @@ impl Collector {
         // A second backward brings another.
         let earlier = &calls[at].tensors[slot.position].gradient;
         let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
-        if !store.afford(gradient.bytes, freed, self.max_bytes) {
-            return Err(OverBudget);
-        }
+        let shared = self.shared_budget.as_deref();
+        store.afford(gradient.bytes, freed, self.max_bytes, shared)?;
         let kept = &mut store.kept[slot.index][at];
         kept.bytes = kept.bytes - freed + gradient.bytes;
         Ok(kept.tensors[slot.position].gradient.replace(gradient))
@@ -361,9 +375,6 @@ impl Collector {
     }
 }
 
-/// Error: the value would exceed `max_bytes`.
-pub struct OverBudget;
-
 /// Result of storing a value. It owns what has to be dropped after the lock is released:
 /// destructors of tensors run code.
 enum Put {
@@ -371,5 +382,5 @@ enum Put {
         ends_call: bool,
         _replaced: Option<Kept>,
     },
-    OverBudget(Kept),
+    OverBudget(Kept, OverBudget),
 }

@@ -4,7 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
-use crate::capture::collector::{Collector, OverBudget};
+use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::torch::tensors::{map_tensors, requires_grad};
 
@@ -103,7 +103,7 @@ impl GradientSlot {
         };
         match collector.put_gradient(&self.tensor, gradient) {
             Ok(_replaced) => Ok(()),
-            Err(OverBudget) => Err(collector.over_budget(py, self.tensor.index, bytes)),
+            Err(over) => Err(collector.over_budget(py, self.tensor.index, bytes, &over)),
         }
     }
 }

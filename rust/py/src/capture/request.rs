@@ -1,7 +1,7 @@
 //! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -11,6 +11,7 @@ use pyo3::types::PyTuple;
 
 use crate::capture::collector::Collector;
 use crate::capture::keeping;
+use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
@@ -28,6 +29,8 @@ pub struct RequestBase {
     templates: Py<PyTuple>,
     /// Copies of the templates, each made when it is first needed.
     collectors: Box<[OnceLock<Py<Collector>>]>,
+    /// Budget of all of them.
+    budget: Option<Arc<Budget>>,
     /// For each of the plan's positions, those of the running forward: True for all, None for none,
     /// or a tensor of bools.
     masks: Mutex<Option<Py<PyTuple>>>,
@@ -36,11 +39,12 @@ pub struct RequestBase {
 #[pymethods]
 impl RequestBase {
     #[new]
-    #[pyo3(signature = (shared, plan, templates, *_others))]
+    #[pyo3(signature = (shared, plan, templates, max_bytes = None, *_others))]
     fn new(
         shared: Bound<'_, Frame>,
         plan: Py<PyAny>,
         templates: Bound<'_, PyTuple>,
+        max_bytes: Option<usize>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, Frame)> {
         static IDS: AtomicU64 = AtomicU64::new(0);
@@ -57,6 +61,7 @@ impl RequestBase {
             plan,
             collectors: templates.iter().map(|_| OnceLock::new()).collect(),
             templates: templates.unbind(),
+            budget: max_bytes.map(|most| Arc::new(Budget::new(most))),
             masks: Mutex::default(),
         };
         Ok((request, Frame::sharing(shared.unbind())))
@@ -87,7 +92,8 @@ impl RequestBase {
         }
         let template = self.templates.bind(py).get_item(capture)?;
         // Made outside of the lock: allocation may run finalisers.
-        let fresh = template.cast::<Collector>()?.get().fresh(py)?;
+        let template = template.cast::<Collector>()?.get();
+        let fresh = template.fresh(py, self.budget.clone())?;
         Ok(slot.get_or_init(|| fresh).bind(py).clone())
     }
 

@@ -1,6 +1,7 @@
 //! Recorded values by name, and the budget of their bytes.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
 
 use pyo3::prelude::*;
@@ -73,14 +74,49 @@ impl Store {
         own.is_some() && call.ran.len() == names
     }
 
-    /// Counts `more` bytes in place of `freed` ones, if that stays within the budget. Returns true
-    /// if it does.
-    pub fn afford(&mut self, more: usize, freed: usize, budget: Option<usize>) -> bool {
+    /// Counts `more` bytes in place of `freed` ones, if that stays within the store's budget and
+    /// the one that it shares.
+    pub fn afford(
+        &mut self,
+        more: usize,
+        freed: usize,
+        budget: Option<usize>,
+        shared: Option<&Budget>,
+    ) -> Result<(), OverBudget> {
         let held = self.bytes - freed + more;
-        let affordable = budget.is_none_or(|most| held <= most);
-        if affordable {
-            self.bytes = held;
+        if let Some(most) = budget.filter(|most| held > *most) {
+            return Err(OverBudget(most));
         }
-        affordable
+        shared.map_or(Ok(()), |shared| shared.replace(more, freed))?;
+        self.bytes = held;
+        Ok(())
+    }
+}
+
+/// Error: a value would exceed a budget of this many bytes.
+pub struct OverBudget(pub usize);
+
+/// Budget of the bytes of several stores.
+pub struct Budget {
+    most: usize,
+    held: AtomicUsize,
+}
+
+impl Budget {
+    pub fn new(most: usize) -> Self {
+        Self {
+            most,
+            held: AtomicUsize::default(),
+        }
+    }
+
+    /// Counts `more` bytes in place of `freed` ones, if that stays within the budget.
+    pub fn replace(&self, more: usize, freed: usize) -> Result<(), OverBudget> {
+        let replaced = |held: usize| Some(held - freed + more).filter(|held| *held <= self.most);
+        // Relaxed: a sum that orders nothing.
+        let done = self
+            .held
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, replaced);
+        done.map(drop).map_err(|_| OverBudget(self.most))
     }
 }
