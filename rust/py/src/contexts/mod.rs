@@ -9,6 +9,7 @@
 //! which.
 
 pub mod activation;
+pub mod batch;
 pub mod current;
 pub mod frame;
 pub mod scoped;
