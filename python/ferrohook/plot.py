@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import describe, expect
 from ferrohook.activations import ActivationCache
+from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.tables import Row, position_norms
 from ferrohook.texts import missing_package
@@ -140,15 +140,15 @@ def logit_lens(  # noqa: PLR0913 (all but three by keyword)
     for each in rows:
         if each.leaf.dim() != 3:  # noqa: PLR2004 (batch, positions, width)
             shape = tuple(each.leaf.shape)
-            msg = f"a hidden state has the shape (batch, positions, width), {each.name!r} has {shape}"
+            msg = (
+                f"a hidden state has the shape (batch, positions, width), {each.name!r} has {shape}"
+            )
             raise HookTypeError(msg)
         with torch.no_grad():
             found = to_logits(each.leaf[row]).float().softmax(-1).max(-1)
         best.append(found.values.tolist())
         ids.append(found.indices.tolist())
-    ax = _heat_map(
-        _padded(best), _labels(rows, acts), tokens, "probability", ax, vmin=0, vmax=1
-    )
+    ax = _heat_map(_padded(best), _labels(rows, acts), tokens, "probability", ax, vmin=0, vmax=1)
     for y, line in enumerate(ids):
         for x, token in enumerate(line):
             dark = best[y][x] < 0.5  # noqa: PLR2004 (half of the colours)
@@ -262,7 +262,7 @@ def _numbers(values: Any, name: str, dimensions: int) -> Tensor:
     return found.detach().cpu().double()
 
 
-def _heat_map(  # noqa: PLR0913 (colours by keyword)
+def _heat_map(
     grid: Tensor,
     names: Sequence[str] | None,
     tokens: Sequence[str] | None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BARS = "▁▂▃▄▅▆▇█"
-NOT_FINITE = "×"
+NOT_FINITE = "!"
 MOST_BARS = 32
 """Characters of a sparkline; a longer one shows the largest of several norms."""
 MOST_ROWS = 200
@@ -62,15 +62,13 @@ HEADINGS = ("name", "call", "part", "shape", "dtype", "bytes")
 
 def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
     """Returns the columns with their headings; without "call" and "part" if these are empty."""
-    lines = [HEADINGS]
+    lines: list[tuple[str, ...]] = [HEADINGS]
     for row in rows:
         call = "" if row.call is None else str(row.call)
         nbytes = f"{row.leaf.nbytes:,}" if isinstance(row.leaf, Tensor) else "-"
         lines.append((row.name or model, call, row.part, row.shape, row.dtype, nbytes))
     columns = zip(*lines, strict=True)
-    return [
-        column for column in columns if column[0] not in {"call", "part"} or any(column[1:])
-    ]
+    return [column for column in columns if column[0] not in {"call", "part"} or any(column[1:])]
 
 
 def as_text(rows: Iterable[Row], model: str) -> str:

@@ -161,6 +161,10 @@ class Detector(Hook, Collectable):
         copied.store = self.store
         return copied
 
+    def __repr__(self) -> str:
+        counts = f"tensors={len(self.tensor_metadata)}, values={len(self.metadata)}"
+        return f"{super().__repr__()[:-1]}, {counts}>"
+
 
 class LayerActivationDetector(Detector):
     """Collects a layer's last output: the tensor that `extract_tensor_from_output` finds.
