@@ -24,8 +24,7 @@ from ferrohook.errors import (
 from ferrohook.fingerprints import fingerprint
 from ferrohook.manifests import differences, manifest
 from ferrohook.never_fired import MOST_NAMED, explain
-from ferrohook.progress import no_progress
-from ferrohook.progress import progress as show_progress
+from ferrohook.progress import progress_bar
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.stores import Store
@@ -111,7 +110,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     sources = _sources(model, detectors, store)
     call = forward or _batch_caller(model)
     ran = skipped = 0
-    bar = show_progress(run, _length(batches), "batch") if progress else no_progress()
+    bar = progress_bar(run, _length(batches), "batch", shown=progress)
     token = object()
     runs = _in_progress.setdefault(store, {})
     try:

@@ -11,24 +11,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def no_progress() -> Iterator[Callable[[], object]]:
-    """Shows no bar; yields a function that does nothing."""
-    yield lambda: None
-
-
-@contextmanager
-def progress(title: str, total: int | None, unit: str) -> Iterator[Callable[[], object]]:
+def progress_bar(
+    title: str, total: int | None, unit: str, *, shown: bool = True
+) -> Iterator[Callable[[], object]]:
     """Shows a bar, if stderr is a terminal and rich or tqdm is installed.
 
     Args:
         title: text before the bar.
         total: number of steps; None if it is unknown.
         unit: name of a step.
+        shown: False for no bar.
 
     Yields:
         The function to call after each step.
     """
-    hidden = not sys.stderr.isatty()
+    if not (shown and sys.stderr.isatty()):
+        yield lambda: None
+        return
     try:
         from rich.console import Console  # noqa: PLC0415 (an extra)
         from rich.progress import Progress  # noqa: PLC0415
@@ -38,9 +37,9 @@ def progress(title: str, total: int | None, unit: str) -> Iterator[Callable[[], 
         except ModuleNotFoundError:
             yield lambda: None
             return
-        with tqdm(total=total, desc=title, unit=unit, disable=hidden) as line:
+        with tqdm(total=total, desc=title, unit=unit) as line:
             yield line.update
         return
-    with Progress(console=Console(stderr=True), disable=hidden) as bars:
+    with Progress(console=Console(stderr=True)) as bars:
         task = bars.add_task(title, total=total)
         yield lambda: bars.advance(task)

@@ -35,8 +35,9 @@ def summary(
 ) -> Tree:
     """Returns the modules of a model that have hooks, as a tree.
 
-    `print` and `rich.print` show it, and notebooks do. Lists the hooks that fire in this context, in
-    firing order: phase, hook, priority, calls, and the time of timed hooks (`register(timed=True)`).
+    `print`, `rich.print` and notebooks show it. It lists the hooks that fire in this context, in
+    firing order: phase, hook, priority, calls, and the time of timed hooks
+    (`register(timed=True)`).
 
     Args:
         model: any module, with wrappers or instrumented modules in it.

@@ -162,8 +162,9 @@ class Detector(Hook, Collectable):
         return copied
 
     def __repr__(self) -> str:
-        counts = f"tensors={len(self.tensor_metadata)}, values={len(self.metadata)}"
-        return f"{super().__repr__()[:-1]}, {counts}>"
+        tensors, values = len(self.tensor_metadata), len(self.metadata)
+        counts = f", tensors={tensors}, values={values}" if tensors or values else ""
+        return f"{super().__repr__()[:-1]}{counts}>"
 
 
 class LayerActivationDetector(Detector):
