@@ -49,6 +49,12 @@ class Row(NamedTuple):
             return str(self.leaf.dtype).removeprefix("torch.")
         return type(self.leaf).__name__
 
+    @property
+    def nbytes(self) -> int | None:
+        """Size of a dense tensor."""
+        dense = isinstance(self.leaf, Tensor) and self.leaf.layout == torch.strided
+        return self.leaf.nbytes if dense else None
+
 
 def rows_of(name: str, value: Any, *, per_call: bool) -> Iterator[Row]:
     """Yields the rows of one captured value."""
@@ -65,7 +71,7 @@ def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [HEADINGS]
     for row in rows:
         call = "" if row.call is None else str(row.call)
-        nbytes = f"{row.leaf.nbytes:,}" if isinstance(row.leaf, Tensor) else "-"
+        nbytes = "-" if row.nbytes is None else f"{row.nbytes:,}"
         lines.append((row.name or model, call, row.part, row.shape, row.dtype, nbytes))
     columns = zip(*lines, strict=True)
     return [column for column in columns if column[0] not in {"call", "part"} or any(column[1:])]
@@ -173,7 +179,7 @@ def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
     for row in rows:
         line = {"name": row.name, "call": row.call or 0, "part": row.part, "dtype": row.dtype}
         if isinstance(row.leaf, Tensor):
-            line |= {"shape": tuple(row.leaf.shape), "bytes": row.leaf.nbytes}
+            line |= {"shape": tuple(row.leaf.shape), "bytes": row.nbytes}
             line |= _statistics(row.leaf)
         lines.append(line)
     return pd.DataFrame(lines, columns=[*HEADINGS, *STATISTICS])

@@ -94,8 +94,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(msg)
 
 
-def _tokens(text: str, options: argparse.Namespace) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = models.move(inputs.tokens([text], options.model), options.device)
+def _tokens(text: str, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = models.move(inputs.tokens([text], options.model), options.device)
     return found
 
 
@@ -120,7 +120,7 @@ def _steered(model: nn.Module, options: argparse.Namespace) -> dict[str, Plan | 
 
 def _continued(
     model: Any,
-    ids: dict[str, Tensor],
+    ids: dict[str, Any],
     plan: Plan | None,
     options: argparse.Namespace,
     advance: Callable[[], object],

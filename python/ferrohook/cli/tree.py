@@ -72,7 +72,7 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     seen = {name: each.snapshot() for name, each in detector.modules.items()}
     details = {}
     for name, module in fh.select(model).items():
-        shapes = [*map(str, seen[name]["shapes"])] if name in seen else []
+        shapes = [*map(str, sorted(seen[name]["shapes"]))] if name in seen else []
         if len(shapes) > MOST_SHAPES:
             shapes[MOST_SHAPES:] = [f"{len(shapes) - MOST_SHAPES} more"]
         count = sum(each.numel() for each in module.parameters())
