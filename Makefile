@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test lint bench figures load loom free-threaded oldest ecosystem wheels docs build format clean
+.PHONY: help demo service test lint bench figures plots load loom free-threaded oldest ecosystem wheels docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -43,6 +43,9 @@ bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: rati
 figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
 	$(BIN)/python -m benches --json docs/benchmarks.json
 	$(BIN)/python -m benches.figures
+
+plots: build $(VENV)/show ## The pictures of docs/plotting.md, drawn by its code
+	$(BIN)/python script/plots.py
 
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
 	$(BIN)/python -m benches.load

@@ -37,6 +37,16 @@ def test_completion_finds_lazy_names() -> None:
     assert printed(COMPLETES).startswith("fh.capture")
 
 
+def test_pictures_are_imported_on_first_use_without_matplotlib() -> None:
+    code = """
+import sys, ferrohook as fh
+assert "plot" in dir(fh) and "ferrohook.plot" not in sys.modules
+print(fh.plot.__all__, {"matplotlib", "pandas"} & set(sys.modules))
+"""
+    names = "['difference', 'logit_lens', 'norms', 'patching', 'steering']"
+    assert printed(code) == f"{names} set()"
+
+
 def test_help_describes_lazy_names() -> None:
     text = pydoc.plain(pydoc.render_doc(fh))
     for shown in ("capture(model", "register(model", "run(model", "class HookedModule", "collect("):

@@ -582,6 +582,24 @@ def test_a_printed_summary_has_no_addresses(model: nn.Sequential, x: Tensor) -> 
     assert len(printed) == 8
 
 
+def test_a_summary_is_its_tree_in_a_prompt_and_in_a_notebook(model: nn.Sequential) -> None:
+    fh.register(model, "1.1", ignore)
+    tree = fh.summary(model)
+    assert repr(tree) == str(tree)
+    text = re.sub("<.*?>", "", tree._repr_mimebundle_([], [])["text/html"])
+    assert [line.rstrip() for line in text.rstrip().splitlines()] == str(tree).splitlines()
+
+
+def test_a_summary_shows_details_behind_the_classes(model: nn.Sequential) -> None:
+    printed = str(fh.summary(model, "1.*", details={"": "[red]all", "1.1": "(2, 3)", "nope": "x"}))
+    assert printed.splitlines() == [
+        "Sequential [red]all",
+        "└── 1 Sequential",
+        "    ├── 0 Linear",
+        "    └── 1 ReLU (2, 3)",
+    ]
+
+
 def test_the_summary_shows_the_time_of_timed_hooks(model: nn.Sequential, x: Tensor) -> None:
     with fh.register(model, "0", lambda *_: time.sleep(0.01), timed=True):
         model(x)

@@ -26,7 +26,12 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 PROCESSES = 2
-NEEDED = {"transformers": "transformers", "fastapi": "fastapi"}
+NEEDED = {
+    "transformers": "transformers",
+    "fastapi": "fastapi",
+    "fh.plot": "matplotlib",
+    "to_pandas": "pandas",
+}
 WORDS = 500
 COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ferrohook import detectors as detectors
     from ferrohook import interventions as interventions
     from ferrohook import patching as patching
+    from ferrohook import plot as plot
     from ferrohook import points as points
     from ferrohook import recording as recording
     from ferrohook.activations import STOPPED as STOPPED
@@ -118,6 +119,7 @@ __all__ = [
     "keep",
     "on",
     "patching",
+    "plot",
     "points",
     "recording",
     "register",
@@ -141,7 +143,7 @@ _NEEDS_TORCH = {
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("detectors", "interventions", "patching", "points", "recording")
+_MODULES = ("detectors", "interventions", "patching", "plot", "points", "recording")
 
 
 def __getattr__(name: str) -> object:

@@ -178,22 +178,22 @@ class Registry:
     def errors(self) -> int: ...
     def register(
         self,
-        phase: str,
+        phase: _Phase,
         hook: NativeHook | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
         always_call: bool = False,
         priority: int = 0,
-        on_error: str = "raise",
+        on_error: _OnError = "raise",
         timed: bool = False,
         scope: Frame | None = None,
     ) -> HookHandle: ...
     def list(
-        self, phase: str | None = None
+        self, phase: _Phase | None = None
     ) -> list[tuple[int, _Phase, Any, int, bool, int, float | None]]: ...
     def handles(self) -> _Handles: ...
-    def clear(self, phase: str | None = None) -> None: ...
+    def clear(self, phase: _Phase | None = None) -> None: ...
     def quiesce(self, timeout: float | None = None) -> None: ...
     def fork(self, copy: Callable[[Any], Any]) -> Registry: ...
     @property
@@ -230,14 +230,14 @@ class Attachment:
     def register(
         self,
         modules: list[Any],
-        phase: str,
+        phase: _Phase,
         hook: NativeHook | Callable[..., Any],
         *,
         prepend: bool = False,
         with_kwargs: bool = False,
         always_call: bool = False,
         priority: int = 0,
-        on_error: str = "raise",
+        on_error: _OnError = "raise",
         timed: bool = False,
         scope: Frame | None = None,
         names: list[str] | None = None,
@@ -390,7 +390,7 @@ def record_all(
     place: _Place | None = None,
 ) -> list[HookHandle]: ...
 def refuse_async(callable: Callable[..., Any], taker: str, /) -> None: ...  # noqa: A002 (the name in Rust)
-def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: str, scope: Frame) -> None: ...
+def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: _Phase, scope: Frame) -> None: ...
 def record(module: int, phase: str, key: str, value: Any, *, whole: bool = False) -> None: ...
 
 @final

@@ -17,17 +17,20 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, Select
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
-from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
+from ferrohook.tables import as_frame, as_html, as_text, rows_of
+from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     import os
 
+    import pandas as pd
     from torch import nn
 
     from ferrohook._core import Frame
     from ferrohook.capture_session import Keep
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
+    from ferrohook.tables import Row
 
 
 class _Stopped(enum.Enum):
@@ -113,6 +116,11 @@ class ActivationCache(Mapping[str, Any]):
         return ActivationCache(grads, model=self._model, per_call=self._per_call)
 
     @property
+    def model(self) -> str:
+        """Name of the model, printed for the module of the empty path; "" if it is unknown."""
+        return self._model
+
+    @property
     def nbytes(self) -> int:
         """Total size of the tensors, in bytes."""
         return sum(tensor.nbytes for name in self for tensor in tensors_in(self._peek(name)))
@@ -133,15 +141,19 @@ class ActivationCache(Mapping[str, Any]):
             HookTypeError: `pattern` is none of these.
             RuntimeError: the shapes differ.
         """
+        names = self._matching(pattern, "stack")
+        return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
+
+    def _matching(self, pattern: str | re.Pattern[str], taker: str) -> list[str]:
         if not isinstance(pattern, str | re.Pattern):
-            msg = f"stack takes a name, a glob or a compiled regex, got {type(pattern).__name__}"
+            msg = f"{taker} takes a name, a glob or a compiled regex, got {type(pattern).__name__}"
             raise HookTypeError(msg)
         names = select_names(self, pattern)
         if not names:
             captured = ", ".join(map(repr, self)) or "nothing"
             msg = f"{pattern!r} matches no captured module: {captured}"
             raise SelectionError(msg)
-        return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
+        return names
 
     def to(self, device: torch.device | str) -> ActivationCache:
         """Returns a cache on another device; tensors that are there already are shared."""
@@ -183,34 +195,42 @@ class ActivationCache(Mapping[str, Any]):
         """
         return cls(**shards.load(path))
 
+    def rows(
+        self, pattern: str | re.Pattern[str] | None = None, *, stale: bool = False
+    ) -> Iterator[Row]:
+        """Yields a row for each captured tensor, and for each part of a value without tensors.
+
+        Args:
+            pattern: a name, a glob or a compiled regex, see `select`; None for all.
+            stale: yield values changed in place too, instead of raising.
+
+        Raises:
+            SelectionError: the pattern matches none of the names.
+            HookTypeError: `pattern` is none of these.
+            StaleActivationError: a value was changed in place.
+        """
+        for name in self if pattern is None else self._matching(pattern, "rows"):
+            value = self._peek(name) if stale else self[name]
+            yield from rows_of(name, value, per_call=self._per_call)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Makes a DataFrame with a line for each captured tensor.
+
+        Columns: `name`, `call` (index among the captured calls), `part` (place in a structure),
+        `shape`, `dtype`, `bytes`, and `norm` (L2 norm along the last dimension, averaged), `mean`,
+        `std`, `min`, `max` and `nonfinite` (count of NaN and infinities).
+
+        Raises:
+            StaleActivationError: a value was changed in place.
+            HookError: the package pandas is not installed.
+        """
+        return as_frame(self.rows())
+
     def __repr__(self) -> str:
-        rows = [("name", "call", "part", "shape", "dtype", "bytes")]
-        for name in self:
-            value = self._peek(name)
-            for call, each in enumerate(value) if self._per_call else [("", value)]:
-                rows += [
-                    (name or self._model, str(call), part, *_described(leaf))
-                    for part, leaf in leaves_by_path(each)
-                ]
-        # Columns "call" and "part" only if there are any.
-        columns = [
-            column
-            for column in zip(*rows, strict=True)
-            if column[0] not in {"call", "part"} or any(column[1:])
-        ]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(map(str.ljust, row[:-1], widths)) + f"  {row[-1]:>{widths[-1]}}"
-            for row in zip(*columns, strict=True)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        return as_text(self.rows(stale=True), self._model)
 
-
-def _described(leaf: Any) -> tuple[str, str, str]:
-    """Returns shape, dtype and bytes of a tensor, and the type of another leaf."""
-    if not isinstance(leaf, Tensor):
-        return "-", type(leaf).__name__, "-"
-    return str(tuple(leaf.shape)), str(leaf.dtype)[6:], f"{leaf.nbytes:,}"
+    def _repr_html_(self) -> str:
+        return as_html([*self.rows(stale=True)], self._model, self.__getitem__)
 
 
 def begin_capture(session: CaptureSession, scope: Frame) -> ActivationCache:

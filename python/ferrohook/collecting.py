@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
@@ -25,6 +24,7 @@ from ferrohook.errors import (
 from ferrohook.fingerprints import fingerprint
 from ferrohook.manifests import differences, manifest
 from ferrohook.never_fired import MOST_NAMED, explain
+from ferrohook.progress import progress_bar
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.stores import Store
@@ -110,7 +110,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     sources = _sources(model, detectors, store)
     call = forward or _batch_caller(model)
     ran = skipped = 0
-    bar = _progress(batches, run) if progress else _no_progress()
+    bar = progress_bar(run, _length(batches), "batch", shown=progress)
     token = object()
     runs = _in_progress.setdefault(store, {})
     try:
@@ -283,34 +283,11 @@ def _error_note(number: int, run: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _no_progress() -> Iterator[Callable[[], object]]:
-    yield lambda: None
-
-
-@contextmanager
-def _progress(batches: Iterable[Any], run: str) -> Iterator[Callable[[], object]]:
-    """Shows a bar on stderr by rich or tqdm; yields the function to call after each batch."""
-    total = None
+def _length(batches: Iterable[Any]) -> int | None:
     if isinstance(batches, Sized):
         with suppress(TypeError):  # a DataLoader of an IterableDataset has a `__len__` that raises
-            total = len(batches)
-    hidden = not sys.stderr.isatty()
-    try:
-        from rich.console import Console  # noqa: PLC0415 (an extra)
-        from rich.progress import Progress  # noqa: PLC0415
-    except ModuleNotFoundError:
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 (an extra)
-        except ModuleNotFoundError:
-            yield lambda: None
-            return
-        with tqdm(total=total, desc=run, unit="batch", disable=hidden) as line:
-            yield line.update
-        return
-    with Progress(console=Console(stderr=True), disable=hidden) as bars:
-        task = bars.add_task(run, total=total)
-        yield lambda: bars.advance(task)
+            return len(batches)
+    return None
 
 
 def _check(model: object, batches: object, store: object, forward: object) -> None:

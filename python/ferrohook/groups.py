@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
 from ferrohook.activations import begin_capture
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.activations import ActivationCache
-    from ferrohook.selection import Selector
+    from ferrohook.selection import Chosen, Selector
     from ferrohook.steering import Intervention
+    from ferrohook.typed import OnError, Phase
+
+    _Hook: TypeAlias = Callable[..., Any] | TypedHook | NativeDetector | Intervention
 
 
 class HandleGroup(AttachmentContext):
@@ -43,7 +46,7 @@ class HandleGroup(AttachmentContext):
         self._scoped = False
 
     def _register(
-        self, modules: Mapping[str, nn.Module], phase: str, hook: Any, **options: Any
+        self, modules: Mapping[str, nn.Module], phase: Phase, hook: Any, **options: Any
     ) -> None:
         self._scoped = options.get("scope") is not None
         handles = self.attachment.register(
@@ -146,14 +149,14 @@ class HandleGroup(AttachmentContext):
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
     model: nn.Module,
     what: Selector,
-    hook: Callable[..., Any] | TypedHook | NativeDetector | Intervention,
+    hook: _Hook,
     *,
-    phase: str | None = None,
+    phase: Phase | None = None,
     prepend: bool = False,
     with_kwargs: bool = False,
     always_call: bool = False,
     priority: int = 0,
-    on_error: str = "raise",
+    on_error: OnError = "raise",
     timed: bool = False,
     scope: Scope | None = None,
 ) -> HandleGroup:
@@ -213,11 +216,28 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     return group
 
 
+@overload
 def run(
     model: nn.Module,
     *args: Any,
-    hooks: Mapping[Any, Callable[..., Any] | TypedHook | NativeDetector | Intervention]
-    | None = None,
+    hooks: Mapping[Any, _Hook] | None = None,
+    capture: None = None,
+    plan: Plan | Prepared | None = None,
+    **kwargs: Any,
+) -> Any: ...
+@overload
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, _Hook] | None = None,
+    capture: Chosen,
+    plan: Plan | Prepared | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ActivationCache]: ...
+def run(
+    model: nn.Module,
+    *args: Any,
+    hooks: Mapping[Any, _Hook] | None = None,
     capture: Selector = None,
     plan: Plan | Prepared | None = None,
     **kwargs: Any,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ferrohook._core import Registry
+    from ferrohook.typed import Phase
 
 
 class HookInfo(NamedTuple):
@@ -13,7 +14,7 @@ class HookInfo(NamedTuple):
 
     id: int
     """Unique in the process, increasing, never reused."""
-    phase: str
+    phase: Phase
     """`forward_pre`, `forward`, `backward_pre` or `backward`."""
     hook: Any
     """The callable or typed hook that was registered."""
@@ -26,7 +27,7 @@ class HookInfo(NamedTuple):
 
 
 def timed_hooks(
-    registry: Registry | None, phase: str | None = None
+    registry: Registry | None, phase: Phase | None = None
 ) -> list[tuple[HookInfo, float | None]]:
     """Lists the hooks of a registry that fire in this context, in order, with their times.
 
@@ -44,6 +45,6 @@ def timed_hooks(
     return [(HookInfo(*row[:-1]), row[-1]) for row in rows]
 
 
-def hooks_of(registry: Registry | None, phase: str | None = None) -> list[HookInfo]:
+def hooks_of(registry: Registry | None, phase: Phase | None = None) -> list[HookInfo]:
     """Lists the hooks of a registry that fire in this context, in order."""
     return [hook for hook, _ in timed_hooks(registry, phase)]

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrohook.selection import Selector
+    from ferrohook.typed import Phase
 
 _KEY = Dispatcher.KEY
 _CALL, _CALL_IMPL = Dispatcher.methods(nn.Module)
@@ -176,7 +177,7 @@ def _assign_class(module: nn.Module, plain: type[nn.Module]) -> None:
         assign_class(module, plain, _instrumented_class(plain))
 
 
-_PHASES = {
+_PHASES: dict[str, Phase] = {
     "register_forward_pre_hook": "forward_pre",
     "register_forward_hook": "forward",
     "register_full_backward_pre_hook": "backward_pre",
@@ -185,7 +186,7 @@ _PHASES = {
 }
 
 
-def _register_method(name: str, phase: str) -> Callable[..., HookHandle]:
+def _register_method(name: str, phase: Phase) -> Callable[..., HookHandle]:
     @functools.wraps(getattr(HookedBase, name))
     def register(self: nn.Module, hook: Any, *args: Any, **options: Any) -> HookHandle:
         dispatcher: Dispatcher | None = vars(self).get(_KEY)
@@ -375,6 +376,13 @@ class Instrumentation(AttachmentContext):
     def restore(self) -> None:
         """Restores the modules, once; those that nothing else instruments lose their hooks."""
         self.attachment.release()
+
+    def __repr__(self) -> str:
+        model = self._model() if "_model" in vars(self) else None
+        title = "a model that is gone" if model is None else model._get_name()
+        return (
+            f"<Instrumentation of {title}, {'restored' if self.attachment.released else 'active'}>"
+        )
 
     def __reduce__(self) -> Any:
         # A copy instruments nothing.

@@ -20,6 +20,7 @@ from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapp
 M = TypeVar("M", bound=nn.Module)
 
 if TYPE_CHECKING:
+    from ferrohook.typed import Phase
 
     class _OfModule(Generic[M]):
         pass
@@ -90,7 +91,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         self._share(None)
         return module
 
-    def hooks(self, phase: str | None = None) -> list[HookInfo]:
+    def hooks(self, phase: Phase | None = None) -> list[HookInfo]:
         """Lists the registered hooks, in firing order.
 
         Args:
@@ -101,7 +102,7 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
         """
         return hooks_of(self._registry, phase)
 
-    def clear_hooks(self, phase: str | None = None) -> None:
+    def clear_hooks(self, phase: Phase | None = None) -> None:
         """Removes the hooks of one phase or of all, those of scopes included; torch's own stay.
 
         Args:

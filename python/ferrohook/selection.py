@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _Single: TypeAlias = "str | re.Pattern[str] | type[nn.Module] | Callable[[str, nn.Module], object]"
 _Union: TypeAlias = "Sequence[_Single | _Union] | AbstractSet[_Single | _Union]"
-Selector: TypeAlias = "_Single | _Union | None"
+Chosen: TypeAlias = "_Single | _Union"
+Selector: TypeAlias = "Chosen | None"
 
 
 def select(

@@ -377,6 +377,11 @@ class ModelMetrics(Collector):
         cumulative.append(("+Inf", below + sum(calls for _, _, calls in ranges[index:])))
         return cumulative
 
+    def __repr__(self) -> str:
+        calls = sum(counter.snapshot()["calls"] for counter in self._calls.values())
+        state = "" if self._modules else ", closed"
+        return f"<ModelMetrics of {len(self._calls)} modules, calls={calls}{state}>"
+
     def close(self) -> None:
         """Stops observing and drops the modules' metrics; the captured bytes stay."""
         self._hooks.close()

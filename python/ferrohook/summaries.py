@@ -16,6 +16,8 @@ from ferrohook.selection import select
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.tree import Tree
     from torch import nn
 
@@ -28,15 +30,19 @@ UNLIMITED = 10_000
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def summary(model: nn.Module, also: Selector = ()) -> Tree:
-    """Returns the modules of a model that have hooks, as a tree for `print` and `rich.print`.
+def summary(
+    model: nn.Module, also: Selector = (), *, details: Mapping[str, str] | None = None
+) -> Tree:
+    """Returns the modules of a model that have hooks, as a tree.
 
-    Lists the hooks that fire in this context, in firing order: phase, hook, priority, calls, and
-    the time of timed hooks (`register(timed=True)`).
+    `print`, `rich.print` and notebooks show it. It lists the hooks that fire in this context, in
+    firing order: phase, hook, priority, calls, and the time of timed hooks
+    (`register(timed=True)`).
 
     Args:
         model: any module, with wrappers or instrumented modules in it.
         also: modules to show although they have no hooks, see `select`; None for all.
+        details: text to show behind the classes of modules, by the modules' names.
 
     Raises:
         HookTypeError: `model` is not an `nn.Module`.
@@ -62,7 +68,7 @@ def summary(model: nn.Module, also: Selector = ()) -> Tree:
         if name not in shown:
             continue
         parent, _, last = name.rpartition(".")
-        title = _title(last, module)
+        title = _title(last, module, (details or {}).get(name, ""))
         nodes[name] = nodes[parent].add(title) if name else summary_class(title)
         for hook in hooks[name]:
             nodes[name].add(_line(name, *hook))
@@ -80,12 +86,15 @@ def _summary_class() -> type[Tree]:
             Console(file=file, width=UNLIMITED).print(self)
             return file.getvalue().rstrip("\n")
 
+        __repr__ = __str__
+
     return Summary
 
 
-def _title(name: str, module: nn.Module) -> str:
+def _title(name: str, module: nn.Module, detail: str) -> str:
     kind = _escaped(module._get_name())
-    return f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
+    title = f"[bold]{_escaped(name)}[/bold] {kind}" if name else f"[bold]{kind}[/bold]"
+    return f"{title} [dim]{_escaped(detail)}[/dim]" if detail else title
 
 
 def _line(module: str, hook: HookInfo, seconds: float | None) -> str:

@@ -9,7 +9,14 @@ def with_article(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def missing_package(user: str, package: str) -> str:
-    """Returns the error of a package that `user` needs and that is not installed."""
+def missing_package(user: str, package: str, extra: str = "") -> str:
+    """Returns the error of a package that `user` needs and that is not installed.
+
+    Args:
+        user: what needs it.
+        package: its name.
+        extra: the extra that has it, if its name is another.
+    """
     # Not "ferrohook[extra]", which no registry has.
-    return f"{user} needs the package {package}: pip install {package}"
+    of_extra = f" (the extra {extra})" if extra else ""
+    return f"{user} needs the package {package}{of_extra}: pip install {package}"

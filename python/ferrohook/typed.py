@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
+Phase: TypeAlias = Literal["forward_pre", "forward", "backward_pre", "backward"]
+OnError: TypeAlias = Literal["raise", "disable", "ignore"]
 Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
 
 In = TypeVar("In")

@@ -48,6 +48,18 @@ Case = tuple[nn.Module, tuple[Any, ...]]
 # Transparency
 
 
+def test_the_result_of_instrument_names_the_model() -> None:
+    model = nn.Sequential(nn.Identity())
+    instrumented = fh.instrument(model)
+    assert repr(instrumented) == "<Instrumentation of Sequential, active>"
+    instrumented.restore()
+    assert repr(instrumented) == "<Instrumentation of Sequential, restored>"
+    assert repr(copy.deepcopy(instrumented)).startswith("<Instrumentation of a model that is gone")
+    del model
+    gc.collect()
+    assert repr(instrumented) == "<Instrumentation of a model that is gone, restored>"
+
+
 def test_an_instrumented_model_looks_like_the_plain_one(case: Case) -> None:
     model, arguments = case
     plain = copy.deepcopy(model)

@@ -133,6 +133,16 @@ def test_dropped_detectors_leave_nothing_in_a_context() -> None:
     assert size() <= before + 2
 
 
+def test_the_repr_of_a_detector_counts_what_it_collected() -> None:
+    detector = fi.LayerActivationDetector("head", hook_id="mine")
+    assert repr(detector) == "<LayerActivationDetector 'mine', forward>"
+    model = Model()
+    fi.Layers(model).register_hook("head", detector)
+    model(X)
+    expected = "<LayerActivationDetector 'mine', forward on 'head', tensors=1, values=1>"
+    assert repr(detector) == expected
+
+
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_detectors_save_to_their_store(kind: str, tmp_path: Path) -> None:
     store = fh.MemoryStore() if kind == "memory" else fh.LocalStore(tmp_path)

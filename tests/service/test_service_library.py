@@ -198,7 +198,9 @@ def test_model_metrics() -> None:
             }.items()
         },
     }
+    assert repr(metrics) == "<ModelMetrics of 2 modules, calls=6>"
     metrics.close()
+    assert repr(metrics) == "<ModelMetrics of 2 modules, calls=6, closed>"
     assert type(model[1]) is Doubling
     assert metrics.snapshot() == {}
     assert collected(metrics)["ferrohook_captured_bytes_total",] == 60

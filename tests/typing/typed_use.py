@@ -1,6 +1,6 @@
 """Types of the public names; checked by mypy and pyright, never run."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,11 @@ norms = fh.detectors.NormDetector()
 assert_type(hooked.register_forward_hook(norms), fh.HookHandle)
 assert_type(hooked.register_forward_pre_hook(norms), fh.HookHandle)
 assert_type(fh.register(hooked, "", norms), fh.HandleGroup)
+fh.register(hooked, "", watch, phase="sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.register(hooked, "", watch, on_error="explode")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.on("", watch, phase="sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.on("", watch, on_error="explode")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+hooked.hooks("sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 assert_type(norms.merge(fh.detectors.NormDetector()), None)
 norms.merge(fh.detectors.CallCounter())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
@@ -85,6 +90,17 @@ with fh.LocalStore("folder") as local:
     assert_type(local, fh.LocalStore)
     assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
+
+
+def runs(model: nn.Module, chosen: str | list[type[nn.Module]], any_: str | None) -> None:
+    _, acts = fh.run(model, 1, capture=chosen, hooks={"": watch}, flag=True)
+    assert_type(acts, fh.ActivationCache)
+    assert_type(
+        fh.run(model, 1, capture=lambda name, _module: "mlp" in name)[1], fh.ActivationCache
+    )
+    assert_type(fh.run(model, 1, plan=fh.Plan()), Any)
+    print(fh.run(model, capture=any_))
+    fh.run(model, capture=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def endpoint(scope: RequestScope) -> None:

@@ -12,14 +12,21 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
-from ferrohook.cli import capture, doctor, tree
+from ferrohook.cli import capture, collect, doctor, steer, tree, verify
 from ferrohook.cli.errors import UserError, describe, to_line
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = {"tree": tree, "capture": capture, "doctor": doctor}
+COMMANDS = {
+    "tree": tree,
+    "capture": capture,
+    "steer": steer,
+    "collect": collect,
+    "verify": verify,
+    "doctor": doctor,
+}
 USER_ERROR = 2
 INTERRUPTED = 130
 

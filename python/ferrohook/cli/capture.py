@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli import inputs, models
-from ferrohook.cli.errors import UserError, check_writable, describe, need
+from ferrohook.cli import inputs, models, plans
+from ferrohook.cli.errors import UserError, check_writable, describe, need, warnings_as_lines
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from torch import nn
 
     from ferrohook import ActivationCache, Plan
+    from ferrohook.plans.entries import KeepEntry
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -30,15 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="names or globs of the modules, as 'encoder.layer.*'",
     )
-    chosen.add_argument(
-        "--plan", metavar="PATH", type=Path, help="a file of Plan.to_json, with what it changes"
-    )
-    parser.add_argument(
-        "--tensors",
-        metavar="PATH",
-        type=Path,
-        help="a .safetensors file with the tensors that the plan names",
-    )
+    plans.add_options(parser, chosen)
     inputs.add_options(parser)
     parser.add_argument(
         "--out",
@@ -51,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--inputs", action="store_true", help="the modules' inputs, not their outputs"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
-    parser.add_argument("--device", default="cpu", help="device of the model; cpu by default")
+    models.add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,30 +66,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan | None:
-    path: Path | None = options.plan
-    if path is None:
-        if options.tensors is not None:
-            msg = "--tensors has the tensors that a plan names: pass --plan too"
-            raise UserError(msg)
-        return None
-    if options.inputs or options.dtype is not None:
+    if options.plan is not None and (options.inputs or options.dtype is not None):
         msg = "--inputs and --dtype go with --select: a plan says both for each of its entries"
         raise UserError(msg)
-    if options.tensors is not None:
-        need("safetensors")
-    from ferrohook.plans import Plan
-    from ferrohook.plans.entries import KeepEntry
-
-    try:
-        # Ctrl-C ends a regex that takes for ever.
-        plan = Plan.from_json(path.read_bytes(), options.tensors, regex=True)
-    except ValueError as error:
-        msg = f"cannot read {path}: {error}"
-        raise UserError(msg) from error
-    if not any(isinstance(entry, KeepEntry) for entry in plan.entries):
-        msg = f"{path} captures nothing: add an entry of the type keep"
+    plan = plans.read(options)
+    if plan is not None and not _kept(plan):
+        msg = f"{options.plan} captures nothing: add an entry of the type keep"
         raise UserError(msg)
     return plan
+
+
+def _kept(plan: Plan) -> list[KeepEntry]:
+    from ferrohook.plans.entries import KeepEntry
+
+    return [entry for entry in plan.entries if isinstance(entry, KeepEntry)]
 
 
 def _captured(
@@ -108,15 +92,9 @@ def _captured(
     import torch
 
     import ferrohook as fh
-    from ferrohook.tensors import map_tensors
 
-    try:
-        device = torch.device(options.device)
-        model.to(device).eval()
-        args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
-    except (RuntimeError, AssertionError) as error:
-        msg = f"cannot run the model on {options.device!r}: {describe(error)}"
-        raise UserError(msg) from error
+    models.move(model.eval(), options.device)
+    args, kwargs = models.move((args, kwargs), options.device)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     prepared = None if plan is None else plan.prepare(model)
     opened: Any = (
@@ -124,14 +102,36 @@ def _captured(
         if prepared is None
         else prepared.open()
     )
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad(), opened as entered:
-        warnings.simplefilter("always", fh.NeverFiredWarning)
+    chosen = [options.select] if plan is None else [each.what for each in _kept(plan)]
+    with (
+        warnings_as_lines("capture"),
+        torch.no_grad(),
+        opened as entered,
+        _progress(model, chosen),
+    ):
         try:
             model(*args, **kwargs)
         except Exception as error:
             msg = f"the model failed on this input: {describe(error)} (--traceback shows where)"
             raise UserError(msg) from error
-    for warning in caught:
-        print(f"ferrohook capture: {warning.message}", file=sys.stderr)
     acts: ActivationCache = entered if prepared is None else entered.acts
     return acts
+
+
+@contextmanager
+def _progress(model: nn.Module, chosen: list[Any]) -> Iterator[None]:
+    """Shows a bar of the chosen modules that have run."""
+    import ferrohook as fh
+    from ferrohook.progress import progress_bar
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    names = {name for what in chosen for name in fh.select(model, what, called=True)}
+    with progress_bar("capture", len(names), "module") as advance, fh.scope() as scope:
+
+        def count(_module: object, _args: object, _output: object) -> None:
+            advance()
+
+        fh.register(model, names, count, scope=scope)
+        yield

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 OPTIONAL = (
     "safetensors",
     "rich",
+    "tqdm",
     "matplotlib",
+    "pandas",
     "transformers",
     "transformer-lens",
     "nnsight",

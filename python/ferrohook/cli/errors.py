@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -51,3 +55,16 @@ def need(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise UserError(missing_package("this", package))
+
+
+@contextmanager
+def warnings_as_lines(command: str) -> Iterator[None]:
+    """Prints ferrohook's warnings of a block on stderr, in one line each."""
+    from ferrohook.errors import NeverFiredWarning, UnverifiedWarning
+
+    with warnings.catch_warnings(record=True) as caught:
+        for category in (NeverFiredWarning, UnverifiedWarning):
+            warnings.simplefilter("always", category)
+        yield
+    for warning in caught:
+        print(f"ferrohook {command}: {to_line(str(warning.message))}", file=sys.stderr)

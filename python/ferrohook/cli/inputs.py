@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, *, required: bool = True, purpose: str = ""
+) -> None:
     """Adds the option for the input."""
     parser.add_argument(
         "--input",
         metavar="INPUT",
-        required=True,
-        help="a .safetensors or .pt file (tensors by the names of the forward's parameters, or one "
-        "tensor alone), or a text where the model is a folder with a tokenizer",
+        required=required,
+        help=f"{purpose}a .safetensors or .pt file (tensors by the names of the forward's "
+        "parameters, or one tensor alone), or a text where the model is a folder with a tokenizer",
     )
 
 
@@ -45,7 +48,13 @@ def read(source: str, where: str, model: nn.Module) -> Call:
             return _by_name(_safetensors(path), path, model)
         case ".pt" | ".pth":
             return _arguments(_torch(path), path, model)
-    return (), _tokens(source, where)
+    if not _has_tokenizer(where):
+        msg = (
+            f"{source!r} is no .safetensors or .pt file; a text needs a model folder with a "
+            "tokenizer, saved by transformers"
+        )
+        raise UserError(msg)
+    return (), tokens([source], where)
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
@@ -104,20 +113,48 @@ def _by_name(tensors: dict[Any, Any], path: Path, model: nn.Module) -> Call:
     return (), tensors
 
 
-def _tokens(text: str, where: str) -> dict[str, Any]:
-    if not (Path(where) / "tokenizer_config.json").is_file():
+def _has_tokenizer(where: str) -> bool:
+    return (Path(where) / "tokenizer_config.json").is_file()
+
+
+@functools.cache
+def tokenizer(where: str) -> Any:
+    """Loads the tokenizer of a model's folder.
+
+    Raises:
+        UserError: the model is no folder with a tokenizer, or loading failed.
+    """
+    if not _has_tokenizer(where):
         msg = (
-            f"{text!r} is no .safetensors or .pt file; a text needs a model folder with a "
-            "tokenizer, saved by transformers"
+            f"{where} has no tokenizer: a text needs a model folder saved by transformers with one"
         )
         raise UserError(msg)
+    need("transformers")
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        loaded = transformers.AutoTokenizer.from_pretrained(
             where, local_files_only=True, trust_remote_code=False
         )
-        return dict(tokenizer(text, return_tensors="pt"))
     except Exception as error:
-        msg = f"the tokenizer in {where} failed: {describe(error)}"
-        raise UserError(msg) from error
+        raise _failed(where, error) from error
+    if loaded.pad_token is None:
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def tokens(texts: list[str], where: str) -> dict[str, Any]:
+    """Returns the tokens of texts, as the keyword arguments of a model.
+
+    Raises:
+        UserError: there is no tokenizer, or it failed.
+    """
+    loaded = tokenizer(where)
+    try:
+        return dict(loaded(texts, return_tensors="pt", padding=len(texts) > 1))
+    except Exception as error:
+        raise _failed(where, error) from error
+
+
+def _failed(where: str, error: Exception) -> UserError:
+    return UserError(f"the tokenizer in {where} failed: {describe(error)}")

@@ -35,6 +35,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the device."""
+    parser.add_argument("--device", default="cpu", help="device of the model; cpu by default")
+
+
+def move(what: Any, device: str) -> Any:
+    """Moves a model, or the tensors of a structure, to a device.
+
+    Raises:
+        UserError: the device is unknown or not available.
+    """
+    from torch import Tensor, nn
+
+    from ferrohook.tensors import map_tensors
+
+    def to_device(each: Tensor | nn.Module) -> Any:
+        return each.to(device)
+
+    try:
+        return to_device(what) if isinstance(what, nn.Module) else map_tensors(to_device, what)
+    except (RuntimeError, AssertionError) as error:
+        msg = f"cannot run the model on {device!r}: {describe(error)}"
+        raise UserError(msg) from error
+
+
 def load(model: str, *, trust: bool) -> nn.Module:
     """Loads the model.
 

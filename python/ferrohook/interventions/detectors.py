@@ -161,6 +161,11 @@ class Detector(Hook, Collectable):
         copied.store = self.store
         return copied
 
+    def __repr__(self) -> str:
+        tensors, values = len(self.tensor_metadata), len(self.metadata)
+        counts = f", tensors={tensors}, values={values}" if tensors or values else ""
+        return f"{super().__repr__()[:-1]}{counts}>"
+
 
 class LayerActivationDetector(Detector):
     """Collects a layer's last output: the tensor that `extract_tensor_from_output` finds.

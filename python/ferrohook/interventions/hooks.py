@@ -6,7 +6,7 @@ import abc
 import copy
 import enum
 import uuid
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from ferrohook._core import refuse_async
 from ferrohook.errors import HookError as _HookError
@@ -27,7 +27,7 @@ class HookType(enum.StrEnum):
     PRE_FORWARD = "pre_forward"
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> Literal["forward", "forward_pre"]:
         """The registry's phase."""
         return "forward" if self is HookType.FORWARD else "forward_pre"
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.scopes import Scope
+    from ferrohook.typed import OnError
 
 # Shared by all `Layers`: a hook is on at most one layer.
 _LOCK = threading.RLock()
@@ -65,7 +66,7 @@ class Layers:
         hook_type: HookType | str | None = None,
         *,
         priority: int | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
     ) -> str:
         """Registers a hook on a layer.
 
@@ -102,7 +103,7 @@ class Layers:
         hook_type: HookType | str | None = None,
         *,
         priority: int | None = None,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         scope: Scope | None = None,
     ) -> str:
         """Registers a hook as `register_hook` does; with `scope`, for that scope alone."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ferrohook.capture_session import Keep as KeepCalls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
+    from ferrohook.typed import OnError, Phase
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "prepend": False,
@@ -63,7 +64,7 @@ class HookEntry(Entry):
     what: Selector
     hook: Any
     at: At
-    phase: str
+    phase: Phase
     options: dict[str, Any]
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
@@ -99,12 +100,12 @@ def on(  # noqa: PLR0913 (the options of `register`)
     hook: Intervention | TypedHook | Callable[..., Any],
     *,
     at: At = None,
-    phase: str | None = None,
+    phase: Phase | None = None,
     prepend: bool = False,
     with_kwargs: bool = False,
     always_call: bool = False,
     priority: int = 0,
-    on_error: str = "raise",
+    on_error: OnError = "raise",
     timed: bool = False,
 ) -> HookEntry:
     """Makes the entry of a plan that puts a hook on modules.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook._core import Frame
+    from ferrohook.typed import Phase
 
 T = TypeVar("T")
 
@@ -31,9 +32,12 @@ Direction: TypeAlias = Literal["fwd", "bwd"]
 Directions: TypeAlias = Literal["fwd", "bwd", "both"]
 
 # The phase that `add_hook` registers for.
-PHASES = {"fwd": "forward", "bwd": "backward"}
+PHASES: dict[str, Phase] = {"fwd": "forward", "bwd": "backward"}
 # All phases in which hooks can fire.
-_ALL_PHASES = {"fwd": ("forward_pre", "forward"), "bwd": ("backward_pre", "backward")}
+_ALL_PHASES: dict[str, tuple[Phase, ...]] = {
+    "fwd": ("forward_pre", "forward"),
+    "bwd": ("backward_pre", "backward"),
+}
 
 
 class HookPoint(nn.Module):

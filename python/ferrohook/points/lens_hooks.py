@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from types import CodeType, FunctionType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class ForwardLensHandle(LensHandle):
     """Handle of a forward hook."""
 
     __slots__ = ()
-    phase = "forward"
+    phase: Final = "forward"
 
     def __call__(self, point: Point, _args: Any, output: Any, /) -> Any:
         """A forward hook of PyTorch's contract."""
@@ -135,7 +135,7 @@ class BackwardLensHandle(LensHandle):
     """Handle of a backward hook."""
 
     __slots__ = ()
-    phase = "backward"
+    phase: Final = "backward"
 
     def __call__(self, point: Point, _grad_input: Any, grad_output: Any, /) -> Any:
         """A full backward hook of PyTorch's contract."""

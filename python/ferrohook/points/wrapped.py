@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ferrohook.selection import Selector
+    from ferrohook.typed import Phase
 
 Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
 """Hook points by module name and kind (`hook_in` or `hook_out`)."""
@@ -29,7 +30,7 @@ Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
 class _PointHook:
     """A hook on a module that passes its tensor through a hook point."""
 
-    phase: str
+    phase: Phase
     __call__: Callable[..., Any]
 
     def __init__(self, point: HookPoint) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrohook.arguments import at_least_one
 from ferrohook.errors import StoreError, UnverifiedWarning
+from ferrohook.progress import progress_bar
 from ferrohook.stores.folder import Folder
 from ferrohook.stores.shard import Shard
 from ferrohook.stores.store import Batch, DamagedBatch, Store, check_batch, find, own_tensors
@@ -183,17 +184,25 @@ class LocalStore(Store):
         batches = self._known(run).items()
         return {number: batch.fingerprint for number, batch in batches if batch.fingerprint}
 
-    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:  # noqa: D102
+    def verify(  # noqa: D102
+        self, run: str | None = None, *, contents: bool = True, progress: bool = False
+    ) -> list[DamagedBatch]:
         damaged: list[DamagedBatch] = []
         unverified = 0
-        for name in self.runs() if run is None else [run]:
-            for number, batch in sorted(self._index(name).items()):
+        batches = [
+            (name, number, batch)
+            for name in (self.runs() if run is None else [run])
+            for number, batch in sorted(self._index(name).items())
+        ]
+        with progress_bar("verify", len(batches), "batch", shown=progress) as advance:
+            for name, number, batch in batches:
                 damages = (
                     self._folder.damage(name, file, contents=contents) for file in batch.files
                 )
                 if problem := next(filter(None, damages), None):
                     damaged.append(DamagedBatch(name, number, problem))
                 unverified += any(file.crc32 is None for file in batch.files)
+                advance()
         if contents and unverified:
             _warn_unverified(f"{unverified} batches of {self._folder.path}")
         return damaged

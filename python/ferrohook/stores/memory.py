@@ -99,7 +99,13 @@ class MemoryStore(Store):
         batches = list(self._runs.get(run, {}).items())
         return {number: batch.fingerprint for number, batch in batches if batch.fingerprint}
 
-    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:  # noqa: ARG002
+    def verify(
+        self,
+        run: str | None = None,
+        *,
+        contents: bool = True,  # noqa: ARG002 (there are no files)
+        progress: bool = False,  # noqa: ARG002
+    ) -> list[DamagedBatch]:
         """Returns no batches: there are no files."""
         if run is not None:
             find(self._runs, run, "run")

@@ -140,12 +140,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def verify(self, run: str | None = None, *, contents: bool = True) -> list[DamagedBatch]:
+    def verify(
+        self, run: str | None = None, *, contents: bool = True, progress: bool = False
+    ) -> list[DamagedBatch]:
         """Lists damaged batches: a file is missing, of another size, or of another checksum.
 
         Args:
             run: name of the run; None for all runs.
             contents: read all files and compare checksums; False compares their sizes alone.
+            progress: show a progress bar, as `collect` does.
 
         Warns with `UnverifiedWarning` of files without a checksum, which an earlier version wrote.
 

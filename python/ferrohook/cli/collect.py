@@ -1,0 +1,97 @@
+"""`ferrohook collect`: runs a model over files of inputs and stores outputs of its modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.cli import inputs, models
+from ferrohook.cli.errors import UserError, describe, need, warnings_as_lines
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    models.add_options(parser)
+    parser.add_argument(
+        "--select",
+        metavar="PATTERN",
+        nargs="+",
+        required=True,
+        help="names or globs of the modules, as 'encoder.layer.*'",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        required=True,
+        help=".safetensors or .pt files, each a batch; or .txt files, each line a text, where the "
+        "model is a folder with a tokenizer",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, default=32, help="texts of a batch; 32 by default"
+    )
+    parser.add_argument(
+        "--store", metavar="FOLDER", required=True, help="folder of a LocalStore, made if missing"
+    )
+    parser.add_argument("--run", default="run", help="name of the run; 'run' by default")
+    models.add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Stores the outputs of the batches that the run lacks, and prints their number."""
+    need("torch")
+    import ferrohook as fh
+
+    if options.batch_size < 1:
+        msg = f"--batch-size is at least 1, got {options.batch_size}"
+        raise UserError(msg)
+    model = models.load(options.model, trust=options.trust).eval()
+    models.move(model, options.device)
+    batches = _Batches(model, options)
+    with fh.LocalStore(options.store) as store, warnings_as_lines("collect"):
+        try:
+            done = fh.collect(model, batches, options.select, store, run=options.run)
+        except (UserError, fh.HookError, OSError):
+            raise
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            msg = f"the model failed: {describe(error)}; {notes} (--traceback shows where)"
+            raise UserError(msg) from error
+    print(f"run {options.run}: {done.batches} batches stored, {done.skipped} were there")
+    return 0
+
+
+class _Batches:
+    """Inputs of the files, read as they are iterated."""
+
+    def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
+        self._model = model
+        self._options = options
+        self._parts: list[Path | list[str]] = []
+        for path in options.input:
+            if path.suffix != ".txt":
+                self._parts.append(path)
+                continue
+            texts = [line for line in path.read_text().splitlines() if line.strip()]
+            size = options.batch_size
+            self._parts += [texts[start : start + size] for start in range(0, len(texts), size)]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        where = self._options.model
+        for part in self._parts:
+            args, kwargs = (
+                inputs.read(str(part), where, self._model)
+                if isinstance(part, Path)
+                else ((), inputs.tokens(part, where))
+            )
+            yield models.move(kwargs or args, self._options.device)

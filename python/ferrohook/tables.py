@@ -1,0 +1,198 @@
+"""Rows of captured values, and tables of them: text, HTML with sparklines, a pandas DataFrame."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import HookError, StaleActivationError
+from ferrohook.tensors import leaves_by_path
+from ferrohook.texts import missing_package
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import pandas as pd
+
+BARS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "!"
+MOST_BARS = 32
+"""Characters of a sparkline; a longer one shows the largest of several norms."""
+MOST_ROWS = 200
+"""Rows of an HTML table."""
+STALE = "changed in place"
+
+
+class Row(NamedTuple):
+    """A tensor of a captured value, or a part of it without tensors."""
+
+    name: str
+    call: int | None
+    """Index among the captured calls; None if only the last one is captured."""
+    part: str
+    """Python expression of its place in the value, such as `[0]`."""
+    leaf: Any
+
+    @property
+    def shape(self) -> str:
+        """Shape of a tensor."""
+        return str(tuple(self.leaf.shape)) if isinstance(self.leaf, Tensor) else "-"
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of a tensor, type of another leaf."""
+        if isinstance(self.leaf, Tensor):
+            return str(self.leaf.dtype).removeprefix("torch.")
+        return type(self.leaf).__name__
+
+    @property
+    def nbytes(self) -> int | None:
+        """Size of a dense tensor."""
+        dense = isinstance(self.leaf, Tensor) and self.leaf.layout == torch.strided
+        return self.leaf.nbytes if dense else None
+
+
+def rows_of(name: str, value: Any, *, per_call: bool) -> Iterator[Row]:
+    """Yields the rows of one captured value."""
+    for call, each in enumerate(value) if per_call else [(None, value)]:
+        for part, leaf in leaves_by_path(each):
+            yield Row(name, call, part, leaf)
+
+
+HEADINGS = ("name", "call", "part", "shape", "dtype", "bytes")
+
+
+def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
+    """Returns the columns with their headings; without "call" and "part" if these are empty."""
+    lines: list[tuple[str, ...]] = [HEADINGS]
+    for row in rows:
+        call = "" if row.call is None else str(row.call)
+        nbytes = "-" if row.nbytes is None else f"{row.nbytes:,}"
+        lines.append((row.name or model, call, row.part, row.shape, row.dtype, nbytes))
+    columns = zip(*lines, strict=True)
+    return [column for column in columns if column[0] not in {"call", "part"} or any(column[1:])]
+
+
+def as_text(rows: Iterable[Row], model: str) -> str:
+    """Formats rows as a table of text, whose last column is aligned on the right."""
+    columns = _columns(rows, model)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(map(str.ljust, row[:-1], widths)) + f"  {row[-1]:>{widths[-1]}}"
+        for row in zip(*columns, strict=True)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> str:
+    """Formats rows as an HTML table with a sparkline of the norms of each tensor's positions.
+
+    Args:
+        rows: rows of the table.
+        model: name shown for the module of the empty path.
+        check: called with a name; raises `StaleActivationError` for a value changed in place.
+    """
+    shown = rows[:MOST_ROWS]
+    stale = {name for name in {row.name for row in shown} if _is_stale(check, name)}
+    norms = ["norms", *(STALE if row.name in stale else _sparkline(row.leaf) for row in shown)]
+    head, *body = zip(*_columns(shown, model), norms, strict=True)
+    lines = [
+        "<table>",
+        f"<thead>{_html_row('th', head)}</thead>",
+        "<tbody>",
+        *(_html_row("td", line) for line in body),
+        "</tbody>",
+        "</table>",
+    ]
+    if len(rows) > len(shown):
+        lines.append(f"<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>")
+    return "\n".join(lines)
+
+
+def _is_stale(check: Callable[[str], object], name: str) -> bool:
+    try:
+        check(name)
+    except StaleActivationError:
+        return True
+    return False
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    opening = f'<{tag} style="text-align: left">'
+    return f"<tr>{''.join(f'{opening}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """Returns the values in floating point; None for a tensor whose values cannot be read."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    values = tensor.detach()
+    values = values.abs() if values.is_complex() else values
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def position_norms(tensor: Tensor) -> list[float]:
+    """Returns the L2 norms of the vectors along the last dimension, by their position.
+
+    The position is the last but one dimension; norms are averaged over all others. Empty for a
+    tensor without values.
+    """
+    values = _values(tensor)
+    if values is None or not values.numel():
+        return []
+    norms = torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
+    averaged: list[float] = torch.atleast_2d(norms).flatten(0, -2).mean(0).tolist()
+    return averaged
+
+
+def _sparkline(leaf: Any) -> str:
+    norms = position_norms(leaf) if isinstance(leaf, Tensor) else []
+    step = math.ceil(len(norms) / MOST_BARS) or 1
+    # NaN is not ordered: a bin with one is NaN.
+    binned = [_largest(norms[start : start + step]) for start in range(0, len(norms), step)]
+    top = max(filter(math.isfinite, binned), default=0) or 1
+    return "".join(
+        BARS[round(norm / top * (len(BARS) - 1))] if math.isfinite(norm) else NOT_FINITE
+        for norm in binned
+    )
+
+
+def _largest(norms: list[float]) -> float:
+    return max(norms) if all(map(math.isfinite, norms)) else math.nan
+
+
+def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """Makes a DataFrame with a line per row and statistics of the tensors.
+
+    Raises:
+        HookError: pandas is not installed.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415 (an extra)
+    except ModuleNotFoundError as error:
+        raise HookError(missing_package("to_pandas", "pandas")) from error
+    lines = []
+    for row in rows:
+        line = {"name": row.name, "call": row.call or 0, "part": row.part, "dtype": row.dtype}
+        if isinstance(row.leaf, Tensor):
+            line |= {"shape": tuple(row.leaf.shape), "bytes": row.nbytes}
+            line |= _statistics(row.leaf)
+        lines.append(line)
+    return pd.DataFrame(lines, columns=[*HEADINGS, *STATISTICS])
+
+
+STATISTICS = ("norm", "mean", "std", "min", "max", "nonfinite")
+
+
+def _statistics(tensor: Tensor) -> dict[str, float]:
+    values = _values(tensor)
+    if values is None or not values.numel():
+        return {}
+    norms = torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
+    found = (norms.mean(), values.mean(), values.std(correction=0), values.min(), values.max())
+    nonfinite = values.numel() - int(values.isfinite().sum())
+    return dict(zip(STATISTICS, [*torch.stack(found).tolist(), nonfinite], strict=True))
