@@ -112,6 +112,9 @@ def test_the_difference_is_relative_to_the_first(acts: fh.ActivationCache) -> No
     zero = fh.ActivationCache({"a": torch.zeros(1, 1)})
     ones = fh.ActivationCache({"a": torch.ones(1, 1)})
     assert shown(fh.plot.difference(zero, ones)).tolist() == [[1.0]]
+    phase = fh.ActivationCache({"a": torch.tensor([[1j]])})
+    turned = fh.ActivationCache({"a": torch.tensor([[-1j]])})
+    assert shown(fh.plot.difference(phase, turned)).tolist() == [[2.0]]
     with pytest.raises(fh.HookTypeError, match=r"'a' has the shapes \(2, 3, 4\) and \(1, 1\)"):
         fh.plot.difference(acts, ones)
     with pytest.raises(fh.SelectionError, match="'b' matches no tensor that both caches have"):
@@ -176,7 +179,7 @@ def test_a_pattern_without_tensors_is_refused(acts: fh.ActivationCache) -> None:
     with pytest.raises(fh.SelectionError, match="'nope' matches no captured module: 'a', 'b'"):
         fh.plot.norms(acts, "nope")
     with pytest.raises(fh.SelectionError, match=r"'\*\*' matches no tensor"):
-        fh.plot.norms(fh.ActivationCache({"a": None}))
+        fh.plot.norms(fh.ActivationCache({"a": None, "b": torch.ones(1, device="meta")}))
     with pytest.raises(fh.HookTypeError, match="acts is an ActivationCache, got dict"):
         fh.plot.norms({})  # type: ignore[arg-type]
 

@@ -218,7 +218,8 @@ class ActivationCache(Mapping[str, Any]):
 
         Columns: `name`, `call` (index among the captured calls), `part` (place in a structure),
         `shape`, `dtype`, `bytes`, and `norm` (L2 norm along the last dimension, averaged), `mean`,
-        `std`, `min`, `max` and `nonfinite` (count of NaN and infinities).
+        `std`, `min`, `max` and `nonfinite` (count of NaN and infinities); of complex numbers, those
+        of their absolute values.
 
         Raises:
             StaleActivationError: a value was changed in place.

@@ -10,7 +10,7 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from ferrohook.activations import ActivationCache
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookError, HookTypeError, SelectionError
-from ferrohook.tables import Row, position_norms
+from ferrohook.tables import Row, norms_of, values_of
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def norms(
         HookError: matplotlib is not installed.
     """
     rows = _rows(acts, pattern)
-    grid = _padded([position_norms(row.leaf) for row in rows])
+    grid = _padded([norms_of(values) for _, values in rows])
     return _heat_map(grid, _labels(rows, acts), tokens, "L2 norm", ax)
 
 
@@ -90,19 +90,18 @@ def difference(
         HookError: matplotlib is not installed.
     """
     expect(other, ActivationCache, "other is an ActivationCache")
-    others = {row[:3]: row.leaf for row in other.rows() if isinstance(row.leaf, Tensor)}
-    rows = [row for row in _rows(one, pattern) if row[:3] in others]
+    others = {row[:3]: values for row, values in _readable(other.rows())}
+    rows = [each for each in _rows(one, pattern) if each[0][:3] in others]
     if not rows:
         msg = f"{pattern!r} matches no tensor that both caches have"
         raise SelectionError(msg)
     grid = []
-    for row in rows:
-        mine, its = row.leaf, others[row[:3]]
+    for row, mine in rows:
+        its = others[row[:3]]
         if mine.shape != its.shape:
             msg = f"{row.name!r} has the shapes {tuple(mine.shape)} and {tuple(its.shape)}"
             raise HookTypeError(msg)
-        apart = position_norms(mine.float() - its.to(mine.device).float())
-        pairs = zip(apart, position_norms(mine), strict=True)
+        pairs = zip(norms_of(mine - its.to(mine.device)), norms_of(mine), strict=True)
         grid.append([norm / own if own else norm for norm, own in pairs])
     return _heat_map(_padded(grid), _labels(rows, one), tokens, "relative difference", ax)
 
@@ -137,15 +136,13 @@ def logit_lens(  # noqa: PLR0913 (all but three by keyword)
     """
     rows = _rows(acts, pattern)
     best, ids = [], []
-    for each in rows:
-        if each.leaf.dim() != 3:  # noqa: PLR2004 (batch, positions, width)
-            shape = tuple(each.leaf.shape)
-            msg = (
-                f"a hidden state has the shape (batch, positions, width), {each.name!r} has {shape}"
-            )
+    for (name, _, _, hidden), _ in rows:
+        if hidden.dim() != 3:  # noqa: PLR2004 (batch, positions, width)
+            shape = tuple(hidden.shape)
+            msg = f"a hidden state has the shape (batch, positions, width), {name!r} has {shape}"
             raise HookTypeError(msg)
         with torch.no_grad():
-            found = to_logits(each.leaf[row]).float().softmax(-1).max(-1)
+            found = to_logits(hidden[row]).float().softmax(-1).max(-1)
         best.append(found.values.tolist())
         ids.append(found.indices.tolist())
     ax = _heat_map(_padded(best), _labels(rows, acts), tokens, "probability", ax, vmin=0, vmax=1)
@@ -222,23 +219,31 @@ def steering(
     return ax
 
 
-def _rows(acts: ActivationCache, pattern: str | re.Pattern[str]) -> list[Row]:
+_Read: TypeAlias = "list[tuple[Row, Tensor]]"
+"""Rows of tensors, with their values in floating point."""
+
+
+def _readable(rows: Iterable[Row]) -> _Read:
+    return [(row, values) for row in rows if (values := values_of(row.leaf)) is not None]
+
+
+def _rows(acts: ActivationCache, pattern: str | re.Pattern[str]) -> _Read:
     """Returns the captured tensors of the modules that match.
 
     Raises:
         SelectionError: there are none.
     """
     expect(acts, ActivationCache, "acts is an ActivationCache")
-    rows = [row for row in acts.rows(pattern) if isinstance(row.leaf, Tensor)]
+    rows = _readable(acts.rows(pattern))
     if not rows:
-        msg = f"{pattern!r} matches no tensor"
+        msg = f"{pattern!r} matches no tensor with values"
         raise SelectionError(msg)
     return rows
 
 
-def _labels(rows: list[Row], acts: ActivationCache) -> list[str]:
+def _labels(rows: _Read, acts: ActivationCache) -> list[str]:
     labels = []
-    for row in rows:
+    for row, _ in rows:
         call = "" if row.call is None else f" #{row.call}"
         labels.append(f"{row.name or acts.model}{row.part}{call}")
     return labels

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+HEADINGS = ("name", "call", "part", "shape", "dtype", "bytes")
+STATISTICS = ("norm", "mean", "std", "min", "max", "nonfinite")
 BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 MOST_BARS = 32
@@ -61,9 +63,6 @@ def rows_of(name: str, value: Any, *, per_call: bool) -> Iterator[Row]:
     for call, each in enumerate(value) if per_call else [(None, value)]:
         for part, leaf in leaves_by_path(each):
             yield Row(name, call, part, leaf)
-
-
-HEADINGS = ("name", "call", "part", "shape", "dtype", "bytes")
 
 
 def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
@@ -126,31 +125,33 @@ def _html_row(tag: str, cells: Iterable[str]) -> str:
     return f"<tr>{''.join(f'{opening}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _values(tensor: Tensor) -> Tensor | None:
-    """Returns the values in floating point; None for a tensor whose values cannot be read."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+def values_of(leaf: Any) -> Tensor | None:
+    """Returns a tensor's values in floating point; None if there are none that can be read."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
         return None
-    values = tensor.detach()
-    values = values.abs() if values.is_complex() else values
-    return values if values.dtype == torch.float64 else values.float()
+    if leaf.is_meta or leaf.is_quantized:
+        return None
+    wide = leaf.is_complex() or leaf.dtype == torch.float64
+    return leaf.detach() if wide else leaf.detach().float()
 
 
-def position_norms(tensor: Tensor) -> list[float]:
+def norms_of(values: Tensor) -> list[float]:
     """Returns the L2 norms of the vectors along the last dimension, by their position.
 
-    The position is the last but one dimension; norms are averaged over all others. Empty for a
-    tensor without values.
+    The position is the last but one dimension; norms are averaged over all others.
     """
-    values = _values(tensor)
-    if values is None or not values.numel():
-        return []
-    norms = torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
-    averaged: list[float] = torch.atleast_2d(norms).flatten(0, -2).mean(0).tolist()
+    norms = torch.atleast_2d(_vector_norms(values))
+    averaged: list[float] = norms.flatten(0, -2).mean(0).tolist()
     return averaged
 
 
+def _vector_norms(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
+
+
 def _sparkline(leaf: Any) -> str:
-    norms = position_norms(leaf) if isinstance(leaf, Tensor) else []
+    values = values_of(leaf)
+    norms = [] if values is None else norms_of(values)
     step = math.ceil(len(norms) / MOST_BARS) or 1
     # NaN is not ordered: a bin with one is NaN.
     binned = [_largest(norms[start : start + step]) for start in range(0, len(norms), step)]
@@ -185,14 +186,12 @@ def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*HEADINGS, *STATISTICS])
 
 
-STATISTICS = ("norm", "mean", "std", "min", "max", "nonfinite")
-
-
 def _statistics(tensor: Tensor) -> dict[str, float]:
-    values = _values(tensor)
-    if values is None or not values.numel():
+    values = values_of(tensor)
+    if values is None:
         return {}
-    norms = torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
-    found = (norms.mean(), values.mean(), values.std(correction=0), values.min(), values.max())
+    norm = _vector_norms(values).mean()
+    values = values.abs() if values.is_complex() else values
+    found = (norm, values.mean(), values.std(correction=0), values.min(), values.max())
     nonfinite = values.numel() - int(values.isfinite().sum())
     return dict(zip(STATISTICS, [*torch.stack(found).tolist(), nonfinite], strict=True))

@@ -13,9 +13,9 @@ def missing_package(user: str, package: str, extra: str = "") -> str:
     """Returns the error of a package that `user` needs and that is not installed.
 
     Args:
-        user: what needs it.
-        package: its name.
-        extra: the extra that has it, if its name is another.
+        user: name of the feature.
+        package: name of the package.
+        extra: name of the extra that has the package, if it is another.
     """
     # Not "ferrohook[extra]", which no registry has.
     of_extra = f" (the extra {extra})" if extra else ""

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models, plans
-from ferrohook.cli.errors import UserError, describe, need, to_line
+from ferrohook.cli.errors import UserError, describe, need, to_line, warnings_as_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         msg = f"{options.model} generates no text: pass a folder of a language model"
         raise UserError(msg)
     models.move(model, options.device)
-    with torch.no_grad():
+    with torch.no_grad(), warnings_as_lines("steer"):
         changes: dict[str, Plan | None] = {"unsteered": None}
         changes |= _steered(model, options) if plan is None else {"steered": plan}
         ids = _tokens(options.text, options)
@@ -106,7 +106,8 @@ def _steered(model: nn.Module, options: argparse.Namespace) -> dict[str, Plan | 
 
     means = []
     for text in (options.toward, options.away):
-        _, acts = _guarded(lambda: fh.run(model, **_tokens(text, options), capture=options.layer))  # noqa: B023
+        ids = _tokens(text, options)
+        _, acts = _guarded(lambda: fh.run(model, **ids, capture=options.layer))  # noqa: B023 (called at once)
         # The first tensor of a tuple is the hidden state.
         path, hidden = next(tensors_by_path(acts[options.layer]))
         means.append(hidden.flatten(0, -2).mean(0))
