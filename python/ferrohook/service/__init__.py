@@ -26,9 +26,16 @@ except ModuleNotFoundError as error:
     package = str(error.name).partition(".")[0]
     raise ModuleNotFoundError(missing_package(__name__, package), name=package) from error
 
+from ferrohook.service.batching import Answer as Answer
+from ferrohook.service.batching import Batcher as Batcher
+from ferrohook.service.batching import BatcherClosedError as BatcherClosedError
 from ferrohook.service.deadlines import check_deadline as check_deadline
 from ferrohook.service.deadlines import deadline as deadline
+from ferrohook.service.isolation import IsolationReport as IsolationReport
+from ferrohook.service.isolation import Leak as Leak
+from ferrohook.service.isolation import isolation_check as isolation_check
 from ferrohook.service.metrics import BUCKETS as BUCKETS
+from ferrohook.service.metrics import BatcherMetrics as BatcherMetrics
 from ferrohook.service.metrics import ModelMetrics as ModelMetrics
 from ferrohook.service.metrics import list_hooks as list_hooks
 from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
@@ -41,12 +48,19 @@ from ferrohook.service.scopes import request_scope as request_scope
 __all__ = [
     "BUCKETS",
     "PLAN_SCHEMA",
+    "Answer",
+    "Batcher",
+    "BatcherClosedError",
+    "BatcherMetrics",
+    "IsolationReport",
+    "Leak",
     "ModelMetrics",
     "PlanBody",
     "PreparedPlans",
     "RequestScope",
     "check_deadline",
     "deadline",
+    "isolation_check",
     "list_hooks",
     "plan_of",
     "request_scope",

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 from contextvars import ContextVar
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+TOO_LATE: Final = "the time for this call is over"
 
 _deadline: ContextVar[float] = ContextVar("ferrohook_deadline", default=float("inf"))
 
@@ -35,6 +37,11 @@ def deadline(seconds: float) -> Iterator[None]:
         _deadline.reset(token)
 
 
+def current_deadline() -> float:
+    """Returns the end of this context's deadline, as `time.monotonic` tells it; inf without one."""
+    return _deadline.get()
+
+
 def check_deadline(_module: object, _args: object) -> None:
     """A `forward_pre` hook that ends calls whose `deadline` has passed.
 
@@ -49,5 +56,4 @@ def check_deadline(_module: object, _args: object) -> None:
         ...     model(ids)
     """
     if monotonic() > _deadline.get():
-        msg = "the time for this call is over"
-        raise TimeoutError(msg)
+        raise TimeoutError(TOO_LATE)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a model, and the list of its hooks."""
+"""Prometheus metrics of a model and of a batcher, and the list of a model's hooks."""
 
 # Metrics are native detectors, read on demand. Each registry counts the hooks that raised
 # (`Registry.errors`), those of scopes and ignored ones included: a scope's hooks are gone before
@@ -10,7 +10,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from ferrohook.detectors import CallCounter, LatencyDetector
@@ -21,6 +21,7 @@ from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
@@ -29,9 +30,13 @@ if TYPE_CHECKING:
     from ferrohook.activations import ActivationCache
     from ferrohook.hook_info import HookInfo
     from ferrohook.selection import Selector
+    from ferrohook.service.batching import Batcher
 
 BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5, 5))
 """Default bounds of the latency histograms, in seconds."""
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Bounds of the histogram of requests in a forward."""
 
 
 def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
@@ -158,3 +163,51 @@ class ModelMetrics(Collector):
         """Stops observing and drops the modules' metrics; the captured bytes stay."""
         self._hooks.close()
         self._modules = {}
+
+
+class BatcherMetrics(Collector):
+    """Prometheus metrics of a batcher.
+
+    - `ferrohook_forward_requests`: histogram of the requests in a forward,
+    - `ferrohook_rows_seen_total`: rows of requests with a plan,
+    - `ferrohook_rows_changed_total`: rows of requests whose plan has hooks,
+    - `ferrohook_hooks_failed_total`: requests that a hook or a budget of theirs failed,
+    - `ferrohook_requests_waiting`: requests that wait for a forward.
+
+    Args:
+        batcher: the batcher.
+        namespace: prefix of the metrics' names, to distinguish batchers.
+    """
+
+    def __init__(self, batcher: Batcher[Any, Any], *, namespace: str = "ferrohook") -> None:
+        self._batcher = batcher
+        self._namespace = namespace
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the current metrics."""
+        counts = self._batcher.snapshot()
+        sizes: Counter[int] = counts["sizes"]
+        cumulative = [
+            (str(bound), sum(times for size, times in sizes.items() if size <= bound))
+            for bound in SIZES
+        ]
+        cumulative.append(("+Inf", sizes.total()))
+        requests = HistogramMetricFamily(
+            f"{self._namespace}_forward_requests", "Requests that shared a forward."
+        )
+        requests.add_metric([], cumulative, sum(size * times for size, times in sizes.items()))
+        yield requests
+        for name, what in COUNTS.items():
+            yield CounterMetricFamily(f"{self._namespace}_{name}", what, value=counts[name])
+        yield GaugeMetricFamily(
+            f"{self._namespace}_requests_waiting",
+            "Requests that wait for a forward.",
+            value=counts["waiting"],
+        )
+
+
+COUNTS = {
+    "rows_seen": "Rows of requests with a plan.",
+    "rows_changed": "Rows of requests whose plan has hooks.",
+    "hooks_failed": "Requests that a hook or a budget of theirs failed.",
+}
