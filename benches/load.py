@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from examples.service.encoder import Encoder
 
 TEXT = "a cat sleeps on the warm windowsill while interest rates rose again this quarter"
 LAYERS = 6
@@ -80,7 +79,7 @@ def alike(answer: Any, expected: Any) -> bool:
     return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=0, atol=CLOSE))
 
 
-def make_variants(kind: str, texts: int, words: int, encoder: Encoder) -> list[Variant]:
+def make_variants(kind: str, texts: int, words: int, encoder: LockedEncoder) -> list[Variant]:
     """Requests that differ in texts and in what they ask for.
 
     Args:
@@ -117,7 +116,7 @@ def make_variants(kind: str, texts: int, words: int, encoder: Encoder) -> list[V
         request["plan"] = json.loads(plan.to_json())
         if kind == "all":
             request["count"] = [f"{layer}.attention.*"]
-        answer = encoder.embed(EmbedRequest.model_validate(request), fh.scope())
+        answer = encoder.embed(EmbedRequest.model_validate(request))
         variants.append(Variant(json.dumps(request).encode(), {**answer}))
     return variants
 

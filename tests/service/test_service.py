@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
 TEXTS = ["A cat sleeps.", "Interest rates rose again this quarter, and nobody knows why."]
 SETTINGS = Settings(threads=2, seconds=LIMIT, max_body=100_000)
+SEPARATE = dataclasses.replace(SETTINGS, max_requests=1)
+"""A forward for each request."""
 SCREENSHOT = "FERROHOOK_SCREENSHOT"
 """Environment variable: path for a new picture of the page for the documentation."""
 
@@ -169,9 +172,9 @@ ADD = fh.on("encoder.layer.2", fh.Add(torch.full((384,), 0.25)))
 def test_steering_equals_torch_hooks(
     client: httpx.Client, plain: LockedEncoder, plan: fh.Plan
 ) -> None:
-    expected = plain.embed(EmbedRequest(texts=TEXTS, plan=plan), fh.scope())
+    expected = plain.embed(EmbedRequest(texts=TEXTS, plan=plan))
     assert alike(embed(client, plan=plan), expected)
-    unsteered = plain.embed(EmbedRequest(texts=TEXTS), fh.scope())
+    unsteered = plain.embed(EmbedRequest(texts=TEXTS))
     assert alike(embed(client), unsteered)
     assert alike(expected, unsteered) == (not plan.entries)
 
@@ -398,7 +401,7 @@ def test_a_timed_out_request_frees_its_thread(encoder: Encoder) -> None:
         if len(args[0]) == 3:
             reached.append(1)
 
-    settings = Settings(seconds=0.5, threads=1)
+    settings = Settings(seconds=0.5, threads=1, max_requests=1)
     with (
         serving(encoder, settings) as url,
         httpx.Client(base_url=url, timeout=LIMIT) as client,
@@ -437,34 +440,38 @@ def test_concurrent_requests_are_isolated(
 
 @pytest.mark.parametrize("on_error", ["raise", "ignore"])
 def test_a_failing_hook_fails_its_request_alone(
-    client: httpx.Client, encoder: Encoder, plain: LockedEncoder, on_error: str
+    encoder: Encoder, plain: LockedEncoder, on_error: str
 ) -> None:
     def fail(_module: object, args: tuple[torch.Tensor, ...], _output: object) -> None:
         if len(args[0]) == 3:
             msg = "this hook fails"
             raise RuntimeError(msg)
 
-    module = "encoder.layer.3"
-    before = metrics(client)["ferrohook_hook_errors_total", module]
-    variants = make_variants("steer", 2, 5, plain)
-    statuses = []
-    with fh.register(encoder.model, module, fail, on_error=on_error):
-        stop = threading.Event()
+    with (
+        serving(encoder, SEPARATE) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        module = "encoder.layer.3"
+        before = metrics(client)["ferrohook_hook_errors_total", module]
+        variants = make_variants("steer", 2, 5, plain)
+        statuses = []
+        with fh.register(encoder.model, module, fail, on_error=on_error):
+            stop = threading.Event()
 
-        def fail_often() -> None:
-            while not stop.is_set():
-                answer = client.post("/embed", json={"texts": ["x"] * 3})
-                statuses.append(answer.status_code)
+            def fail_often() -> None:
+                while not stop.is_set():
+                    answer = client.post("/embed", json={"texts": ["x"] * 3})
+                    statuses.append(answer.status_code)
 
-        failing = threading.Thread(target=fail_often)
-        failing.start()
-        outcome = drive(client.base_url.port, variants, 4, requests=48)
-        stop.set()
-        failing.join(LIMIT)
-    assert (outcome.wrong, outcome.dropped) == ([], [])
-    assert set(statuses) == {500 if on_error == "raise" else 200}
-    after = metrics(client)["ferrohook_hook_errors_total", module]
-    assert after - before == len(statuses)
+            failing = threading.Thread(target=fail_often)
+            failing.start()
+            outcome = drive(client.base_url.port, variants, 4, requests=48)
+            stop.set()
+            failing.join(LIMIT)
+        assert (outcome.wrong, outcome.dropped) == ([], [])
+        assert set(statuses) == {500 if on_error == "raise" else 200}
+        after = metrics(client)["ferrohook_hook_errors_total", module]
+        assert after - before == len(statuses)
 
 
 # Metrics, hooks and health

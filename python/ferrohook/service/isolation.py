@@ -110,16 +110,20 @@ def difference(answer: Any, expected: Any) -> float:
     Relative where the expected number is above 1; inf if the answers differ in anything else.
     """
     if isinstance(answer, int | float) and isinstance(expected, int | float):
-        if answer == expected or (math.isnan(answer) and math.isnan(expected)):
-            return 0.0
-        found = abs(answer - expected) / max(1.0, abs(expected))
-        return float("inf") if math.isnan(found) else found
+        return _distance(answer, expected)
     if isinstance(answer, Mapping) and isinstance(expected, Mapping):
-        if answer.keys() != expected.keys():
-            return float("inf")
-        return max((difference(answer[key], expected[key]) for key in expected), default=0.0)
-    if isinstance(answer, list | tuple) and isinstance(expected, list | tuple):
-        if len(answer) != len(expected):
-            return float("inf")
-        return max(map(difference, answer, expected), default=0.0)
-    return 0.0 if answer == expected else float("inf")
+        if answer.keys() == expected.keys():
+            return max((difference(answer[key], expected[key]) for key in expected), default=0.0)
+    elif isinstance(answer, list | tuple) and isinstance(expected, list | tuple):
+        if len(answer) == len(expected):
+            return max(map(difference, answer, expected), default=0.0)
+    elif answer == expected:
+        return 0.0
+    return math.inf
+
+
+def _distance(number: float, expected: float) -> float:
+    if number == expected or (math.isnan(number) and math.isnan(expected)):
+        return 0.0
+    found = abs(number - expected) / max(1.0, abs(expected))
+    return math.inf if math.isnan(found) else found

@@ -106,14 +106,19 @@ class PreparedPlans:
         Raises:
             HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
         """
-        expect(plan, Plan, "open takes a Plan")
-        prepared = self._find(plan)  # this reference keeps it open
+        prepared = self.prepare(plan)  # this reference keeps it open
         request = prepared.open()
         request.stacklevel = 4  # the block, behind two frames of `contextmanager`
         with request:
             yield request
 
-    def _find(self, plan: Plan) -> Prepared:
+    def prepare(self, plan: Plan) -> Prepared:
+        """Returns a plan prepared, for requests of a `Batcher`; open while referred to.
+
+        Raises:
+            HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
+        """
+        expect(plan, Plan, "open takes a Plan")
         key = tuple(entry.content() for entry in plan.entries)
         with self._lock:
             former = self._open_plans().get(key)
