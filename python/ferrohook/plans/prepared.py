@@ -293,6 +293,11 @@ class Request(RequestBase, Scope):
         return Activations(capture.places, values, only_last=options.only_last)
 
     @property
+    def entries(self) -> tuple[HookEntry | KeepEntry, ...]:
+        """The entries of its plan."""
+        return self._prepared.entries
+
+    @property
     def model(self) -> nn.Module | None:
         """The model of its plan; None once that is gone."""
         return self._plan.model()

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from time import monotonic
@@ -22,10 +22,14 @@ import torch
 
 from ferrohook._core import frames
 from ferrohook.arguments import at_least_one, expect
-from ferrohook.errors import HookError, HookTypeError
+from ferrohook.detectors import NativeDetector
+from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
+from ferrohook.plans.entries import HookEntry
+from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, deadline
 from ferrohook.service.spans import annotate
 from ferrohook.service.waiting import Limits, Line, Ticket
+from ferrohook.steering import Intervention
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 In = TypeVar("In")
 Out = TypeVar("Out")
 
+COUNTS: Final = ("rows_seen", "rows_changed", "hooks_failed")
+FORWARD: Final = frozenset({"forward", "forward_pre"})
 CLOSED: Final = "the batcher was closed: send the request to another instance of the service"
 
 
@@ -74,6 +80,7 @@ class Batcher(Generic[In, Out]):
             tuple of positional ones, a mapping of keywords, or the only argument.
         split: returns one request's part of the output, of the output and the request's slice of
             the rows.
+        dim: dimension of the rows, see `batch`.
         max_requests: limit of the requests in a forward.
         max_rows: limit of its rows.
         max_tokens: limit of its tokens, padding included: rows times the longest length.
@@ -97,6 +104,7 @@ class Batcher(Generic[In, Out]):
         collate: Callable[[list[In]], Any],
         split: Callable[[Any, slice], Out],
         *,
+        dim: int = 0,
         max_requests: int = 32,
         max_rows: int = 256,
         max_tokens: int = 2**14,
@@ -114,6 +122,7 @@ class Batcher(Generic[In, Out]):
         self._model = model
         self._collate = collate
         self._split = split
+        self._dim = dim
         self._max_wait = max_wait
         self._line: Line[In] = Line(
             Limits(
@@ -129,7 +138,7 @@ class Batcher(Generic[In, Out]):
         self._gathering = False
         self._closed = False
         self._sizes: Counter[int] = Counter()
-        self._counts = dict.fromkeys(("rows_seen", "rows_changed", "hooks_failed"), 0)
+        self._counts: Counter[str] = Counter()
 
     def submit(  # noqa: PLR0913 (a request's size)
         self,
@@ -209,7 +218,8 @@ class Batcher(Generic[In, Out]):
             now.
         """
         with self._changed:
-            return {**self._counts, "sizes": self._sizes.copy(), "waiting": len(self._line)}
+            counts = {name: self._counts[name] for name in COUNTS}
+            return {**counts, "sizes": self._sizes.copy(), "waiting": len(self._line)}
 
     def close(self, *, refuse: bool = False) -> None:
         """Ends the batcher, after the forwards of all requests that wait; idempotent.
@@ -282,37 +292,66 @@ class Batcher(Generic[In, Out]):
                 ticket.context.run(self._separately, ticket)
         except BaseException as error:  # noqa: BLE001 (a worker ends by no exception)
             for ticket in tickets:
-                self._fail(ticket, error)
+                if not ticket.future.done():
+                    ticket.future.set_exception(error)
 
     def _together(self, tickets: list[Ticket[In]]) -> list[Ticket[In]]:
         """Computes tickets in one forward; returns those that need one of their own."""
-        alone = [ticket for ticket in tickets if ticket.open_request is not None]
-        members = [ticket for ticket in tickets if ticket.open_request is None]
-        if not members:
-            return alone
-        places = consecutive(members)
+        members: dict[Ticket[In], Request | None] = {}
+        for ticket in tickets:
+            with contextlib.suppress(Exception):  # which it gets in a forward of its own
+                request = ticket.open()
+                if shares_forwards(request):
+                    members[ticket] = request
+        alone = [ticket for ticket in tickets if ticket not in members]
+        rows = consecutive(members)
         try:
-            with deadline(max(0.0, max(each.deadline for each in members) - monotonic())):
-                output = self._forward(members)
+            output = self._share(members, rows)
         except Exception:  # noqa: BLE001 (of one of them or of all: each finds out alone)
             return tickets
-        self._count(members)
-        for ticket, rows in zip(members, places, strict=True):
-            self._answer(ticket, output, rows, None, len(members))
+        for ticket, request in members.items():
+            error = request.error if request is not None and request.failed else None
+            # The others' rows may be the reason: they make its padding longer, say.
+            if isinstance(error, RowsError | CaptureBudgetError):
+                alone.append(ticket)
+            else:
+                self._finish(ticket, request, len(members), output, rows[ticket], error)
         return alone
+
+    def _share(
+        self, members: dict[Ticket[In], Request | None], rows: dict[Ticket[In], slice]
+    ) -> Any:
+        """Runs a forward under the latest deadline, with the hooks of each on its own rows."""
+        owned = {
+            request: rows[ticket] for ticket, request in members.items() if request is not None
+        }
+        with contextlib.ExitStack() as stack:
+            for request in owned:
+                stack.callback(request.close)
+            if not members:
+                return None
+            latest = max(ticket.deadline for ticket in members)
+            stack.enter_context(deadline(max(0.0, latest - monotonic())))
+            if owned:
+                size = sum(ticket.rows for ticket in members)
+                stack.enter_context(batch(owned, self._dim, size=size))
+            output = self._forward([*members])
+        with self._changed:
+            self._sizes[len(members)] += 1
+        return output
 
     def _separately(self, ticket: Ticket[In]) -> None:
         """Computes one ticket in the context that submitted it."""
-        request = None
+        request = output = error = None
         try:
-            request = None if ticket.open_request is None else ticket.open_request()
+            request = ticket.open()
             with request or contextlib.nullcontext():
                 output = self._forward([ticket])
-        except BaseException as error:  # noqa: BLE001 (the client's)
-            self._fail(ticket, error, hooks=request is not None and request.error is not None)
-            return
-        self._count([ticket])
-        self._answer(ticket, output, slice(0, ticket.rows), request, 1)
+            with self._changed:
+                self._sizes[1] += 1
+        except BaseException as raised:  # noqa: BLE001 (the client's)
+            error = raised
+        self._finish(ticket, request, 1, output, slice(0, ticket.rows), error)
 
     def _forward(self, tickets: Sequence[Ticket[In]]) -> Any:
         with torch.no_grad():
@@ -325,42 +364,69 @@ class Batcher(Generic[In, Out]):
         """Refuses a ticket whose deadline has passed."""
         late = monotonic() > ticket.deadline
         if late:
-            self._fail(ticket, TimeoutError(TOO_LATE))
+            ticket.future.set_exception(TimeoutError(TOO_LATE))
         return late
 
-    def _answer(
+    def _finish(  # noqa: PLR0913, PLR0917 (the outcome of a forward)
         self,
         ticket: Ticket[In],
-        output: Any,
-        rows: slice,
         request: Request | None,
         shared: int,
+        output: Any,
+        rows: slice,
+        error: BaseException | None,
     ) -> None:
+        """Resolves the future of a computed ticket."""
         if self._is_late(ticket):
             return
+        self._count(ticket, request, shared)
         try:
-            answer = Answer(self._split(output, rows), request, shared)
-        except BaseException as error:  # noqa: BLE001 (the client's)
-            self._fail(ticket, error)
+            answer = None if error else Answer(self._split(output, rows), request, shared)
+        except BaseException as raised:  # noqa: BLE001 (the client's)
+            error = raised
+        if error is not None:
+            ticket.future.set_exception(error)
         else:
-            annotate(ticket.span, {"forward.requests": shared})
             ticket.future.set_result(answer)
 
-    def _count(self, tickets: Sequence[Ticket[In]]) -> None:
+    def _count(self, ticket: Ticket[In], request: Request | None, shared: int) -> None:
+        failed = request is not None and request.error is not None
+        seen = 0 if request is None else ticket.rows
+        counts = {
+            "rows_seen": seen,
+            "rows_changed": seen if changes(request) and not failed else 0,
+            "hooks_failed": int(failed),
+        }
         with self._changed:
-            self._sizes[len(tickets)] += 1
-
-    def _fail(self, ticket: Ticket[In], error: BaseException, *, hooks: bool = False) -> None:
-        if ticket.future.done():
-            return
-        if hooks:
-            with self._changed:
-                self._counts["hooks_failed"] += 1
-            annotate(ticket.span, {"hooks.failed": 1})
-        ticket.future.set_exception(error)
+            self._counts.update(counts)
+        attributes = {name.replace("_", "."): count for name, count in counts.items()}
+        annotate(ticket.span, {"forward.requests": shared, **attributes})
 
 
-def consecutive(tickets: Sequence[Ticket[Any]]) -> list[slice]:
+def consecutive(tickets: Iterable[Ticket[In]]) -> dict[Ticket[In], slice]:
     """Returns the rows of each ticket in a batch."""
-    ends = [*accumulate(ticket.rows for ticket in tickets)]
-    return [slice(end - ticket.rows, end) for end, ticket in zip(ends, tickets, strict=True)]
+    ends = accumulate(ticket.rows for ticket in tickets)
+    return {
+        ticket: slice(end - ticket.rows, end) for ticket, end in zip(tickets, ends, strict=True)
+    }
+
+
+def shares_forwards(request: Request | None) -> bool:
+    """Returns True if a request may share forwards.
+
+    Python functions might block the others' forward, and `stop` would end it.
+    """
+    return request is None or all(
+        isinstance(entry.hook, Intervention | NativeDetector) and entry.phase in FORWARD
+        if isinstance(entry, HookEntry)
+        else not (entry.options.keys() & {"stop", "grads"})
+        for entry in request.entries
+    )
+
+
+def changes(request: Request | None) -> bool:
+    """Returns True if a request's plan has hooks, detectors aside."""
+    return request is not None and any(
+        isinstance(entry, HookEntry) and not isinstance(entry.hook, NativeDetector)
+        for entry in request.entries
+    )

@@ -38,6 +38,12 @@ BUCKETS = tuple(step * 10.0**power for power in range(-5, 1) for step in (1, 2.5
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Bounds of the histogram of requests in a forward."""
 
+COUNTS = {
+    "rows_seen": "Rows of requests with a plan.",
+    "rows_changed": "Rows of requests whose plan has hooks.",
+    "hooks_failed": "Requests that a hook or a budget of theirs failed.",
+}
+
 
 def list_hooks(model: nn.Module) -> dict[str, list[HookInfo]]:
     """Lists the hooks that fire in this context, by module name, in firing order.
@@ -204,10 +210,3 @@ class BatcherMetrics(Collector):
             "Requests that wait for a forward.",
             value=counts["waiting"],
         )
-
-
-COUNTS = {
-    "rows_seen": "Rows of requests with a plan.",
-    "rows_changed": "Rows of requests whose plan has hooks.",
-    "hooks_failed": "Requests that a hook or a budget of theirs failed.",
-}

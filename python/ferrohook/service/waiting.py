@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextvars import Context, copy_context
@@ -50,6 +51,15 @@ class Ticket(Generic[In]):
     deadline: float = dataclasses.field(default_factory=current_deadline)
     span: Any = dataclasses.field(default_factory=current_span)
     arrival: float = dataclasses.field(default_factory=monotonic)
+
+    def open(self) -> Request | None:
+        """Opens the request of its plan, for one forward; None without a plan."""
+        if self.open_request is None:
+            return None
+        request = self.open_request()
+        if self.deadline < math.inf:
+            request.expire(max(0.0, self.deadline - monotonic()))
+        return request
 
 
 class Line(Generic[In]):
