@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .schema import EmbedAnswer
 
-LAYERS = 6
+LAYERS = (0, 2, 5)
 HIDDEN = 384
 
 
@@ -24,14 +24,14 @@ def pairs() -> list[tuple[EmbedRequest, EmbedRequest]]:
     """Requests without an intervention, each with one that has it; texts of all lengths."""
     keep = fh.Plan(fh.keep("encoder.layer.*"))
     found = []
-    for layer in range(LAYERS):
-        texts = ["word " * (1 + 7 * layer), "a longer word " * (1 + layer)][: 1 + layer % 2]
+    for number, layer in enumerate(LAYERS):
+        texts = ["word " * (1 + 7 * layer), "a longer word " * (1 + layer)][: 1 + number % 2]
         hooks = (
             fh.Add(torch.linspace(-1, 1, HIDDEN) * (layer + 1)),
             fh.Scale(0.5),
             fh.Zero(),
         )
-        steer = fh.Plan(fh.on(f"encoder.layer.{layer}.output", hooks[layer % len(hooks)]))
+        steer = fh.Plan(fh.on(f"encoder.layer.{layer}.output", hooks[number]))
         found.append(
             (
                 EmbedRequest(texts=texts, plan=keep, reduce=["norm"]),

@@ -59,7 +59,7 @@ def send_together(client: Any, *requests: dict[str, Any]) -> list[Any]:
 
 
 def adding(number: float) -> fh.Plan:
-    return fh.Plan(fh.on(LAYER, fh.Add(torch.full((384,), number))))
+    return fh.Plan(fh.on(LAYER, fh.Add(torch.full((384,), float(number)))))
 
 
 def test_requests_share_a_forward_each_under_its_own_plan(
@@ -202,7 +202,7 @@ def test_the_service_checks_itself(client: Any) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["status"] == "ok"
         isolation = answer.json()["isolation"]
-        assert isolation["requests"] >= 72
+        assert isolation["requests"] == 36
         assert isolation["shared"] > 1
         assert isolation["leaks"] == []
         assert isolation["difference"] < 1e-4
