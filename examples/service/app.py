@@ -204,6 +204,7 @@ def observing(service: Service) -> APIRouter:
     def hooks() -> Hooks:
         """Hooks registered for all requests, and statistics of each module."""
         statistics = metrics.snapshot() if metrics else {}
+        counts = service.batcher.snapshot()
         types = {name: type(module).__name__ for name, module in encoder.model.named_modules()}
         return Hooks(
             modules=[
@@ -217,7 +218,10 @@ def observing(service: Service) -> APIRouter:
                     ),
                 )
                 for name, infos in list_hooks(encoder.model).items()
-            ]
+            ],
+            forwards=counts["sizes"].total(),
+            requests=sum(size * times for size, times in counts["sizes"].items()),
+            waiting=counts["waiting"],
         )
 
     @router.get("/", include_in_schema=False)

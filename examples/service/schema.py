@@ -102,9 +102,15 @@ class Module(BaseModel):
 
 
 class Hooks(BaseModel):
-    """The model's modules, in the order of `named_modules`."""
+    """The model's modules, in the order of `named_modules`, and how requests share forwards."""
 
     modules: list[Module]
+    forwards: int
+    """Number of forwards so far."""
+    requests: int
+    """Number of requests in them."""
+    waiting: int
+    """Number of requests that wait."""
 
 
 class Isolation(BaseModel):

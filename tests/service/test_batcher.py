@@ -411,15 +411,20 @@ def test_a_dropped_batcher_answers_what_waits_and_is_freed(model: Recorder) -> N
 
 def test_a_process_ends_without_closing() -> None:
     program = """
-import torch
+import time, torch
 from ferrohook.service import Batcher
-batcher = Batcher(torch.nn.Identity(), torch.cat, lambda out, rows: print(out[rows]), max_wait=0.1)
-batcher.submit(torch.ones(1))
+def split(output, rows):
+    time.sleep(0.1)  # the main thread has ended when the next is taken
+    print(output[rows].item())
+batcher = Batcher(torch.nn.Identity(), torch.cat, split, max_requests=1, max_wait=0, workers=2)
+for number in range(5):
+    batcher.submit(torch.full((1,), number))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
     )
-    assert done.stdout == "tensor([1.])\n"
+    assert sorted(done.stdout.split()) == [f"{number}" for number in range(5)]
+    assert done.stderr == ""
 
 
 # Threads

@@ -62,7 +62,7 @@ def send_all(model: Model, plans: PreparedPlans) -> Callable[..., list[Any]]:
         batcher = Batcher(
             model,
             torch.cat,
-            lambda output, rows: None if output is None else output[rows].tolist(),
+            lambda output, rows: output if output is fh.STOPPED else output[rows].tolist(),
             max_requests=len(requests),
             max_wait=LIMIT,
         )
@@ -123,7 +123,7 @@ def python_hook(_module: object, _args: object, output: Tensor) -> Tensor:
         (fh.on("first", fh.ForwardHook(lambda _input, _output: None)), [[10.0]]),
         (fh.on("first", python_hook, phase="backward_pre"), [[10.0]]),
         (fh.keep("first", grads=True), [[10.0]]),
-        (fh.keep("first", stop=True), None),
+        (fh.keep("first", stop=True), fh.STOPPED),
     ],
     ids=["function", "typed", "backward", "grads", "stop"],
 )

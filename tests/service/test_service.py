@@ -34,6 +34,7 @@ from ferrohook.detectors import LatencyDetector
 from ferrohook.service import check_deadline, list_hooks
 from support.limits import LIMIT
 from support.service import SEPARATE, TEXTS, as_json, embed, metrics, refused, serving
+from support.threads import repeating
 
 if TYPE_CHECKING:
     from benches.services import LockedEncoder
@@ -461,21 +462,12 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         before = int(calls.inner_text().replace(",", ""))
         playwright.expect(layer).to_be_visible()
         page.locator('tr[data-module="encoder.layer.0"] button').click()
-        stop = threading.Event()
-
-        def ask() -> None:
-            while not stop.is_set():
-                embed(client)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
+        with repeating(lambda: embed(client), 4):
             playwright.expect(layer.locator("td.rate")).to_have_text(re.compile("[1-9]"))
+            rates = re.compile(r"[1-9].* requests/s in [\d.]+ forwards/s, \d+ waiting")
+            playwright.expect(page.locator("#rate")).to_have_text(rates)
             page.wait_for_timeout(1500)
             page.screenshot(path=picture)
-        finally:
-            stop.set()
-            asking.join(LIMIT)
         assert int(calls.inner_text().replace(",", "")) > before
         playwright.expect(layer.locator("td.hooks")).to_contain_text("forward_pre check_deadline")
         page.locator('tr[data-module="encoder.layer.0"] button').click()

@@ -184,7 +184,11 @@ class Batcher(Generic[In, Out]):
             if self._closed:
                 raise BatcherClosedError(CLOSED)
             self._line.append(ticket)
-            self._start_worker()
+            try:
+                self._start_worker()
+            except RuntimeError:  # the interpreter ends
+                self._line.remove(ticket)
+                raise
             self._changed.notify()
         ticket.future.add_done_callback(lambda _: self._leave(ticket))
         return ticket.future
@@ -280,7 +284,8 @@ class Batcher(Generic[In, Out]):
                 self._changed.wait(left)
             tickets = self._line.take()
             self._gathering = False
-            self._start_worker()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: this worker goes on
+                self._start_worker()
         return [each for each in tickets if each.future.set_running_or_notify_cancel()]
 
     # --- Forwards ---
