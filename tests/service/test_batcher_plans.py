@@ -98,6 +98,26 @@ def test_each_request_has_its_own_hooks_and_captures(
     assert model.forwards == 1
 
 
+def test_rows_of_another_dimension(model: Model, plans: PreparedPlans) -> None:
+    with Batcher(
+        model,
+        partial(torch.cat, dim=1),
+        lambda output, rows: output[:, rows].flatten().tolist(),
+        dim=1,
+        max_requests=3,
+        max_wait=LIMIT,
+    ) as batcher:
+        futures = [
+            batcher.submit(torch.zeros(1, tokens, 1), plans.prepare(plan).open, rows=tokens)
+            for tokens, plan in ((2, add(1)), (1, KEEP), (3, add(2) + KEEP))
+        ]
+        answers = [future.result(LIMIT) for future in futures]
+    assert [each.value for each in answers] == [[1.0, 1.0], [0.0], [2.0, 2.0, 2.0]]
+    assert [each.shared for each in answers] == [3, 3, 3]
+    assert answers[2].request is not None
+    assert answers[2].request.acts["second"].tolist() == [[[2.0]] * 3]
+
+
 def test_counts_are_of_the_request(model: Model, plans: PreparedPlans, send_all: Any) -> None:
     prepared, groups = plans.prepare(fh.Plan()), []
 

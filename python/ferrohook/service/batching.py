@@ -217,7 +217,7 @@ class Batcher(Generic[In, Out]):
 
         Returns:
             `rows_seen`: rows of requests with a plan; `rows_changed`: those of requests whose plan
-            has hooks; `hooks_failed`: requests that a hook or a budget of theirs failed;
+            has hooks; `hooks_failed`: requests with a hook that raised, or an exceeded budget;
             `sizes`: number of forwards by number of requests in them; `waiting`: requests that wait
             now.
         """
@@ -384,23 +384,26 @@ class Batcher(Generic[In, Out]):
         """Resolves the future of a computed ticket."""
         if self._is_late(ticket):
             return
-        self._count(ticket, request, shared)
-        try:
-            answer = None if error else Answer(self._split(output, rows), request, shared)
-        except BaseException as raised:  # noqa: BLE001 (the client's)
-            error = raised
-        if error is not None:
-            ticket.future.set_exception(error)
-        else:
+        self._count(ticket, request, shared, failed=error is not None)
+        answer = None
+        if error is None:
+            try:
+                answer = Answer(self._split(output, rows), request, shared)
+            except BaseException as raised:  # noqa: BLE001 (the client's)
+                error = raised
+        if error is None:
             ticket.future.set_result(answer)
+        else:
+            ticket.future.set_exception(error)
 
-    def _count(self, ticket: Ticket[In], request: Request | None, shared: int) -> None:
-        failed = request is not None and request.error is not None
+    def _count(
+        self, ticket: Ticket[In], request: Request | None, shared: int, *, failed: bool
+    ) -> None:
         seen = 0 if request is None else ticket.rows
         counts = {
             "rows_seen": seen,
             "rows_changed": seen if changes(request) and not failed else 0,
-            "hooks_failed": int(failed),
+            "hooks_failed": int(request is not None and request.error is not None),
         }
         with self._changed:
             self._counts.update(counts)

@@ -41,7 +41,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 COUNTS = {
     "rows_seen": "Rows of requests with a plan.",
     "rows_changed": "Rows of requests whose plan has hooks.",
-    "hooks_failed": "Requests that a hook or a budget of theirs failed.",
+    "hooks_failed": "Requests with a hook that raised, or an exceeded budget.",
 }
 
 
@@ -177,7 +177,7 @@ class BatcherMetrics(Collector):
     - `ferrohook_forward_requests`: histogram of the requests in a forward,
     - `ferrohook_rows_seen_total`: rows of requests with a plan,
     - `ferrohook_rows_changed_total`: rows of requests whose plan has hooks,
-    - `ferrohook_hooks_failed_total`: requests that a hook or a budget of theirs failed,
+    - `ferrohook_hooks_failed_total`: requests with a hook that raised, or an exceeded budget,
     - `ferrohook_requests_waiting`: requests that wait for a forward.
 
     Args:
