@@ -6,15 +6,16 @@ import sys
 import threading
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ferrohook as fh
 from examples.service.__main__ import main
-from examples.service.encoder import Encoder, as_lists, ignore, reduced, tensor_of
+from examples.service.encoder import Embedded, Encoder, Job, as_lists, ignore, reduced, tensor_of
 from ferrohook.plans.entries import KeepEntry
+from ferrohook.service import Answer, Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,43 +49,73 @@ class LockedEncoder(PlainEncoder):
             if name.count(".") == parts and fnmatchcase(name, pattern)
         )
 
-    def embed(
-        self,
-        request: EmbedRequest,
-        scope: fh.Scope,  # noqa: ARG002 (has none)
-        captured: Callable[[fh.ActivationCache], None] = ignore,  # noqa: ARG002
-    ) -> EmbedAnswer:
+    def batcher(self, **limits: Any) -> Batcher[Job, Any]:
+        """Makes a batcher that computes one job at a time, in threads."""
+        return Batcher(
+            self._hooked,
+            lambda jobs: jobs[0],
+            lambda computed, _rows: computed,
+            max_requests=1,
+            workers=limits["workers"],
+        )
+
+    def read(self, request: EmbedRequest) -> Job:
+        """Tokenizes a request."""
+        return Job(request, self._tokenize(request.texts), None)
+
+    def embed(self, request: EmbedRequest) -> EmbedAnswer:
         """Answers one request."""
-        batch = self.tokenize(request.texts)
-        mask = batch["attention_mask"].unsqueeze(-1)
+        job = self.read(request)
+        with torch.no_grad():
+            return self.answer(job, Answer(self._hooked(job), None, 1))
+
+    def _hooked(self, job: Job) -> Hooked:
+        """Computes a job under the lock."""
         acts: dict[str, Any] = {}
         counts: dict[str, int] = {}
-        wanted: list[str] = []
         hooks: list[tuple[str, Callable[..., Any]]] = []
-        for entry in request.plan.entries:
-            names = [*self._select(entry.what)]
-            if isinstance(entry, KeepEntry):
-                wanted += names
-            else:
-                hooks += [(name, steering(entry.hook)) for name in names]
-        for pattern in request.count:
+        for entry in job.request.plan.entries:
+            for name in self._select(entry.what):
+                if isinstance(entry, KeepEntry):
+                    acts[name] = None
+                else:
+                    hooks.append((name, steering(entry.hook)))
+        for pattern in job.request.count:
             for name in self._select(pattern):
                 counts[name] = 0
                 hooks.append((name, counting(counts, name)))
-        hooks += [(name, keeping(acts, name)) for name in wanted]
-        with torch.no_grad():
-            with self._lock, ExitStack() as stack:
-                for name, hook in hooks:
-                    stack.enter_context(self._modules[name].register_forward_hook(hook))
-                embeddings = self._forward(batch, mask)
-            return {
-                "embeddings": as_lists(embeddings),
-                "captures": {
-                    name: reduced(tensor_of(name, acts[name]), mask, set(request.reduce))
-                    for name in wanted
-                },
-                "counts": counts,
-            }
+        hooks += [(name, keeping(acts, name)) for name in acts]
+        with self._lock, ExitStack() as stack:
+            for name, hook in hooks:
+                stack.enter_context(self._modules[name].register_forward_hook(hook))
+            return Hooked(self._forward(**job.tokens), acts, counts)
+
+    def answer(
+        self,
+        job: Job,
+        computed: Answer[Any],
+        captured: Callable[[fh.ActivationCache], None] = ignore,  # noqa: ARG002
+    ) -> EmbedAnswer:
+        """Writes the answer to a computed job."""
+        mask = job.tokens["attention_mask"].unsqueeze(-1)
+        embedded, acts, counts = computed.value
+        return {
+            "embeddings": as_lists(embedded.vectors),
+            "captures": {
+                name: reduced(tensor_of(name, output), mask, set(job.request.reduce))
+                for name, output in acts.items()
+            },
+            "counts": counts,
+            "shared": computed.shared,
+        }
+
+
+class Hooked(NamedTuple):
+    """A computed job, with its captures and counts."""
+
+    embedded: Embedded
+    acts: dict[str, Any]
+    counts: dict[str, int]
 
 
 def steering(intervention: fh.Intervention) -> Callable[..., Any]:

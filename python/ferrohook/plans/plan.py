@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.arguments import expect, expect_module
+from ferrohook.arguments import at_least_one, expect, expect_module
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.prepared import Prepared
 from ferrohook.plans.reading import Limits, read
@@ -69,19 +69,27 @@ class Plan:
     def __repr__(self) -> str:
         return table(self.entries)
 
-    def prepare(self, model: nn.Module) -> Prepared:
+    def prepare(self, model: nn.Module, *, max_bytes: int | None = None) -> Prepared:
         """Registers the hooks with a model, for requests to be opened.
 
         Modules are instrumented until the result is closed.
 
+        Args:
+            model: any module.
+            max_bytes: budget of all captures of a request, beside those of the entries: a capture
+                beyond it raises `CaptureBudgetError`.
+
         Raises:
-            HookTypeError: `model` is no `nn.Module`, or a vector does not fit a module whose width
-                is known; names entry and module.
+            ValueError: `max_bytes` is below 1.
+            HookTypeError: `model` is no `nn.Module`, `max_bytes` no int, or a vector does not fit a
+                module whose width is known; names entry and module.
             SelectionError: an entry matches no module; names the entry.
             HookError: a module cannot be instrumented, or is captured twice under one name.
         """
         expect_module(model, "prepare takes")
-        return Prepared(self.entries, model)
+        if max_bytes is not None:
+            at_least_one("max_bytes", max_bytes)
+        return Prepared(self.entries, model, max_bytes)
 
     def to_json(self) -> str:
         """Writes the plan as JSON, tensors inline, for `from_json`.

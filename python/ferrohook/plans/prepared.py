@@ -23,7 +23,6 @@ from ferrohook._core import (
     record_all,
 )
 from ferrohook.activations import ActivationCache
-from ferrohook.arguments import at_least_one
 from ferrohook.capture_session import (
     Activations,
     Options,
@@ -82,8 +81,14 @@ class Prepared:
     A context manager: leaving it closes it.
     """
 
-    def __init__(self, entries: tuple[HookEntry | KeepEntry, ...], model: nn.Module) -> None:
+    def __init__(
+        self,
+        entries: tuple[HookEntry | KeepEntry, ...],
+        model: nn.Module,
+        max_bytes: int | None = None,
+    ) -> None:
         self.entries = entries
+        self._max_bytes = max_bytes
         self._frame = Frame()
         self._contents = _Contents(model, self._frame)
         attachment = Attachment()
@@ -174,7 +179,7 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def open(self, *, deadline: float | None = None, max_bytes: int | None = None) -> Request:
+    def open(self, *, deadline: float | None = None) -> Request:
         """Opens a request: enter it by `with` around its calls, or give it to `batch`.
 
         Costs the same for any number of modules. A request is opened by any thread or task, and any
@@ -182,19 +187,14 @@ class Prepared:
 
         Args:
             deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
-            max_bytes: budget of all captures of the request, beside those of the plan's entries: a
-                capture beyond it raises `CaptureBudgetError`.
 
         Raises:
             HookError: the plan was closed, its model is gone, or it needs positions that the model
                 is not called with.
-            HookTypeError, ValueError: `max_bytes` is no int, or below 1.
         """
-        if max_bytes is not None:
-            at_least_one("max_bytes", max_bytes)
         if self._refusal is not None:
             raise HookError(self._refusal)
-        request = Request(self._frame, self._contents, self._templates, max_bytes)
+        request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
         if deadline is not None:
             request.expire(deadline)
@@ -303,6 +303,11 @@ class Request(RequestBase, Scope):
         options = capture.options
         values = recorded(self._collector(place), options.copies)
         return Activations(capture.places, values, only_last=options.only_last)
+
+    @property
+    def entries(self) -> tuple[HookEntry | KeepEntry, ...]:
+        """The entries of its plan."""
+        return self._prepared.entries
 
     @property
     def model(self) -> nn.Module | None:

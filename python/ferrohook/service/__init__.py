@@ -1,0 +1,67 @@
+"""For services that share one model: plans and hooks of one request, batches, limits, metrics.
+
+Needs the packages fastapi and prometheus-client.
+
+Examples:
+    >>> metrics, plans = ModelMetrics(model), PreparedPlans(model, max_bytes=2**23)
+    >>> prometheus_client.REGISTRY.register(metrics)
+    >>> class Body(pydantic.BaseModel):
+    ...     ids: list[int]
+    ...     plan: PlanBody
+    >>> @app.post("/embed")
+    ... def embed(body: Body) -> Answer:
+    ...     with plans.open(body.plan) as request:
+    ...         output = model(body.ids)  # steered; other requests are not
+    ...     return Answer(output, request.acts)
+"""
+
+from __future__ import annotations
+
+from ferrohook.texts import missing_package
+
+try:
+    import fastapi  # noqa: F401 (named here, before a file below needs it)
+    import prometheus_client  # noqa: F401 (likewise)
+except ModuleNotFoundError as error:
+    package = str(error.name).partition(".")[0]
+    raise ModuleNotFoundError(missing_package(__name__, package), name=package) from error
+
+from ferrohook.service.batching import Answer as Answer
+from ferrohook.service.batching import Batcher as Batcher
+from ferrohook.service.batching import BatcherClosedError as BatcherClosedError
+from ferrohook.service.deadlines import check_deadline as check_deadline
+from ferrohook.service.deadlines import deadline as deadline
+from ferrohook.service.isolation import IsolationReport as IsolationReport
+from ferrohook.service.isolation import Leak as Leak
+from ferrohook.service.isolation import isolation_check as isolation_check
+from ferrohook.service.metrics import BUCKETS as BUCKETS
+from ferrohook.service.metrics import BatcherMetrics as BatcherMetrics
+from ferrohook.service.metrics import ModelMetrics as ModelMetrics
+from ferrohook.service.metrics import list_hooks as list_hooks
+from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
+from ferrohook.service.plans import PlanBody as PlanBody
+from ferrohook.service.plans import PreparedPlans as PreparedPlans
+from ferrohook.service.plans import plan_of as plan_of
+from ferrohook.service.scopes import RequestScope as RequestScope
+from ferrohook.service.scopes import request_scope as request_scope
+
+__all__ = [
+    "BUCKETS",
+    "PLAN_SCHEMA",
+    "Answer",
+    "Batcher",
+    "BatcherClosedError",
+    "BatcherMetrics",
+    "IsolationReport",
+    "Leak",
+    "ModelMetrics",
+    "PlanBody",
+    "PreparedPlans",
+    "RequestScope",
+    "check_deadline",
+    "deadline",
+    "isolation_check",
+    "list_hooks",
+    "plan_of",
+    "request_scope",
+]

@@ -1,0 +1,440 @@
+"""`Batcher`: requests of many clients share forwards, each under its own plan."""
+
+# Workers live in an executor as long as anything waits, so a batcher that nobody closes keeps no
+# process alive. One worker at a time gathers a batch (`_gathering`), the others compute. A ticket's
+# future says whether it was cancelled: `set_running_or_notify_cancel` decides between the worker
+# that takes it and the client that leaves.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+
+import torch
+
+from ferrohook._core import frames
+from ferrohook.arguments import at_least_one, expect
+from ferrohook.detectors import NativeDetector
+from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
+from ferrohook.plans.entries import HookEntry
+from ferrohook.rows import batch
+from ferrohook.service.deadlines import TOO_LATE, deadline
+from ferrohook.service.spans import annotate
+from ferrohook.service.waiting import Limits, Line, Ticket
+from ferrohook.steering import Intervention
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from concurrent.futures import Future
+
+    from ferrohook.plans import Request
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+COUNTS: Final = ("rows_seen", "rows_changed", "hooks_failed")
+FORWARD: Final = frozenset({"forward", "forward_pre"})
+CLOSED: Final = "the batcher was closed: send the request to another instance of the service"
+
+
+class BatcherClosedError(HookError):
+    """A request that a closed `Batcher` does not answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Generic[Out]):
+    """Answer to one request of a `Batcher`."""
+
+    value: Out
+    """The request's part of the output, as `split` returned it."""
+    request: Request | None
+    """The request that was opened for the forward, closed: it has `acts`."""
+    shared: int
+    """Number of requests in the forward, this one included."""
+
+
+class Batcher(Generic[In, Out]):
+    """Gathers requests that wait into forwards, in worker threads.
+
+    A forward begins as soon as a worker is idle and the batch is full, or its oldest request has
+    waited for `max_wait` seconds. Clients take turns, and a request is never overtaken by one
+    behind it. A request whose hook, budget or deadline fails fails alone. If the forward itself
+    fails, each of its requests is computed again in a forward of its own, as are those that cannot
+    share one: requests with Python hooks, with scopes entered around `submit`, or with captures of
+    tensors that have no rows.
+
+    Forwards run without gradients. Those that are shared run in a context of their own: scopes of
+    the submitting context do not reach them, its deadline does.
+
+    Args:
+        model: the model, or any callable that calls it.
+        collate: makes the model's arguments of a list of items, rows in the order of the items: a
+            tuple of positional ones, a mapping of keywords, or the only argument.
+        split: returns one request's part of the output, of the output and the request's slice of
+            the rows.
+        dim: dimension of the rows, see `batch`.
+        max_requests: limit of the requests in a forward.
+        max_rows: limit of its rows.
+        max_tokens: limit of its tokens, padding included: rows times the longest length.
+        max_wait: seconds that a request waits for others to come.
+        workers: number of forwards at a time.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: a limit is below 1, or `max_wait` is negative or NaN.
+
+    Examples:
+        >>> batcher = Batcher(model, torch.cat, lambda output, rows: output[rows], max_wait=0.002)
+        >>> prepared = plans.prepare(plan)
+        >>> answer = await batcher.run(x, prepared.open, rows=len(x))
+        >>> answer.value, answer.request.acts, answer.shared
+    """
+
+    def __init__(  # noqa: PLR0913 (limits)
+        self,
+        model: Callable[..., Any],
+        collate: Callable[[list[In]], Any],
+        split: Callable[[Any, slice], Out],
+        *,
+        dim: int = 0,
+        max_requests: int = 32,
+        max_rows: int = 256,
+        max_tokens: int = 2**14,
+        max_wait: float = 0.002,
+        workers: int = 1,
+    ) -> None:
+        for name, value in (("model", model), ("collate", collate), ("split", split)):
+            if not callable(value):
+                msg = f"{name} is callable, got {type(value).__name__}"
+                raise HookTypeError(msg)
+        expect(max_wait, (int, float), "max_wait is a number of seconds")
+        if not max_wait >= 0:
+            msg = f"max_wait is at least 0 seconds, got {max_wait}"
+            raise ValueError(msg)
+        self._model = model
+        self._collate = collate
+        self._split = split
+        self._dim = dim
+        self._max_wait = max_wait
+        self._line: Line[In] = Line(
+            Limits(
+                max_requests=at_least_one("max_requests", max_requests),
+                max_rows=at_least_one("max_rows", max_rows),
+                max_tokens=at_least_one("max_tokens", max_tokens),
+            )
+        )
+        self._workers = at_least_one("workers", workers)
+        self._pool = ThreadPoolExecutor(self._workers, "ferrohook-batcher")
+        self._changed = threading.Condition()
+        self._working = 0
+        self._gathering = False
+        self._closed = False
+        self._sizes: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def submit(  # noqa: PLR0913 (a request's size)
+        self,
+        item: In,
+        open_request: Callable[[], Request] | None = None,
+        *,
+        rows: int = 1,
+        length: int = 1,
+        alone: bool = False,
+        client: Hashable = None,
+    ) -> Future[Answer[Out]]:
+        """Adds a request to those that wait; returns at once.
+
+        Args:
+            item: the input, for `collate`.
+            open_request: opens the request of a plan, as `Prepared.open`; called in the worker once
+                for each forward. None for a request without a plan.
+            rows: number of the item's rows.
+            length: tokens in its longest row.
+            alone: True for a forward of its own. So gets a request that exceeds a limit.
+            client: identifies the client, who takes turns with the others.
+
+        Returns:
+            A future. Cancelled before the forward begins, the request leaves.
+
+        Raises:
+            HookTypeError: an argument has the wrong type.
+            ValueError: `rows` or `length` is below 1.
+            BatcherClosedError: `close` was called.
+        """
+        if not (open_request is None or callable(open_request)):
+            msg = f"open_request is callable, got {type(open_request).__name__}"
+            raise HookTypeError(msg)
+        ticket = Ticket(
+            item=item,
+            open_request=open_request,
+            rows=at_least_one("rows", rows),
+            length=at_least_one("length", length),
+            alone=alone or bool(frames.get()),
+            client=client,
+        )
+        with self._changed:
+            if self._closed:
+                raise BatcherClosedError(CLOSED)
+            self._line.append(ticket)
+            try:
+                self._start_worker()
+            except RuntimeError:  # the interpreter ends
+                self._line.remove(ticket)
+                raise
+            self._changed.notify()
+        ticket.future.add_done_callback(lambda _: self._leave(ticket))
+        return ticket.future
+
+    async def run(
+        self, item: In, open_request: Callable[[], Request] | None = None, **options: Any
+    ) -> Answer[Out]:
+        """Awaits the answer to a request, on the event loop; the forward runs in a worker thread.
+
+        Cancelling the task cancels the request.
+
+        Args:
+            item: see `submit`, and so are the others.
+            open_request: see `submit`.
+            **options: see `submit`.
+
+        Raises:
+            BaseException: as the request's hooks, the model, `collate` or `split` do.
+            TimeoutError: the context's `deadline` passed.
+            BatcherClosedError: `close` was called.
+        """
+        return await asyncio.wrap_future(self.submit(item, open_request, **options))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns counts since the start.
+
+        Returns:
+            `rows_seen`: rows of requests with a plan; `rows_changed`: those of requests whose plan
+            has hooks; `hooks_failed`: requests with a hook that raised, or an exceeded budget;
+            `sizes`: number of forwards by number of requests in them; `waiting`: requests that wait
+            now.
+        """
+        with self._changed:
+            counts = {name: self._counts[name] for name in COUNTS}
+            return {**counts, "sizes": self._sizes.copy(), "waiting": len(self._line)}
+
+    def close(self, *, refuse: bool = False) -> None:
+        """Ends the batcher, after the forwards of all requests that wait; idempotent.
+
+        Blocks until then: on an event loop, call it by `asyncio.to_thread`.
+
+        Args:
+            refuse: answer requests that wait with `BatcherClosedError`.
+        """
+        with self._changed:
+            self._closed = True
+            refused = self._line.clear() if refuse else []
+            self._changed.notify_all()
+        for ticket in refused:
+            if ticket.future.set_running_or_notify_cancel():
+                ticket.future.set_exception(BatcherClosedError(CLOSED))
+        self._pool.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    # --- The line ---
+
+    def _start_worker(self) -> None:
+        """Starts a worker if something waits that nobody is about to take. Under the lock."""
+        idle = self._working < self._workers and not self._gathering
+        if idle and self._line and not self._closed:
+            self._pool.submit(self._work)
+            self._gathering = True
+            self._working += 1
+
+    def _leave(self, ticket: Ticket[In]) -> None:
+        """Removes a ticket that was cancelled."""
+        if ticket.future.cancelled():
+            with self._changed:
+                self._line.remove(ticket)
+                self._changed.notify()
+
+    def _work(self) -> None:
+        working = True
+        while working:
+            self._compute(self._gather())
+            with self._changed:
+                working = bool(self._line) and not self._gathering
+                self._gathering |= working
+                self._working -= not working
+
+    def _gather(self) -> list[Ticket[In]]:
+        """Waits for a batch, and takes it."""
+        with self._changed:
+            while self._line and not self._line.full and not self._closed:
+                left = self._line.oldest + self._max_wait - monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            tickets = self._line.take()
+            self._gathering = False
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: this worker goes on
+                self._start_worker()
+        return [each for each in tickets if each.future.set_running_or_notify_cancel()]
+
+    # --- Forwards ---
+
+    def _compute(self, tickets: list[Ticket[In]]) -> None:
+        tickets = [ticket for ticket in tickets if not self._is_late(ticket)]
+        try:
+            for ticket in self._together(tickets) if len(tickets) > 1 else tickets:
+                ticket.context.run(self._separately, ticket)
+        except BaseException as error:  # noqa: BLE001 (a worker ends by no exception)
+            for ticket in tickets:
+                if not ticket.future.done():
+                    ticket.future.set_exception(error)
+
+    def _together(self, tickets: list[Ticket[In]]) -> list[Ticket[In]]:
+        """Computes tickets in one forward; returns those that need one of their own."""
+        members: dict[Ticket[In], Request | None] = {}
+        for ticket in tickets:
+            with contextlib.suppress(Exception):  # which it gets in a forward of its own
+                request = ticket.open()
+                if shares_forwards(request):
+                    members[ticket] = request
+        alone = [ticket for ticket in tickets if ticket not in members]
+        rows = consecutive(members)
+        try:
+            output = self._share(members, rows)
+        except Exception:  # noqa: BLE001 (of one of them or of all: each finds out alone)
+            return tickets
+        for ticket, request in members.items():
+            error = request.error if request is not None and request.failed else None
+            # The others' rows may be the reason: they make its padding longer, say.
+            if isinstance(error, RowsError | CaptureBudgetError):
+                alone.append(ticket)
+            else:
+                self._finish(ticket, request, len(members), output, rows[ticket], error)
+        return alone
+
+    def _share(
+        self, members: dict[Ticket[In], Request | None], rows: dict[Ticket[In], slice]
+    ) -> Any:
+        """Runs a forward under the latest deadline, with the hooks of each on its own rows."""
+        owned = {
+            request: rows[ticket] for ticket, request in members.items() if request is not None
+        }
+        with contextlib.ExitStack() as stack:
+            for request in owned:
+                stack.callback(request.close)
+            if not members:
+                return None
+            latest = max(ticket.deadline for ticket in members)
+            stack.enter_context(deadline(max(0.0, latest - monotonic())))
+            if owned:
+                size = sum(ticket.rows for ticket in members)
+                stack.enter_context(batch(owned, self._dim, size=size))
+            output = self._forward([*members])
+        with self._changed:
+            self._sizes[len(members)] += 1
+        return output
+
+    def _separately(self, ticket: Ticket[In]) -> None:
+        """Computes one ticket in the context that submitted it."""
+        request = output = error = None
+        try:
+            request = ticket.open()
+            with request or contextlib.nullcontext():
+                output = self._forward([ticket])
+            with self._changed:
+                self._sizes[1] += 1
+        except BaseException as raised:  # noqa: BLE001 (the client's)
+            error = raised
+        self._finish(ticket, request, 1, output, slice(0, ticket.rows), error)
+
+    def _forward(self, tickets: Sequence[Ticket[In]]) -> Any:
+        with torch.no_grad():
+            arguments = self._collate([ticket.item for ticket in tickets])
+            if isinstance(arguments, Mapping):
+                return self._model(**arguments)
+            return self._model(*arguments if isinstance(arguments, tuple) else (arguments,))
+
+    def _is_late(self, ticket: Ticket[In]) -> bool:
+        """Refuses a ticket whose deadline has passed."""
+        late = monotonic() > ticket.deadline
+        if late:
+            ticket.future.set_exception(TimeoutError(TOO_LATE))
+        return late
+
+    def _finish(  # noqa: PLR0913, PLR0917 (the outcome of a forward)
+        self,
+        ticket: Ticket[In],
+        request: Request | None,
+        shared: int,
+        output: Any,
+        rows: slice,
+        error: BaseException | None,
+    ) -> None:
+        """Resolves the future of a computed ticket."""
+        if self._is_late(ticket):
+            return
+        self._count(ticket, request, shared, failed=error is not None)
+        answer = None
+        if error is None:
+            try:
+                answer = Answer(self._split(output, rows), request, shared)
+            except BaseException as raised:  # noqa: BLE001 (the client's)
+                error = raised
+        if error is None:
+            ticket.future.set_result(answer)
+        else:
+            ticket.future.set_exception(error)
+
+    def _count(
+        self, ticket: Ticket[In], request: Request | None, shared: int, *, failed: bool
+    ) -> None:
+        seen = 0 if request is None else ticket.rows
+        counts = {
+            "rows_seen": seen,
+            "rows_changed": seen if changes(request) and not failed else 0,
+            "hooks_failed": int(request is not None and request.error is not None),
+        }
+        with self._changed:
+            self._counts.update(counts)
+        attributes = {name.replace("_", "."): count for name, count in counts.items()}
+        annotate(ticket.span, {"forward.requests": shared, **attributes})
+
+
+def consecutive(tickets: Iterable[Ticket[In]]) -> dict[Ticket[In], slice]:
+    """Returns the rows of each ticket in a batch."""
+    ends = accumulate(ticket.rows for ticket in tickets)
+    return {
+        ticket: slice(end - ticket.rows, end) for ticket, end in zip(tickets, ends, strict=True)
+    }
+
+
+def shares_forwards(request: Request | None) -> bool:
+    """Returns True if a request may share forwards.
+
+    Python functions might block the others' forward, and `stop` would end it.
+    """
+    return request is None or all(
+        isinstance(entry.hook, Intervention | NativeDetector) and entry.phase in FORWARD
+        if isinstance(entry, HookEntry)
+        else not (entry.options.keys() & {"stop", "grads"})
+        for entry in request.entries
+    )
+
+
+def changes(request: Request | None) -> bool:
+    """Returns True if a request's plan has hooks, detectors aside."""
+    return request is not None and any(
+        isinstance(entry, HookEntry) and not isinstance(entry.hook, NativeDetector)
+        for entry in request.entries
+    )

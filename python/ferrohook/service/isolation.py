@@ -1,0 +1,129 @@
+"""`isolation_check`: fires requests at a running service, and reports interventions that leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ferrohook.arguments import at_least_one
+
+Body = TypeVar("Body")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """An answer that differs from that of the same request sent alone."""
+
+    pair: int
+    """Index in `pairs`."""
+    steered: bool
+    """True for the request with an intervention."""
+    difference: float
+    """Largest difference of two numbers; inf if the answers differ in anything else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IsolationReport:
+    """Result of `isolation_check`; true if nothing leaked and every intervention had an effect."""
+
+    requests: int
+    """Number of requests that were sent."""
+    leaks: tuple[Leak, ...]
+    idle: tuple[int, ...]
+    """Indices of pairs whose intervention changes nothing: it would leak unseen."""
+    difference: float
+    """Largest difference of two numbers in answers that count as equal: the kernels' accuracy."""
+
+    def __bool__(self) -> bool:
+        return not self.leaks and not self.idle
+
+
+async def isolation_check(
+    send: Callable[[Body], Awaitable[Any]],
+    pairs: Sequence[tuple[Body, Body]],
+    *,
+    rounds: int = 4,
+    tolerance: float = 1e-4,
+) -> IsolationReport:
+    """Checks that the interventions of requests change the answers to no others.
+
+    Sends each request alone, then all of them at once, several times, and compares the answers.
+    Other traffic may go on.
+
+    Args:
+        send: sends a request to the service, and returns its answer: numbers, strings, None, and
+            lists and mappings of these. It leaves out what differs each time, such as times.
+        pairs: requests without an intervention, each with a request that has one and is the same
+            otherwise.
+        rounds: number of times that all are sent at once.
+        tolerance: largest difference of equal numbers, relative for those above 1: forwards of
+            other shapes use other kernels.
+
+    Raises:
+        HookTypeError: `rounds` is no int.
+        ValueError: `rounds` is below 1, or there are no pairs.
+        Exception: as `send` does.
+
+    Examples:
+        >>> async def send(body):
+        ...     return (await client.post("/embed", json=body)).json()["embeddings"]
+        >>> report = await isolation_check(send, [(plain, steered)])
+        >>> assert report, report.leaks
+    """
+    at_least_one("rounds", rounds)
+    if not pairs:
+        msg = "isolation_check takes at least one pair of requests"
+        raise ValueError(msg)
+    bodies = [body for pair in pairs for body in pair]
+    alone = [await send(body) for body in bodies]
+    largest = [difference(await send(body), alone[place]) for place, body in enumerate(bodies)]
+    for turn in range(rounds):
+        first = turn % len(bodies)  # in another order they share other forwards
+        order = [*range(first, len(bodies)), *range(first)]
+        answers = await asyncio.gather(*(send(bodies[place]) for place in order))
+        for place, answer in zip(order, answers, strict=True):
+            largest[place] = max(largest[place], difference(answer, alone[place]))
+    leaks = [
+        Leak(place // 2, place % 2 == 1, worst)
+        for place, worst in enumerate(largest)
+        if worst > tolerance
+    ]
+    idle = [
+        pair
+        for pair in range(len(pairs))
+        if difference(alone[2 * pair], alone[2 * pair + 1]) <= tolerance
+    ]
+    return IsolationReport(
+        requests=len(bodies) * (2 + rounds),
+        leaks=tuple(leaks),
+        idle=tuple(idle),
+        difference=max((worst for worst in largest if worst <= tolerance), default=0.0),
+    )
+
+
+def difference(answer: Any, expected: Any) -> float:
+    """Returns the largest difference of two numbers at the same place of two answers.
+
+    Relative where the expected number is above 1; inf if the answers differ in anything else.
+    """
+    if isinstance(answer, int | float) and isinstance(expected, int | float):
+        return _distance(answer, expected)
+    if isinstance(answer, Mapping) and isinstance(expected, Mapping):
+        if answer.keys() == expected.keys():
+            return max((difference(answer[key], expected[key]) for key in expected), default=0.0)
+    elif isinstance(answer, list | tuple) and isinstance(expected, list | tuple):
+        if len(answer) == len(expected):
+            return max(map(difference, answer, expected), default=0.0)
+    elif answer == expected:
+        return 0.0
+    return math.inf
+
+
+def _distance(number: float, expected: float) -> float:
+    if number == expected or (math.isnan(number) and math.isnan(expected)):
+        return 0.0
+    found = abs(number - expected) / max(1.0, abs(expected))
+    return math.inf if math.isnan(found) else found
