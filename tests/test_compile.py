@@ -406,7 +406,7 @@ def test_captures_that_break_the_graph_are_taken_outside_of_it(instrumented: Com
     with (
         fh.instrument(model),
         fh.capture(model, "pair"),
-        pytest.raises(torch._dynamo.exc.Unsupported),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="captured that has several tensors"),
     ):
         torch.compile(model["pair"], backend="eager", fullgraph=True)(x)
 

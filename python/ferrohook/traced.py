@@ -277,11 +277,12 @@ def never_trace(owner: type | ModuleType, name: str, reason: str) -> None:
     _after_dynamo_import(disable)
 
 
-def never_trace_frame(function: Callable[..., Any]) -> None:
+def never_trace_frame(function: Callable[..., Any], reason: str) -> None:
     """Excludes a function from tracing, but nothing that it calls; it gets no slower."""
 
     def skip() -> None:
         torch._dynamo.decorators.skip(function)
+        vars(function)["_torchdynamo_disable_msg"] = reason  # as `disable` with a reason sets it
 
     _after_dynamo_import(skip)
 
@@ -329,13 +330,14 @@ class _DynamoImportHook(MetaPathFinder, Loader):
             _CALLBACKS.pop(0)()
 
 
-for _function in (
+never_trace_frame(
     call_untraced,
-    record_untraced,
-    BackwardPass.tap_inputs,
-    BackwardPass.tap_outputs,
-):
-    never_trace_frame(_function)
+    "a module has a hook that no graph has: at positions (at=), with always_call or an on_error, a "
+    "native detector, or a capture of gradients, with the autograd graph or with stop",
+)
+never_trace_frame(record_untraced, "a module's output is captured that has several tensors")
+for _function in (BackwardPass.tap_inputs, BackwardPass.tap_outputs):
+    never_trace_frame(_function, "backward hooks around a list, a dict or keywords alone")
 trace_as(HookedBase.__call__, traced_call)
 _after_dynamo_import(patch_dynamo)
 if _DYNAMO not in sys.modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ferrohook as fh
 from support.compiling import compiled
-from support.plans import Net, forward_hook
+from support.plans import Net, Tokens, forward_hook
 
 WIDTH = 4
 
@@ -25,9 +26,11 @@ class Counting:
 
     def __init__(self) -> None:
         self.graphs = 0
+        self.codes: list[str] = []
 
     def __call__(self, graph: Any, _inputs: Any) -> Any:
         self.graphs += 1
+        self.codes.append(graph.code)
         return graph.forward
 
 
@@ -236,3 +239,42 @@ def test_a_plan_that_takes_effect_in_a_compiled_model_is_not_reported_as_silent(
                 with prepared.open():
                     steered = call(x)
             torch.testing.assert_close(steered, steered_alone)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "plan",
+    [
+        fh.Plan(fh.on("head", fh.Scale(3.0), at=slice(1, None)), fh.keep("embed")),
+        fh.Plan(fh.on("embed", lambda *call: call[-1] * 2, at="last_prompt"), fh.keep("embed")),
+        fh.Plan(fh.on("head", fh.Scale(3.0)), fh.keep("embed", at=-1)),
+    ],
+    ids=["intervention", "function", "keep"],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_positions_break_graphs_and_hold(plan: fh.Plan, before: bool) -> None:
+    """Of a model compiled before the plan was prepared, and after."""
+    model = Tokens(WIDTH)
+    backend = Counting()
+
+    def calls() -> list[Any]:
+        return [torch.compile(model, backend=backend, fullgraph=each) for each in (True, False)]
+
+    former = calls()
+    with plan.prepare(model) as prepared:
+        whole, call = former if before else calls()
+        # A capture stands in the graph: the model's own call breaks it.
+        fits = before and plan.entries[1].at is not None
+        refused = pytest.raises(torch._dynamo.exc.Unsupported, match="no graph has: at positions")
+        with contextlib.nullcontext() if fits else refused, prepared.open():
+            whole(torch.tensor([[1, 2, 3]]))
+        torch._dynamo.reset()
+        for length in (3, 4, 3):
+            ids = torch.arange(2 * length).reshape(2, length)
+            with prepared.open() as eager:
+                expected = model(ids)
+            with prepared.open() as request:
+                torch.testing.assert_close(call(ids), expected)
+            torch.testing.assert_close(request.acts["embed"], eager.acts["embed"])
+    # None of the functions that find positions.
+    assert all("cumsum" not in code and "arange" not in code for code in backend.codes)

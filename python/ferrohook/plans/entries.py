@@ -114,7 +114,8 @@ def on(  # noqa: PLR0913 (the options of `register`)
         what: modules, see `select`.
         hook: an intervention, or anything that `register` takes.
         at: positions of tokens that the hook changes, see `At`; None for all. With it, the hook is
-            an intervention or a forward hook of PyTorch's contract that returns a tensor.
+            an intervention or a forward hook of PyTorch's contract that returns a tensor. Under
+            `torch.compile` it breaks the graph.
         phase: as in `register`, and so are the others.
         prepend: see `register`.
         with_kwargs: see `register`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 from ferrohook.steering import Intervention
+from ferrohook.traced import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
     from ferrohook.plans.positions import Prompt
@@ -108,7 +110,7 @@ class Prepared:
         attach(everything | {"": model}, attachment)
         self._tree = ModuleTree(_parents(model, everything))
         # Not a method: the model would keep this object, which closes once nobody refers to it.
-        find = functools.partial(_find_positions, self._contents)
+        find = functools.partial(_find_untraced, self._contents)
         guard = PlanGuard(self._tree, find if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", guard, **first)
@@ -253,6 +255,16 @@ def _find_positions(
             frame._prompt = tokens.prompt
             masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
             frame._set_masks(tuple(masks))
+
+
+def _find_untraced(contents: _Contents, *call: Any) -> None:
+    _find_positions(contents, *call)
+
+
+# Dynamo would compile functions that the native call of a compiled region calls. Two of them, as a
+# plan may be prepared before Dynamo is imported: the second is then looked up in each call.
+never_trace(sys.modules[__name__], "_find_positions", "native code calls it")
+never_trace_frame(_find_untraced, "native code calls it")
 
 
 class Request(RequestBase, Scope):
