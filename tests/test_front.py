@@ -6,6 +6,8 @@ import pydoc
 import subprocess
 import sys
 
+import pytest
+
 import ferrohook as fh
 
 # In a process of their own, as other tests look up lazy names.
@@ -45,6 +47,18 @@ print(fh.plot.__all__, {"matplotlib", "pandas"} & set(sys.modules))
 """
     names = "['difference', 'logit_lens', 'norms', 'patching', 'steering']"
     assert printed(code) == f"{names} set()"
+
+
+def test_editors_find_lazy_names_and_their_types() -> None:
+    jedi = pytest.importorskip("jedi")
+
+    def completed(code: str) -> set[str]:
+        return {each.name for each in jedi.Script(f"import ferrohook as fh\n{code}").complete()}
+
+    assert set(fh.__all__) <= completed("fh.")
+    assert {"norms", "steering"} <= completed("fh.plot.")
+    assert {"to_pandas"} <= completed("_, acts = fh.run(model, capture='x')\nacts.to_")
+    assert {"to_pandas"} <= completed("with fh.capture(model) as acts:\n    acts.to_")
 
 
 def test_help_describes_lazy_names() -> None:

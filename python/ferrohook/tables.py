@@ -146,7 +146,8 @@ def norms_of(values: Tensor) -> list[float]:
 
 
 def _vector_norms(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(torch.atleast_1d(values), dim=-1)
+    return norms
 
 
 def _sparkline(leaf: Any) -> str:
