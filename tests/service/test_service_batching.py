@@ -127,16 +127,18 @@ def test_captures_of_what_has_no_rows_are_computed_alone(
 
 
 def test_positions_of_a_plan(encoder: Encoder) -> None:
-    plan = fh.Plan(fh.on(LAYER, fh.Zero(), at=1), fh.keep(LAYER, at=slice(0, 2)))
+    plan = fh.Plan(fh.on(LAYER, fh.Zero(), at=1), fh.keep(LAYER, at=slice(0, 3)))
+    requests = [
+        {"texts": texts, "plan": plan, "reduce": ["none"]}
+        for texts in (TEXTS[:1], TEXTS[1:], TEXTS)
+    ]
     with serving(encoder, SEPARATE) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
-        alone = [embed(client, texts=[text], plan=plan, reduce=["none"]) for text in TEXTS]
-    with batching(encoder, 3) as client:
-        requests = [{"texts": [text], "plan": plan, "reduce": ["none"]} for text in TEXTS]
-        responses = send_together(client, *requests, {})
-    for response, expected in zip(responses, alone, strict=False):
-        answer = response.json()
-        del answer["shared"]
-        assert alike(answer, {name: expected[name] for name in answer})
+        alone = [embed(client, **request) for request in requests]
+    with batching(encoder, 4) as client:
+        for response, expected in zip(send_together(client, *requests, {}), alone, strict=False):
+            answer = response.json()
+            assert (answer.pop("shared"), expected.pop("shared")) == (4, 1)
+            assert alike(answer, expected)
 
 
 def test_a_budget_does_not_depend_on_the_others(encoder: Encoder) -> None:
