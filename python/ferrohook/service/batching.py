@@ -12,9 +12,8 @@ import contextlib
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -22,14 +21,12 @@ import torch
 
 from ferrohook._core import frames
 from ferrohook.arguments import at_least_one, expect
-from ferrohook.detectors import NativeDetector
 from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, RowsError
-from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import batch
 from ferrohook.service.deadlines import TOO_LATE, deadline
+from ferrohook.service.sharing import changes, check_rows, consecutive, shares_forwards
 from ferrohook.service.spans import annotate
 from ferrohook.service.waiting import Limits, Line, Ticket
-from ferrohook.steering import Intervention
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -41,7 +38,6 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 COUNTS: Final = ("rows_seen", "rows_changed", "hooks_failed")
-FORWARD: Final = frozenset({"forward", "forward_pre"})
 CLOSED: Final = "the batcher was closed: send the request to another instance of the service"
 
 
@@ -294,7 +290,8 @@ class Batcher(Generic[In, Out]):
         tickets = [ticket for ticket in tickets if not self._is_late(ticket)]
         try:
             for ticket in self._together(tickets) if len(tickets) > 1 else tickets:
-                ticket.context.run(self._separately, ticket)
+                if not self._is_late(ticket):
+                    ticket.context.run(self._separately, ticket)
         except BaseException as error:  # noqa: BLE001 (a worker ends by no exception)
             for ticket in tickets:
                 if not ticket.future.done():
@@ -306,8 +303,10 @@ class Batcher(Generic[In, Out]):
         for ticket in tickets:
             with contextlib.suppress(Exception):  # which it gets in a forward of its own
                 request = ticket.open()
-                if shares_forwards(request):
+                if request is None or shares_forwards(request):
                     members[ticket] = request
+                else:
+                    request.close()
         alone = [ticket for ticket in tickets if ticket not in members]
         rows = consecutive(members)
         try:
@@ -361,6 +360,7 @@ class Batcher(Generic[In, Out]):
     def _forward(self, tickets: Sequence[Ticket[In]]) -> Any:
         with torch.no_grad():
             arguments = self._collate([ticket.item for ticket in tickets])
+            check_rows(arguments, self._dim, sum(ticket.rows for ticket in tickets))
             if isinstance(arguments, Mapping):
                 return self._model(**arguments)
             return self._model(*arguments if isinstance(arguments, tuple) else (arguments,))
@@ -409,32 +409,3 @@ class Batcher(Generic[In, Out]):
             self._counts.update(counts)
         attributes = {name.replace("_", "."): count for name, count in counts.items()}
         annotate(ticket.span, {"forward.requests": shared, **attributes})
-
-
-def consecutive(tickets: Iterable[Ticket[In]]) -> dict[Ticket[In], slice]:
-    """Returns the rows of each ticket in a batch."""
-    ends = accumulate(ticket.rows for ticket in tickets)
-    return {
-        ticket: slice(end - ticket.rows, end) for ticket, end in zip(tickets, ends, strict=True)
-    }
-
-
-def shares_forwards(request: Request | None) -> bool:
-    """Returns True if a request may share forwards.
-
-    Python functions might block the others' forward, and `stop` would end it.
-    """
-    return request is None or all(
-        isinstance(entry.hook, Intervention | NativeDetector) and entry.phase in FORWARD
-        if isinstance(entry, HookEntry)
-        else not (entry.options.keys() & {"stop", "grads"})
-        for entry in request.entries
-    )
-
-
-def changes(request: Request | None) -> bool:
-    """Returns True if a request's plan has hooks, detectors aside."""
-    return request is not None and any(
-        isinstance(entry, HookEntry) and not isinstance(entry.hook, NativeDetector)
-        for entry in request.entries
-    )
