@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import UserDict
 from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -212,7 +213,7 @@ def _part(value: Any, part: Any) -> Any:
     """Returns the recorded part of a value; None if there is none."""
     if isinstance(value, tuple | list) and isinstance(part, int):
         return value[part] if -len(value) <= part < len(value) else None
-    if isinstance(value, dict) and isinstance(part, str):
+    if isinstance(value, dict | UserDict) and isinstance(part, str):
         return value.get(part)
     return getattr(value, part, None) if isinstance(part, str) else value[part]
 

@@ -6,12 +6,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::torch;
-use crate::torch::tensors::with_item;
+use crate::torch::tensors::{has_keys, with_item};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -174,7 +174,7 @@ impl<'py> Change<'_, 'py> {
             return self.sum(tuple);
         }
         let is_name = part.is_instance_of::<PyString>();
-        let found = if is_name && !value.is_instance_of::<PyDict>() {
+        let found = if is_name && !has_keys(value)? {
             value.getattr(part.cast::<PyString>()?)
         } else {
             value.get_item(part)

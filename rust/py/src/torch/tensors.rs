@@ -1,9 +1,10 @@
-//! Structures of tensors: tuples, lists, dicts and dataclasses.
+//! Structures of tensors: tuples, lists, dicts, `UserDict`s and dataclasses.
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 
+use crate::cpython::once::Once;
 use crate::torch::is_tensor;
 
 /// Depth below which structures count as leaves.
@@ -14,6 +15,7 @@ enum Structure<'py> {
     Tensor,
     Tuple(Bound<'py, PyTuple>),
     List(Bound<'py, PyList>),
+    /// A dict, or that inside a `UserDict` (a transformers `BatchFeature`).
     Dict(Bound<'py, PyDict>),
     /// The names of its fields that are set.
     Dataclass(Vec<Bound<'py, PyString>>),
@@ -36,6 +38,10 @@ impl<'py> Structure<'py> {
         }
         if let Ok(dict) = value.cast::<PyDict>() {
             return Ok(Self::Dict(dict.clone()));
+        }
+        if is_user_dict(value)? {
+            let data = value.getattr(intern!(value.py(), "data"))?;
+            return Ok(data.cast_into().map_or(Self::Leaf, Self::Dict));
         }
         let fields = value.getattr_opt(intern!(value.py(), "__dataclass_fields__"))?;
         let Some(fields) = fields.filter(|_| !value.is_instance_of::<PyType>()) else {
@@ -95,6 +101,16 @@ impl<'py> Structure<'py> {
     }
 }
 
+/// True if a str is a key of the value, and not the name of an attribute.
+pub fn has_keys(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(value.is_instance_of::<PyDict>() || is_user_dict(value)?)
+}
+
+fn is_user_dict(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static USER_DICT: Once<Py<PyType>> = Once::new();
+    value.is_instance(USER_DICT.import(value.py(), "collections", "UserDict")?)
+}
+
 fn tuple_with_items<'py>(
     tuple: &Bound<'py, PyTuple>,
     items: Vec<Bound<'py, PyAny>>,
@@ -139,7 +155,7 @@ pub fn with_item<'py>(
     }
     let copy = py.import("copy")?.call_method1("copy", (value,))?;
     match key.cast::<PyString>() {
-        Ok(name) if !copy.is_instance_of::<PyDict>() => {
+        Ok(name) if !has_keys(&copy)? => {
             // Works for a frozen dataclass too.
             let set = py.get_type::<PyAny>().getattr(intern!(py, "__setattr__"))?;
             set.call1((&copy, name, item))?;
