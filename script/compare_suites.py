@@ -1,13 +1,19 @@
-"""Compares other projects' tests on plain and on instrumented models (for `script/ecosystem`)."""
+"""Compares other projects' tests on plain and on instrumented models (for `script/ecosystem`).
+
+Exits with 1 after an unknown difference, a run that was cut off, and missing tests without a known
+reason.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import importlib.metadata
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +22,9 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "target" / "ecosystem" / "sources"
+LIMIT_S = 1800  # for one run of one suite
 SCRIPTED = "`torch.jit.script` refuses modules with hooks, as a graph cannot hold them"
+UNSEEN = "it looks for hooks in `module._forward_hooks`, which has none of an instrumented module"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Suite:
     version: str | None = None  # of the tests, if not the installed one
     added: str | None = None  # a file of this folder, put among the tests
     known: dict[str, str] = dataclasses.field(default_factory=dict)
+    untested: str | None = None  # reason why its distributions have no tests
 
     @property
     def folder(self) -> Path:
@@ -48,6 +57,7 @@ _TIMM_MODELS = " or ".join(
 )
 SUITES = (
     Suite("captum", "tests", version="0.3.1"),
+    Suite("mi-crow", "tests", untested="none of its distributions has tests"),
     Suite(
         "nnsight",
         "tests",
@@ -59,13 +69,31 @@ SUITES = (
         ("-k", f"not test_models or {_TIMM_MODELS}"),
         known={"torchscript": SCRIPTED},
     ),
-    Suite("torchlens", "tests/test_module_*.py tests/test_backward_*.py"),
+    Suite(
+        "torchlens",
+        "tests/test_module_*.py tests/test_backward_*.py",
+        known={"test_user_forward_hook_replacement_logged": UNSEEN},
+    ),
     Suite(
         "transformer-lens",
-        "tests/unit/test_hook*.py tests/unit/test_activation_cache*.py tests/unit/factored_matrix",
+        "tests/unit/test_hook*.py tests/unit/test_activation_cache*.py tests/unit/factored_matrix"
+        " tests/unit/model_bridge/test_*hook*.py tests/unit/model_bridge/test_caching*.py",
     ),
     Suite("transformers", "tests/test_models.py", added="transformers_models.py"),
 )
+
+
+class Result(enum.StrEnum):
+    """Result of one suite."""
+
+    EQUAL = enum.auto()
+    DIFFERENT = enum.auto()
+    FAILED = enum.auto()
+    SKIPPED = enum.auto()
+
+
+class CutOffError(Exception):
+    """A run that gave no report."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,35 +122,42 @@ def run(suite: Suite, tests: list[str], *, instrumented: bool) -> Run:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT / "script"),
         }
-        done = subprocess.run(  # noqa: S603 (this interpreter, on sources fetched by the script)
-            [*command, *suite.options, *tests],
-            cwd=suite.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
         log = SOURCES / f"{suite.project}-{'instrumented' if instrumented else 'plain'}.log"
-        log.write_text(done.stdout)
+        with (
+            log.open("w") as output,
+            subprocess.Popen(  # noqa: S603 (this interpreter, on sources fetched by the script)
+                [*command, *suite.options, *tests],
+                cwd=suite.folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group, workers included
+            ) as process,
+        ):
+            try:
+                process.wait(LIMIT_S)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    msg = f"cut off after {LIMIT_S} s, see {log}"
+                    raise CutOffError(msg) from None
+                raise
         if Path(report.name).stat().st_size == 0:
-            sys.exit(f"{suite.project}: pytest ended with {done.returncode}, see {log}")
+            msg = f"pytest ended with {process.returncode}, see {log}"
+            raise CutOffError(msg)
         outcomes: dict[str, str] = {}
         for case in ET.parse(report.name).iter("testcase"):  # noqa: S314 (pytest's own)
             test = f"{case.get('classname')}::{case.get('name')}"
             failed = any(part.tag in {"failure", "error", "skipped"} for part in case)
             if outcomes.get(test) != "failed":
                 outcomes[test] = "failed" if failed else "passed"
-    calls = re.search(r"^hooked calls: (\d+)$", done.stdout, re.MULTILINE)
+    calls = re.search(r"^hooked calls: (\d+)$", log.read_text(), re.MULTILINE)
     return Run(outcomes, int(calls[1]) if calls else 0)
 
 
-def compare(suite: Suite) -> bool:
-    """Prints the rows of a suite; returns true if no difference is unknown."""
-    if not suite.folder.is_dir():
-        print(f"SKIPPED {suite.project}: the package registry gave no tests of it", flush=True)
-        return True
-    if suite.added:
+def compare(suite: Suite) -> Result:
+    """Prints the rows of a suite."""
+    if suite.added and suite.folder.is_dir():
         (suite.folder / "tests/__init__.py").touch()
         shutil.copy(ROOT / "script" / suite.added, suite.folder / "tests/test_models.py")
     tests = [
@@ -130,8 +165,18 @@ def compare(suite: Suite) -> bool:
         for pattern in suite.tests.split()
         for path in sorted(suite.folder.glob(pattern))
     ]
-    plain = run(suite, tests, instrumented=False)
-    instrumented = run(suite, tests, instrumented=True)
+    if not tests:
+        if suite.untested and suite.folder.is_dir():
+            print(f"SKIPPED {suite.project}: {suite.untested}", flush=True)
+            return Result.SKIPPED
+        print(f"FAILED {suite.project}: no tests in {suite.folder}", flush=True)
+        return Result.FAILED
+    try:
+        plain = run(suite, tests, instrumented=False)
+        instrumented = run(suite, tests, instrumented=True)
+    except CutOffError as error:
+        print(f"FAILED {suite.project}: {error}", flush=True)
+        return Result.FAILED
     differing = sorted(plain.passed - instrumented.passed)
     reasons = {
         test: next((why for known, why in suite.known.items() if re.search(known, test)), None)
@@ -144,22 +189,27 @@ def compare(suite: Suite) -> bool:
     )
     for reason, count in collections.Counter(filter(None, reasons.values())).items():
         print(f"  {count} known: {reason}")
-    unknown = [test for test, reason in reasons.items() if reason is None]
-    for test in unknown:
-        print(f"  NEW {test}")
+    unknown = [f"NEW {test}" for test, reason in reasons.items() if reason is None]
+    if not plain.passed:
+        unknown.append("NEW no test passes")
     if instrumented.hooked_calls == 0:
-        print("  NEW nothing was hooked")
-    return not unknown and instrumented.hooked_calls > 0
+        unknown.append("NEW nothing was hooked")
+    for each in unknown:
+        print(f"  {each}")
+    return Result.DIFFERENT if unknown else Result.EQUAL
 
 
 def main() -> int:
     """Compares the suites named by the arguments, or all."""
     names = sys.argv[1:] or [suite.project for suite in SUITES]
+    if unknown := {*names} - {suite.project for suite in SUITES}:
+        sys.exit(f"no such project: {', '.join(sorted(unknown))}")
     print(f"torch {importlib.metadata.version('torch')}, Python {sys.version.split()[0]}")
     print("| project | tests | pass plain | pass instrumented | differences | hooked calls |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    compared = [compare(suite) for suite in SUITES if suite.project in names]
-    return 0 if all(compared) else 1
+    results = collections.Counter(compare(suite) for suite in SUITES if suite.project in names)
+    print(", ".join(f"{results[result]} {result}" for result in Result), flush=True)
+    return 1 if results[Result.DIFFERENT] or results[Result.FAILED] else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ class Shaped(nn.Module):
             "list": [a, b],
             "dict": {"a": a, "text": 1, "b": b},
             "ordered": OrderedDict(a=a, b=b),
+            "user": UserDict(a=a, b=b),
             "nested": (a, (b, b)),
         }
         return shapes[self.output]
@@ -41,7 +42,7 @@ class Shaped(nn.Module):
 def tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
-    values = output.values() if isinstance(output, dict) else output
+    values = output.values() if isinstance(output, dict | UserDict) else output
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -97,7 +98,7 @@ def test_pytorch_s_arguments_and_order(output: str, call: str) -> None:
     assert equal(tuple(grads[0]), tuple(grads[1]))
 
 
-@pytest.mark.parametrize("output", ["list", "dict", "ordered"])
+@pytest.mark.parametrize("output", ["list", "dict", "ordered", "user"])
 def test_lists_and_dicts_reach_hooks_as_the_tuple_of_their_values(output: str) -> None:
     hooked = fh.HookedModule(Shaped(output))
     as_tuple = fh.HookedModule(copy.deepcopy(hooked.inner))
@@ -110,7 +111,7 @@ def test_lists_and_dicts_reach_hooks_as_the_tuple_of_their_values(output: str) -
     assert equal(tuple(logs[0]), tuple(logs[1]))
     result = hooked(x.requires_grad_())
     assert type(result) is type(hooked.inner(x))
-    if isinstance(result, dict):
+    if isinstance(result, dict | UserDict):
         assert list(result) == list(hooked.inner(x))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -57,7 +58,7 @@ class BackwardPass(BackwardHook):
         if isinstance(output, list):
             keys: Any = range(len(output))
             values = tuple(output)
-        elif isinstance(output, dict):
+        elif isinstance(output, dict | UserDict):
             keys = output.keys()
             values = tuple(output.values())
         else:

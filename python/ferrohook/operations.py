@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,7 +51,7 @@ def part_of(value: Any, part: Any) -> Any:
     """Finds the part that `output_index` names, as native code does; None if there is none."""
     if isinstance(value, tuple | list) and isinstance(part, int):
         return value[part] if -len(value) <= part < len(value) else None
-    if isinstance(value, dict) and isinstance(part, str):
+    if isinstance(value, dict | UserDict) and isinstance(part, str):
         return value.get(part)
     return getattr(value, part, None) if isinstance(part, str) else value[part]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 def parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Returns the items of a tuple, list, dict or dataclass with their keys; None for others.
 
-    Keys are indices, dict keys or field names. An unset field of a dataclass counts as None.
+    A `UserDict` (a transformers `BatchFeature`) counts as a dict. Keys are indices, dict keys or
+    field names. An unset field of a dataclass counts as None.
     """
     if isinstance(value, tuple | list):
         return enumerate(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         return value.items()
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         return [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
@@ -42,7 +44,7 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
     copied = copy(value)
     if isinstance(value, list):
         copied[:] = items
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         for key, item in zip(value, items, strict=True):
             copied[key] = item
     else:
@@ -66,7 +68,7 @@ def leaves_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or not any(True for _ in tensors_in(value)):
         yield path, value
         return
-    by_key = isinstance(value, tuple | list | dict)
+    by_key = isinstance(value, tuple | list | dict | UserDict)
     for key, item in parts(value) or ():
         yield from leaves_by_path(item, f"{path}[{key!r}]" if by_key else f"{path}.{key}")
 

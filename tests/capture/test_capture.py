@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 
 import pytest
@@ -108,6 +108,7 @@ def test_structures_keep_their_classes_and_tensors_are_detached() -> None:
         {"a": t, 3: (t,)},
         OrderedDict(a=t),
         defaultdict(list, a=[t]),
+        UserDict(a=t, b=(t,)),
         Named(t, "text"),
         Data(t, {"x": [t, None]}),
         Frozen(t),
@@ -130,10 +131,11 @@ def test_structures_keep_their_classes_and_tensors_are_detached() -> None:
 
 def test_a_later_change_of_the_models_structure_does_not_reach_the_capture() -> None:
     out: list[Any] = [torch.ones(1)]
-    value = {"a": out}
-    kept = captured(value)
+    for value in ({"a": out}, UserDict(a=out)):
+        kept = captured(value)
+        value.clear()
+        assert [each.item() for each in kept["a"]] == [1]
     out.clear()
-    value.clear()
     assert kept["a"][0].item() == 1
 
 
@@ -254,9 +256,10 @@ def test_a_change_of_the_base_of_a_view_raises() -> None:
         acts[""]
 
 
-def test_a_tensor_inside_a_structure_is_checked() -> None:
+@pytest.mark.parametrize("structure", [dict, UserDict])
+def test_a_tensor_inside_a_structure_is_checked(structure: Any) -> None:
     t = torch.zeros(2)
-    module = Returning(lambda: {"a": [Data(t)]})
+    module = Returning(lambda: structure(a=[Data(t)]))
     with fh.capture(module, "", keep="all") as acts:
         module()
         t.add_(1)

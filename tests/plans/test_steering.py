@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -178,6 +179,11 @@ def test_parts(make: Any) -> None:
         ([x, other], 0, lambda value: (value[0], value[1])),
         ([other, x], -1, lambda value: (value[1], value[0])),
         ({"hidden": x, "other": other}, "hidden", lambda value: (value["hidden"], value["other"])),
+        (
+            UserDict(hidden=x, other=other),
+            "hidden",
+            lambda value: (value["hidden"], value["other"]),
+        ),
         (Named(x, other), 0, tuple),  # type: ignore[list-item]
         (Named(x, other), "hidden", tuple),  # type: ignore[list-item]
         (Record(x, other), "hidden", lambda value: (value.hidden, value.other)),

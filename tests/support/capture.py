@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     """Tensors of a structure, by a traversal independent of ferrohook's."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, dict | UserDict):
         for item in value.values():
             yield from tensors_of(item)
     elif isinstance(value, list | tuple):

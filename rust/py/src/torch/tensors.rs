@@ -1,10 +1,11 @@
-//! Structures of tensors: tuples, lists, dicts and dataclasses.
+//! Structures of tensors: tuples, lists, dicts, `UserDict`s and dataclasses.
 
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 
+use crate::cpython::once::Once;
 use crate::torch::is_tensor;
 
 /// Depth below which structures count as leaves.
@@ -15,6 +16,7 @@ enum Structure<'py> {
     Tensor,
     Tuple(Bound<'py, PyTuple>),
     List(Bound<'py, PyList>),
+    /// A dict, or that inside a `UserDict` (a transformers `BatchFeature`).
     Dict(Bound<'py, PyDict>),
     /// The names of its fields that are set.
     Dataclass(Vec<Bound<'py, PyString>>),
@@ -37,6 +39,10 @@ impl<'py> Structure<'py> {
         }
         if let Ok(dict) = value.cast::<PyDict>() {
             return Ok(Self::Dict(dict.clone()));
+        }
+        if is_user_dict(value)? {
+            let data = value.getattr(intern!(value.py(), "data"))?;
+            return Ok(data.cast_into().map_or(Self::Leaf, Self::Dict));
         }
         let fields = value.getattr_opt(intern!(value.py(), "__dataclass_fields__"))?;
         let Some(fields) = fields.filter(|_| !value.is_instance_of::<PyType>()) else {
@@ -94,6 +100,11 @@ impl<'py> Structure<'py> {
             }
         }
     }
+}
+
+fn is_user_dict(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static USER_DICT: Once<Py<PyType>> = Once::new();
+    value.is_instance(USER_DICT.import(value.py(), "collections", "UserDict")?)
 }
 
 fn tuple_with_items<'py>(
