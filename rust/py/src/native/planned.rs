@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
 use crate::error::hook_error;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Merging, Native, NativeHook, Outcome, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
 use crate::torch;
 use crate::torch::tree::ModuleTree;
@@ -53,6 +53,28 @@ impl Native for MaskedHook {
             .bind(slf.py())
             .cast::<InterventionBase>()
             .is_err()
+    }
+
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        let (py, this) = (slf.py(), slf.get());
+        let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
+            return Ok(None);
+        };
+        let Some(merging) = InterventionBase::merges(intervention, phase, frames)? else {
+            return Ok(None);
+        };
+        let Some(request) = RequestBase::find(frames, this.plan.bind(py), 0) else {
+            return Ok(None);
+        };
+        let places = request.get().places(py, this.mask)?;
+        Ok(places.map(|places| Merging {
+            at: Some((this.mask, places)),
+            ..merging
+        }))
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
