@@ -31,6 +31,7 @@ from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
     from ferrohook import detectors as detectors
+    from ferrohook import engines as engines
     from ferrohook import interventions as interventions
     from ferrohook import patching as patching
     from ferrohook import points as points
@@ -107,6 +108,7 @@ __all__ = [
     "capture",
     "collect",
     "detectors",
+    "engines",
     "instrument",
     "interventions",
     "keep",
@@ -134,7 +136,7 @@ _NEEDS_TORCH = {
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("detectors", "interventions", "patching", "points", "recording")
+_MODULES = ("detectors", "engines", "interventions", "patching", "points", "recording")
 
 
 def __getattr__(name: str) -> object:
