@@ -48,9 +48,7 @@ class Step:
         end = 0
         for span in self.spans:
             if span.first_row < end or span.rows < 1 or span.position < 0:
-                msg = (
-                    f"a step's spans have rows in order, without overlaps; got {span} at row {end}"
-                )
+                msg = f"spans of a step are in order and do not overlap; got {span} at row {end}"
                 raise HookError(msg)
             end = span.first_row + span.rows
         self.rows = end if rows is None else rows
