@@ -70,31 +70,38 @@ class Change:
 
     def by_hand(self, x: Tensor, prompt: int) -> Tensor:
         """Applies the change to hidden states of (1, positions, width)."""
-        positions = torch.arange(x.shape[1])
-        match self.at:
-            case None:
-                chosen = positions >= 0
-            case "prompt":
-                chosen = positions < prompt
-            case "generated":
-                chosen = positions >= prompt
-            case "last_prompt":
-                chosen = positions == prompt - 1
-            case int() as one:
-                chosen = positions == one
-            case slice(start=start, stop=stop):
-                chosen = (positions >= start) & (positions < stop)
+        chosen = chosen_positions(self.at, x.shape[1], prompt)
+        return torch.where(chosen[None, :, None], self._everywhere(x), x)
+
+    def _everywhere(self, x: Tensor) -> Tensor:
         match self.hook:
-            case fh.Add():
-                changed = x + self.hook.scale * self.hook.vector
-            case fh.Scale():
-                changed = x * self.hook.factor
-            case fh.Ablate():
-                d = self.hook.direction / self.hook.direction.norm()
-                changed = x - (x @ d)[..., None] * d
-            case fh.Zero():
-                changed = torch.zeros_like(x)
-        return torch.where(chosen[None, :, None], changed, x)
+            case fh.Add(vector=vector, scale=scale):
+                return x + scale * vector
+            case fh.Scale(factor=factor):
+                return x * factor
+            case fh.Ablate(direction=direction):
+                unit = direction / direction.norm()
+                return x - (x @ unit)[..., None] * unit
+            case _:
+                return torch.zeros_like(x)
+
+
+def chosen_positions(at: Any, length: int, prompt: int) -> Tensor:
+    """Mask of the positions that `at` names."""
+    positions = torch.arange(length)
+    match at:
+        case None:
+            return positions >= 0
+        case "prompt":
+            return positions < prompt
+        case "generated":
+            return positions >= prompt
+        case "last_prompt":
+            return positions == prompt - 1
+        case slice(start=start, stop=stop):
+            return (positions >= start) & (positions < stop)
+        case _:
+            return positions == at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +128,6 @@ class Job:
     def alone(self, model: Any, text: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Runs prompt and text alone; returns the logits, and the kept states by position."""
         acts: dict[str, Tensor] = {}
-        hooks = []
 
         def change(each: Change) -> Any:
             return lambda _module, _args, out: each.by_hand(out, len(self.prompt))
@@ -129,18 +135,18 @@ class Job:
         def record(name: str) -> Any:
             return lambda _module, _args, out: acts.__setitem__(name, out.detach().clone())
 
-        layers = model.model.layers
-        for each in self.changes:
-            hooks.append(layers[each.layer].register_forward_hook(change(each)))
+        def hook(name: str, function: Any) -> Any:
+            return model.get_submodule(name).register_forward_hook(function)
+
+        handles = [hook(f"model.layers.{each.layer}", change(each)) for each in self.changes]
         if self.python is not None:
-            hooks.append(layers[0].register_forward_hook(lambda _m, _a, out: out + self.python))
-        for name in self.kept:
-            hooks.append(model.get_submodule(name).register_forward_hook(record(name)))
+            handles.append(hook("model.layers.0", lambda _m, _a, out: out + self.python))
+        handles += [hook(name, record(name)) for name in self.kept]
         ids = torch.tensor([[*self.prompt, *text][:-1]])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
         return logits[0], {name: act[0] for name, act in acts.items()}
 
     def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
@@ -171,7 +177,7 @@ class Job:
 
 def random_jobs(number: int, seed: int, longest: int = 40) -> list[Job]:
     """Requests of which a third have no plan; every other begins with one of three prefixes."""
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311 (tests)
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(most: int) -> list[int]:
