@@ -130,18 +130,19 @@ def test_a_module_whose_rows_are_not_found_fails_its_request(model: Any) -> None
     assert isinstance(output.hook_error, fh.RowsError)
 
 
-def test_a_module_that_never_runs_fails_its_request() -> None:
+@pytest.mark.parametrize("entry", [fh.on("spare", fh.Scale(2.0)), fh.keep(["spare", LAYER])])
+def test_a_module_that_never_runs_is_refused(entry: Any) -> None:
     model = tiny_llama()
     model.spare = nn.Linear(3, 3)
-    with engine(model) as attached:
-        attached.add_request(PROMPT, plan=fh.Plan(fh.on("spare", fh.Scale(2.0))))
-        steered = attached.get_result(timeout=WAIT)
-        attached.add_request(PROMPT, plan=fh.Plan(fh.keep(["spare", LAYER])))
-        kept = attached.get_result(timeout=WAIT)
-
-    for output in (steered, kept):
-        assert output.status.name == "FAILED"
-        assert "'spare'" in output.error
+    with (
+        engine(model) as attached,
+        pytest.raises(HookError, match=r"entry 0 .* 'spare' does not run"),
+    ):
+        attached.add_request(PROMPT, plan=fh.Plan(entry))
+    with pytest.raises(HookError, match="'spare' does not run"):
+        transformers.generate_batch(
+            model, [PROMPT], [fh.Plan(entry)], continuous_batching_config=batching()
+        )
 
 
 def test_forks_to_come_fail_with_their_parent(model: Any) -> None:

@@ -103,10 +103,9 @@ def generate_batch(
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")
-    # The pool keeps plans that are alike prepared once, until the requests have theirs.
     prompts = _with_plans(PreparedPool(model), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
-    stand_in = _AttachingModel(model, untried)
+    stand_in = _AttachingModel(model, prompts, untried)
     try:
         results: dict[str, Any] = type(model).generate_batch(stand_in, prompts, **options)
     finally:
@@ -117,8 +116,9 @@ def generate_batch(
 class _AttachingModel:
     """Stands in for a model in its own `generate_batch`, and attaches the manager made there."""
 
-    def __init__(self, model: Any, untried: bool) -> None:  # noqa: FBT001 (used here alone)
+    def __init__(self, model: Any, prompts: list[_Prompt], untried: bool) -> None:  # noqa: FBT001 (used here alone)
         self._model = model
+        self._prompts = prompts
         self._untried = untried
         self.attachments = contextlib.ExitStack()
 
@@ -127,7 +127,14 @@ class _AttachingModel:
 
     def init_continuous_batching(self, **options: Any) -> Any:
         manager = self._model.init_continuous_batching(**options)
-        self.attachments.enter_context(attach(manager, untried=self._untried))
+        try:
+            attached = self.attachments.enter_context(attach(manager, untried=self._untried))
+            # Raised here: the model's own logs what is raised as requests are added, and goes on.
+            attached.check_plans(prompt.plan for prompt in self._prompts)
+        except BaseException:
+            if manager._original_attn_impl is not None:  # given back by `stop`, once started
+                self._model.set_attn_implementation(manager._original_attn_impl)
+            raise
         return manager
 
     def __getattr__(self, name: str) -> Any:
@@ -173,7 +180,6 @@ class Attached:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        self._planned = PlannedRequests(manager.model, dim=ROWS)
         head = manager.model.get_output_embeddings()
         self._head = [] if head is None else [*head.modules()]
         self._lock = threading.RLock()  # held while a request with a plan is submitted
@@ -184,7 +190,8 @@ class Attached:
             # As `warmup` does; the engine's thread takes it over.
             manager.batch_processor = manager._create_batch_processor()
         with self._paused():
-            self._other_dims = check_row_map(manager)
+            running, self._other_dims = check_row_map(manager)
+            self._planned = PlannedRequests(manager.model, dim=ROWS, running=running)
             self._hold()
 
     # --- In the caller's thread --------------------------------------------------------------
@@ -214,9 +221,9 @@ class Attached:
             HookError: the plan does not fit the model or cannot be served; a request with a plan
                 has the id; or `close` was called.
         """
-        added: str | None = self.manager.add_request(
-            _Prompt(input_ids, plan), request_id, *args, **options
-        )
+        self._check_open()
+        prompt = _Prompt(input_ids, plan)
+        added: str | None = self.manager.add_request(prompt, request_id, *args, **options)
         return added
 
     def add_requests(
@@ -232,9 +239,20 @@ class Attached:
             ValueError: as many plans as inputs are needed.
             HookError, HookTypeError: see `add_request`.
         """
-        prompts = _with_plans(PreparedPool(self.manager.model), inputs, plans)
+        self._check_open()
+        prompts = _with_plans(self._planned.pool, inputs, plans)
         added: list[str] = self.manager.add_requests(prompts, *args, **options)
         return added
+
+    def check_plans(self, plans: Iterable[Plan | Prepared | None]) -> None:
+        """Checks that requests may have these plans.
+
+        Raises:
+            HookError, HookTypeError: see `add_request`.
+        """
+        for plan in plans:
+            if plan is not None:
+                self._planned.pool.find(plan)
 
     def close(self) -> None:
         """Detaches from the manager; idempotent. Requests with a plan that still run fail."""
@@ -265,6 +283,11 @@ class Attached:
         state = "closed" if self._closed else f"{len(self._planned)} requests with plans"
         return f"<Attached to {type(self.manager).__name__}, {state}>"
 
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "the engine was detached: attach it again"
+            raise HookError(msg)
+
     def _add_request(
         self,
         original: Callable[..., str | None],
@@ -286,9 +309,7 @@ class Attached:
                 manager._request_counter += 1
         children = _children(request_id, manager.num_return_sequences - 1)
         with self._lock:
-            if self._closed:
-                msg = "the engine was detached: attach it again"
-                raise HookError(msg)
+            self._check_open()  # under the lock: `close` looks for those that run
             with self._planned.admitting(request_id, plan, children):
                 added = original(input_ids, request_id, *args, **options)
                 if added is None:
@@ -352,8 +373,10 @@ class Attached:
             return
         processor = self.manager.batch_processor
         step = read_step(processor)
-        every = torch.arange(step.rows)
-        gathered: dict[Any, Any] = {each: (every, dim) for each, dim in self._other_dims.items()}
+        gathered: dict[Any, Any] = {}
+        if self._other_dims:
+            every = torch.arange(step.rows)
+            gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
             gathered |= dict.fromkeys(self._head, step.logits_rows)
         with self._planned.running(step, gathered):
