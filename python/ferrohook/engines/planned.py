@@ -197,7 +197,7 @@ class PlannedRequests:
     def reconcile(self, live: Collection[str]) -> None:
         """Forgets the requests that are not among those that live in the engine."""
         with self._lock:
-            gone = self._members.keys() - self._submitting - live
+            gone = self._members.keys() - self._submitting - set(live)
         self.forget(gone)
 
     def ids(self) -> list[str]:
@@ -234,7 +234,7 @@ class PlannedRequests:
             return None
         return batch(rows, self._dim, positions=step.positions, lengths=lengths, gathered=gathered)
 
-    def _blame(self, requests: Collection[Request], error: Exception) -> None:
+    def _blame(self, requests: Collection[object], error: Exception) -> None:
         """Fails the requests for which a batch was not entered: the closed ones, else all."""
         members = [each for each in self._members.values() if each.request in requests]
         closed = [each for each in members if each.closed]
