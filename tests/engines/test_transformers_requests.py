@@ -183,10 +183,11 @@ BAD = {
     "a backward hook": (
         fh.Plan(fh.on(LAYER, lambda *_: None, phase="backward")),
         HookError,
-        "entry 0 .* no gradients",
+        r"entry 0 .* no gradients",
     ),
     "gradients": (fh.Plan(fh.keep(LAYER, grads=True)), HookError, "no gradients"),
     "an early end": (fh.Plan(fh.keep(LAYER, stop=True)), HookError, "end the forward of others"),
+    "calls": (fh.Plan(fh.keep(LAYER, keep="all")), HookError, "put together by position"),
     "no plan": ("layers", HookTypeError, "plan is a Plan or a Prepared, got str"),
     "another model's": (
         fh.Plan(fh.keep("0")).prepare(nn.Sequential(nn.Linear(2, 2))),

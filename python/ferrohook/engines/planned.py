@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from ferrohook.activations import ActivationCache
 from ferrohook.arguments import expect
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import batch
 from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import nn
 
@@ -80,6 +87,8 @@ class PreparedPool:
             return "it computes no gradients"
         if entry.options.get("stop"):
             return "stop=True would end the forward of others"
+        if "keep" in entry.options:
+            return "steps are put together by position, so keep= has no meaning"
         if self._running is not None:
             for name, module in select(self._model, entry.what, called=True).items():
                 if module not in self._running:
@@ -90,8 +99,11 @@ class PreparedPool:
 class Result(NamedTuple):
     """Activations and failure of a request."""
 
-    acts: Mapping[str, Any]
+    acts: ActivationCache
+    """In order of position: tensors of (positions, ...)."""
     error: BaseException | None
+    positions: Callable[[str], list[int]]
+    """Returns the positions of one of the activations."""
 
 
 class _Member:
@@ -101,6 +113,8 @@ class _Member:
         self.request: Request = prepared.open()
         self.parent = parent
         """The request that it is a fork of."""
+        self.start = sys.maxsize
+        """First position that ran for it; those before are its parent's."""
         self.changes = any(isinstance(entry, HookEntry) for entry in prepared.entries)
         self._prepared = prepared
         self._failure: BaseException | None = None
@@ -117,8 +131,43 @@ class _Member:
     def failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def acts(self, end: int | None) -> Mapping[str, Any]:
-        return self.request.acts
+    def result(self, end: int | None) -> Result:
+        """Returns what it captured before the position `end`."""
+        if self.parent is None and end is None:
+            return Result(self.request.acts, self.failure, self.request.positions)
+        kept = _Kept(self, end)
+        return Result(ActivationCache(kept), self.failure, kept.positions)
+
+
+class _Kept(Mapping[str, Any]):
+    """Activations of a request before a position; of a fork with its parent's."""
+
+    def __init__(self, member: _Member, end: int | None) -> None:
+        self._end = sys.maxsize if end is None else end
+        # In order of position; none ran in both.
+        self._parts = [(member.request, range(member.start, self._end))]
+        if member.parent is not None:
+            self._parts.insert(0, (member.parent.request, range(member.start)))
+
+    def positions(self, name: str) -> list[int]:
+        return [each for part, ran in self._parts for each in part.positions(name) if each in ran]
+
+    def __getitem__(self, name: str) -> Any:
+        parts = []
+        for request, ran in self._parts:
+            if name in request.acts:
+                rows = [row for row, each in enumerate(request.positions(name)) if each in ran]
+                parts.append(map_tensors(itemgetter(rows), request.acts[name]))
+        if not parts:
+            raise KeyError(name)
+        leaves = zip(*map(tensors_in, parts), strict=True)
+        return map_tensors(lambda _tensor: torch.cat(next(leaves)), parts[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for request, _ in self._parts for name in request.acts))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class PlannedRequests:
@@ -228,11 +277,19 @@ class PlannedRequests:
         for span in step.spans:
             member = self._members.get(span.request_id)
             if member is not None and member.failure is None:
+                member.start = min(member.start, span.position)
                 rows[member.request] = slice(span.first_row, span.first_row + span.rows)
                 lengths[member.request] = span.prompt_length
         if not rows:
             return None
-        return batch(rows, self._dim, positions=step.positions, lengths=lengths, gathered=gathered)
+        return batch(
+            rows,
+            self._dim,
+            positions=step.positions,
+            lengths=lengths,
+            gathered=gathered,
+            warns=False,  # of a step: in a chunk of a prompt a head has no rows
+        )
 
     def _blame(self, requests: Collection[object], error: Exception) -> None:
         """Fails the requests for which a batch was not entered: the closed ones, else all."""
@@ -268,6 +325,5 @@ class PlannedRequests:
             member = self._members.pop(request_id, None)
         if member is None:
             return None
-        failure = member.failure
         member.request.close()
-        return Result(member.acts(end), failure)
+        return member.result(end)

@@ -32,13 +32,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ferrohook.arguments import expect_module
-from ferrohook.engines.planned import PlannedRequests, PreparedPool, Result
+from ferrohook.engines.planned import PlannedRequests, PreparedPool
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, read_step
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrohook.plans import Plan, Prepared
 
@@ -180,6 +180,7 @@ class Attached:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
+        self._asynchronous = manager.continuous_batching_config.use_async_batching
         head = manager.model.get_output_embeddings()
         self._head = [] if head is None else [*head.modules()]
         self._lock = threading.RLock()  # held while a request with a plan is submitted
@@ -432,10 +433,15 @@ class Attached:
             return False
         result = None
         if output.is_finished():
-            tokens = len(output.prompt_ids) + len(output.generated_tokens)
-            # The last token never runs. Asynchronous batching runs a row too many after a stop.
-            result = self._planned.retire(output.request_id, end=tokens - 1)
-        _give(output, result or Result({}, None))
+            end = None
+            if self._asynchronous:
+                # The last token does not count: it runs if the next step was prepared before.
+                end = len(output.prompt_ids) + len(output.generated_tokens) - 1
+            result = self._planned.retire(output.request_id, end)
+        if result is None:
+            _give(output, {}, None)
+        else:
+            _give(output, result.acts, result.error)
         return True
 
     def _reject(self, request_id: str, error: BaseException | None = None) -> None:
@@ -443,6 +449,7 @@ class Attached:
         result = self._planned.retire(request_id)
         if result is None:
             return
+        manager, processor = self.manager, self.manager.batch_processor
         state = next((it for it in self._states() if it.request_id == request_id), None)
         output = GenerationOutput(request_id) if state is None else state.to_generation_output()
         unborn = [] if state is None else _children(request_id, state.num_children)
@@ -450,10 +457,14 @@ class Attached:
         self._rejected.update((request_id, *unborn))
         for each in (request_id, *unborn):
             failed = dataclasses.replace(output, request_id=each)
-            _give(failed, Result(result.acts, error or result.error))
-            router = self.manager.output_router
-            type(router).deliver(router, failed)
-            self.manager.cancel_request(each)
+            _give(failed, result.acts, error or result.error)
+            type(manager.output_router).deliver(manager.output_router, failed)
+            if processor is not None:  # before the next step is scheduled
+                processor.scheduler.set_request_cancellation(each)
+        if state in [*manager.input_queue.queue]:
+            manager.cancel_request(request_id)
+        elif state is not None and self._asynchronous:
+            state._status = RequestStatus.FINISHED  # its row in flight is skipped
 
 
 class _Prompt(list[int]):
@@ -486,9 +497,9 @@ def _children(request_id: str, number: int) -> list[str]:
     return [f"{request_id}__child#{child}" for child in range(number)]
 
 
-def _give(output: Any, result: Result) -> None:
+def _give(output: Any, acts: Mapping[str, Any], error: BaseException | None) -> None:
     """Adds activations and failure to an output."""
-    output.acts, output.hook_error = result
-    if result.error is not None:
+    output.acts, output.hook_error = acts, error
+    if error is not None:
         output.status = RequestStatus.FAILED
-        output.error = f"{type(result.error).__name__}: {result.error}"
+        output.error = f"{type(error).__name__}: {error}"
