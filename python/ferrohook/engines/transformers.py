@@ -317,10 +317,8 @@ class Attached:
                     self._planned.forget([request_id, *children])
         return added
 
-    # --- Seams -------------------------------------------------------------------------------
-
     def _hold(self) -> None:
-        """Replaces methods of the manager and its parts, on these instances."""
+        """Replaces methods on the instances of the manager and its parts."""
         manager = self.manager
         self._replace(manager, "add_request", self._add_request)
         self._replace(manager, "_create_batch_processor", self._create_batch_processor)
@@ -348,8 +346,7 @@ class Attached:
         self._seams.append((reference, name, replaced))
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
-        manager = self.manager
-        return manager.pause() if manager.is_running() else contextlib.nullcontext()
+        return self.manager.pause() if self.manager.is_running() else contextlib.nullcontext()
 
     # --- In the engine's thread --------------------------------------------------------------
 
@@ -461,9 +458,8 @@ class Attached:
             type(manager.output_router).deliver(manager.output_router, failed)
             if processor is not None:  # before the next step is scheduled
                 processor.scheduler.set_request_cancellation(each)
-        if state in [*manager.input_queue.queue]:
-            manager.cancel_request(request_id)
-        elif state is not None and self._asynchronous:
+        manager.cancel_request(request_id)  # it may not have come so far
+        if state is not None and self._asynchronous:
             state._status = RequestStatus.FINISHED  # its row in flight is skipped
 
 
