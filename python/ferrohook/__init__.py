@@ -32,6 +32,7 @@ from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
     from ferrohook import detectors as detectors
+    from ferrohook import engines as engines
     from ferrohook import interventions as interventions
     from ferrohook import patching as patching
     from ferrohook import plot as plot
@@ -114,6 +115,7 @@ __all__ = [
     "capture",
     "collect",
     "detectors",
+    "engines",
     "instrument",
     "interventions",
     "keep",
@@ -143,7 +145,7 @@ _NEEDS_TORCH = {
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("detectors", "interventions", "patching", "plot", "points", "recording")
+_MODULES = ("detectors", "engines", "interventions", "patching", "plot", "points", "recording")
 
 
 def __getattr__(name: str) -> object:

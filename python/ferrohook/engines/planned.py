@@ -1,0 +1,329 @@
+"""Requests of an engine that have plans, from submission until the engine has forgotten them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ferrohook.activations import ActivationCache
+from ferrohook.arguments import expect
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import HookEntry
+from ferrohook.rows import batch
+from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import nn
+
+    from ferrohook.engines.steps import Step
+    from ferrohook.plans import Request
+    from ferrohook.plans.entries import KeepEntry
+    from ferrohook.rows import Batch
+
+
+class PreparedPool:
+    """Plans prepared for one model, found by content while anybody refers to them.
+
+    Args:
+        model: the engine's model.
+        running: its modules that run in a step; None if that is not known.
+    """
+
+    def __init__(self, model: nn.Module, running: Collection[nn.Module] | None = None) -> None:
+        self._model = model
+        self._running = running
+        self._prepared: weakref.WeakValueDictionary[object, Prepared]
+        self._prepared = weakref.WeakValueDictionary()
+        self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
+
+    def find(self, plan: Plan | Prepared) -> Prepared:
+        """Returns the plan prepared for the model.
+
+        Raises:
+            HookTypeError: it is neither a plan nor prepared.
+            HookError: the plan does not fit the model, see `Plan.prepare`; it was prepared for
+                another; or it has a hook or capture that cannot fire in an engine.
+        """
+        if not isinstance(plan, Prepared):
+            expect(plan, Plan, "plan is a Plan or a Prepared")
+            key = tuple(entry.content() for entry in plan.entries)
+            found = self._prepared.get(key)
+            if found is None or found.outdated:
+                found = plan.prepare(self._model)
+                self._check(found)
+                self._prepared[key] = found
+            return found
+        if plan.model is not self._model:
+            msg = "the plan was prepared for another model than the engine's"
+            raise HookError(msg)
+        self._check(plan)
+        return plan
+
+    def _check(self, prepared: Prepared) -> None:
+        """Refuses a plan of which a part cannot fire."""
+        if prepared in self._checked:
+            return
+        for number, entry in enumerate(prepared.entries):
+            reason = self._refusal(entry)
+            if reason:
+                msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
+                raise HookError(msg)
+        self._checked.add(prepared)
+
+    def _refusal(self, entry: HookEntry | KeepEntry) -> str:
+        backward = isinstance(entry, HookEntry) and "backward" in entry.phase
+        if backward or entry.options.get("grads"):
+            return "it computes no gradients"
+        if entry.options.get("stop"):
+            return "stop=True would end the forward of others"
+        if "keep" in entry.options:
+            return "steps are put together by position, so keep= has no meaning"
+        if self._running is not None:
+            for name, module in select(self._model, entry.what, called=True).items():
+                if module not in self._running:
+                    return f"{name!r} does not run in its steps"
+        return ""
+
+
+class Result(NamedTuple):
+    """Activations and failure of a request."""
+
+    acts: ActivationCache
+    """In order of position: tensors of (positions, ...)."""
+    error: BaseException | None
+    positions: Callable[[str], list[int]]
+    """Returns the positions of one of the activations."""
+
+
+class _Member:
+    """A request with a plan."""
+
+    def __init__(self, prepared: Prepared, parent: _Member | None = None) -> None:
+        self.request: Request = prepared.open()
+        self.parent = parent
+        """The request that it is a fork of."""
+        self.start = sys.maxsize
+        """First position that ran for it; those before are its parent's."""
+        self.changes = any(isinstance(entry, HookEntry) for entry in prepared.entries)
+        self._prepared = prepared
+        self._failure: BaseException | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._prepared.closed or self.request.closed
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure or self.request.error
+
+    @failure.setter
+    def failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def result(self, end: int | None) -> Result:
+        """Returns what it captured before the position `end`."""
+        if self.parent is None and end is None:
+            return Result(self.request.acts, self.failure, self.request.positions)
+        kept = _Kept(self, end)
+        return Result(ActivationCache(kept), self.failure, kept.positions)
+
+
+class _Kept(Mapping[str, Any]):
+    """Activations of a request before a position; of a fork with its parent's."""
+
+    def __init__(self, member: _Member, end: int | None) -> None:
+        self._end = sys.maxsize if end is None else end
+        # In order of position; none ran in both.
+        self._parts = [(member.request, range(member.start, self._end))]
+        if member.parent is not None:
+            self._parts.insert(0, (member.parent.request, range(member.start)))
+
+    def positions(self, name: str) -> list[int]:
+        return [each for part, ran in self._parts for each in part.positions(name) if each in ran]
+
+    def __getitem__(self, name: str) -> Any:
+        parts = []
+        for request, ran in self._parts:
+            if name in request.acts:
+                rows = [row for row, each in enumerate(request.positions(name)) if each in ran]
+                parts.append(map_tensors(itemgetter(rows), request.acts[name]))
+        if not parts:
+            raise KeyError(name)
+        leaves = zip(*map(tensors_in, parts), strict=True)
+        return map_tensors(lambda _tensor: torch.cat(next(leaves)), parts[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for request, _ in self._parts for name in request.acts))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class PlannedRequests:
+    """Requests of an engine that have plans.
+
+    Any thread admits; the engine's thread runs steps. What is admitted stays until `retire`, or
+    until `reconcile` finds that the engine has forgotten it.
+
+    Args:
+        model: the engine's model.
+        dim: dimension of the rows in its tensors.
+        running: see `PreparedPool`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dim: int = 0,
+        running: Collection[nn.Module] | None = None,
+    ) -> None:
+        self.pool = PreparedPool(model, running)
+        self._dim = dim
+        self._lock = threading.Lock()
+        self._members: dict[str, _Member] = {}
+        self._submitting: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._members
+
+    @contextlib.contextmanager
+    def admitting(
+        self, request_id: str, plan: Plan | Prepared, children: Sequence[str] = ()
+    ) -> Iterator[None]:
+        """Opens the plan of a request around its submission to the engine.
+
+        Args:
+            request_id: as the engine's steps call it.
+            plan: its plan.
+            children: ids of its forks, which get the plan too.
+
+        Raises:
+            HookError: the plan cannot be served, see `PreparedPool.find`; or a request with a plan
+                has the id.
+        """
+        prepared = self.pool.find(plan)
+        parent = _Member(prepared)
+        members = {request_id: parent}
+        members.update((child, _Member(prepared, parent)) for child in children)
+        with self._lock:
+            if taken := self._members.keys() & members.keys():
+                msg = f"a request with a plan has the id {min(taken)!r} already"
+                raise HookError(msg)
+            self._members |= members
+            self._submitting |= members.keys()
+        try:
+            yield
+        except BaseException:
+            self.forget(members)
+            raise
+        finally:
+            with self._lock:
+                self._submitting -= members.keys()
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Closes requests and drops what they captured."""
+        with self._lock:
+            gone = [self._members.pop(each, None) for each in request_ids]
+        for member in gone:
+            if member is not None:
+                member.request.close()
+
+    def reconcile(self, live: Collection[str]) -> None:
+        """Forgets the requests that are not among those that live in the engine."""
+        with self._lock:
+            gone = self._members.keys() - self._submitting - set(live)
+        self.forget(gone)
+
+    def ids(self) -> list[str]:
+        """Returns the ids of the requests."""
+        with self._lock:
+            return [*self._members]
+
+    @contextlib.contextmanager
+    def running(self, step: Step, gathered: Mapping[Any, Any] | None = None) -> Iterator[None]:
+        """Enters the batch of a step, in this thread, for the forward in a block.
+
+        Args:
+            step: rows of all requests; those without a plan are nobody's.
+            gathered: modules that see other rows, see `batch`.
+        """
+        with contextlib.ExitStack() as stack:
+            while batch := self._batch(step, gathered):
+                try:
+                    stack.enter_context(batch)
+                    break
+                except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+                    self._blame(batch.members, error)
+            yield
+
+    def _batch(self, step: Step, gathered: Mapping[Any, Any] | None) -> Batch | None:
+        """Makes the batch of a step's members; None without any."""
+        rows, lengths = {}, {}
+        for span in step.spans:
+            member = self._members.get(span.request_id)
+            if member is not None and member.failure is None:
+                member.start = min(member.start, span.position)
+                rows[member.request] = slice(span.first_row, span.first_row + span.rows)
+                lengths[member.request] = span.prompt_length
+        if not rows:
+            return None
+        return batch(
+            rows,
+            self._dim,
+            positions=step.positions,
+            lengths=lengths,
+            gathered=gathered,
+            warns=False,  # of a step: in a chunk of a prompt a head has no rows
+        )
+
+    def _blame(self, requests: Collection[object], error: Exception) -> None:
+        """Fails the requests for which a batch was not entered: the closed ones, else all."""
+        members = [each for each in self._members.values() if each.request in requests]
+        closed = [each for each in members if each.closed]
+        for member in closed:
+            member.failure = HookError("the plan of the request was closed while it ran")
+        for member in () if closed else members:
+            member.failure = error
+
+    def failure_of(self, request_id: str) -> BaseException | None:
+        """Returns the failure of a request, None without one."""
+        member = self._members.get(request_id)
+        return None if member is None else member.failure
+
+    def shares(self, request_id: str, *, write: bool) -> bool:
+        """Returns True if a request may read keys and values of others, or write its own for them.
+
+        With a plan none are read: its hooks have to fire at all positions. Its own are for others
+        only if the plan changes nothing.
+        """
+        member = self._members.get(request_id)
+        return member is None or (write and not member.changes)
+
+    def retire(self, request_id: str, end: int | None = None) -> Result | None:
+        """Closes a request and returns its result; None for one without a plan.
+
+        Args:
+            request_id: its id.
+            end: position behind the last one that counts.
+        """
+        with self._lock:
+            member = self._members.pop(request_id, None)
+        if member is None:
+            return None
+        member.request.close()
+        return member.result(end)

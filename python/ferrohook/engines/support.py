@@ -1,0 +1,82 @@
+"""Versions of engines, and the features that each adapter serves or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENGINES = ("transformers", "vllm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """Features of one engine under ferrohook, see `ferrohook.engines.capabilities`."""
+
+    engine: str
+    version: str
+    """Of the installed engine."""
+    tried: tuple[str, ...]
+    """Releases that the adapter was tried with, as "major.minor"."""
+    served: tuple[str, ...]
+    refused: Mapping[str, str]
+    """Reason for each feature that is refused."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "refused", MappingProxyType(dict(self.refused)))
+
+    @property
+    def works(self) -> bool:
+        """True if the installed release was tried."""
+        return release(self.version) in self.tried
+
+    def check_version(self, *, untried: bool = False) -> None:
+        """Refuses a release that nobody tried.
+
+        Raises:
+            HookError: the release is not among `tried`, and `untried` is False.
+        """
+        if not self.works and not untried:
+            msg = (
+                f"{self.engine} {self.version} was not tried with this release of ferrohook, only "
+                f"{', '.join(self.tried)}: install one of these, or pass untried=True to let the "
+                "self-test decide"
+            )
+            raise HookError(msg)
+
+    def refuse(self, feature: str) -> None:
+        """Raises the error for a feature among `refused`.
+
+        Raises:
+            HookError: always.
+        """
+        msg = f"{feature} is refused with {self.engine}: {self.refused[feature]}"
+        raise HookError(msg)
+
+
+def release(version: str) -> str:
+    """Returns "major.minor" of a version."""
+    return ".".join(version.split(".")[:2])
+
+
+def capabilities(engine: str) -> Capabilities:
+    """Tells the features that an engine serves or refuses under ferrohook.
+
+    Args:
+        engine: "transformers" or "vllm"; it is imported.
+
+    Raises:
+        ValueError: an engine without an adapter.
+        ModuleNotFoundError: the engine is not installed.
+    """
+    if engine not in ENGINES:
+        msg = f"an engine is one of {', '.join(ENGINES)}; got {engine!r}"
+        raise ValueError(msg)
+    found: Capabilities = importlib.import_module(f"ferrohook.engines.{engine}").CAPABILITIES
+    return found
