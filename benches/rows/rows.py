@@ -146,11 +146,10 @@ def steered_modules() -> dict[str, Sampler]:
         loop = looped(modules(), names, vectors, each)
         with torch.no_grad():
             expect(torch.equal(batched(x), loop(x)), "the output of the loop")
+        name = f"a module, {requests} x {tokens} tokens steered"
         return {
-            f"a module, {requests} x {tokens} tokens steered": module_calls(batched, x),
-            f"a module, {requests} x {tokens} tokens steered, a loop in PyTorch's hook": module_calls(
-                loop, x
-            ),
+            name: module_calls(batched, x),
+            f"{name}, a loop in PyTorch's hook": module_calls(loop, x),
         }
 
     return {
