@@ -138,6 +138,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         self.calls = [self.model.arguments(rows, like, generator) for _ in range(CALLS)]
         self.members: list[Member] = []
+        self.sized = True
 
     def __repr__(self) -> str:
         shown = "\n".join(f"  {member}" for member in self.members)
@@ -176,8 +177,15 @@ class Case:
         with contextlib.ExitStack() as stack:
             opened = {stack.enter_context(self.opened(member)): member for member in members}
             rows = {request: member.form for request, member in opened.items()}
-            gathered = self.model.gathered(self.rows) or None
-            with fh.batch(rows, dim=self.model.dim, gathered=gathered):
+            gathered = self.model.gathered(self.rows)
+            if all(member.way == "scope" for member in members):  # names no model
+                gathered = {
+                    module: gathered[glob]
+                    for glob in gathered
+                    for module in fh.select(self.model, glob).values()
+                }
+            size = self.rows if self.sized else None
+            with fh.batch(rows, dim=self.model.dim, size=size, gathered=gathered or None):
                 found = self.outputs(self.model)
             for request, member in opened.items():
                 member.acts = {} if member.way == "scope" else dict(request.acts)
@@ -206,10 +214,13 @@ class Case:
                 hook = entry.made(dim, member.log)
                 fh.register(self.model, entry.what, hook, scope=scope, **entry.options)
             yield scope
+            scope.close()
         else:
             (entry,) = member.entries
             assert isinstance(entry, Keep)
-            yield fh.capture(self.model, entry.what, **entry.options)
+            capture = fh.capture(self.model, entry.what, **entry.options)
+            yield capture
+            capture.close()
 
     def close(self) -> None:
         assert instrumented(self.model) == []
@@ -222,9 +233,15 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)) -
     case = Case(
         make, draw(st.sampled_from(ROWS)), draw(st.sampled_from(dtypes)), draw(st.integers(0, 9))
     )
-    for rows, form in draw(layouts(case.rows)):
+    for rows, form in draw(layouts(case.rows).filter(bool)):
         way = draw(st.sampled_from(("plan", "plan", "plan", "scope", "capture")))
         case.members.append(Member(rows, form, draw(entries(case.model, way)), way))
+    open_ended = any(
+        isinstance(each.form, slice) and each.form.stop is None for each in case.members
+    )
+    # Read from the call of a request's model, if there is one.
+    if not open_ended and all(each.way == "plan" for each in case.members):
+        case.sized = draw(st.booleans())
     return case
 
 

@@ -77,14 +77,14 @@ class Convolutions(RowModel):
         self.first = nn.Conv1d(2, TIME, 3, padding=1)
         self.act = nn.ReLU()
         self.second = nn.Conv1d(TIME, 2, 3, padding=1)
-        self.head = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def arguments(self, rows: int, like: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         return {"x": random((rows, 2, WIDTH), like, generator)}
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.second(self.act(self.first(x)))
-        return self.head(x.flatten(1))
+        return self.head(x.sum(1))
 
 
 class Attend(nn.Module):

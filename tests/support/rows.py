@@ -327,6 +327,9 @@ def assert_same(ours: Any, expected: Any) -> None:
 def assert_close(ours: Any, expected: Any, *, relative: float) -> None:
     """Asserts that values are close, in proportion to the largest of each tensor."""
     assert type(ours) is type(expected)
+    if isinstance(expected, dict):
+        assert ours.keys() == expected.keys()
+        ours, expected = [[each[key] for key in expected] for each in (ours, expected)]
     for one, other in zip(leaves(ours), leaves(expected), strict=True):
         assert one.shape == other.shape
         scale = max(1.0, float(other.detach().abs().max())) if other.numel() else 1.0
