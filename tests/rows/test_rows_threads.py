@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
+import math
 import random
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,11 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="ferrohook")
 
 
 def fail(*_call: Any) -> None:
@@ -126,15 +133,19 @@ class Step:
         return request.error is None and all(map(torch.equal, kept, expected))
 
 
+TURN = 4_000
+"""Requests between two starts of the threads, which have a time limit."""
+
+
 def count_wrong(
-    model: nn.Module, prepared: list[fh.Prepared], requests: int, call: Callable[[Tensor], Tensor]
+    prepared: list[fh.Prepared], requests: int, call: Callable[[Tensor], Tensor]
 ) -> int:
     """Runs so many requests in batches of several threads, beside calls in no batch."""
 
     def work(thread: int) -> int:
-        dice = random.Random(thread)  # noqa: S311 (chooses plans and rows)
+        dice = random.Random(f"{thread} {turn}")  # noqa: S311 (chooses plans and rows)
         wrong = done = 0
-        while done < requests // THREADS:
+        while done < min(requests, TURN) // THREADS:
             step = Step(prepared, dice)
             wrong += step.run(call)
             done += len(step.requests)
@@ -142,7 +153,10 @@ def count_wrong(
                 wrong += call(torch.zeros(ROWS, 2)).unique().tolist() != [LAYERS]
         return wrong
 
-    return sum(in_threads(THREADS, work))
+    wrong = 0
+    for turn in range(math.ceil(requests / TURN)):
+        wrong += sum(in_threads(THREADS, work))
+    return wrong
 
 
 @pytest.mark.usefixtures("switch_often")
@@ -151,7 +165,7 @@ def test_batches_of_threads_are_right(request: pytest.FixtureRequest) -> None:
     model = Chain()
     prepared = [plan_of(number).prepare(model) for number in range(PLANS)]
     requests = request.config.getoption("--requests")
-    assert count_wrong(model, prepared, requests, model) == 0
+    assert count_wrong(prepared, requests, model) == 0
     for each in prepared:
         each.close()
     assert instrumented(model) == []
@@ -168,7 +182,7 @@ def test_plans_prepared_and_closed_beside_batches_disturb_none() -> None:
             model(torch.zeros(ROWS, 2))
 
     with repeating(prepare_and_close):
-        assert count_wrong(model, prepared, 400, model) == 0
+        assert count_wrong(prepared, 400, model) == 0
 
 
 def test_requests_of_batches_are_freed() -> None:
