@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -142,7 +143,7 @@ def count_wrong(
 ) -> int:
     """Runs so many requests in batches of several threads, beside calls in no batch."""
 
-    def work(thread: int) -> int:
+    def work(turn: int, thread: int) -> int:
         dice = random.Random(f"{thread} {turn}")  # noqa: S311 (chooses plans and rows)
         wrong = done = 0
         while done < min(requests, TURN) // THREADS:
@@ -155,7 +156,7 @@ def count_wrong(
 
     wrong = 0
     for turn in range(math.ceil(requests / TURN)):
-        wrong += sum(in_threads(THREADS, work))
+        wrong += sum(in_threads(THREADS, functools.partial(work, turn)))
     return wrong
 
 
