@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ class Batch(BatchBase, Scope):
 
     ONCE = "a batch is entered once: make another for the next step"
     _positions: Tensor | None = None
-    _lengths: Lengths
+    _lengths: Lengths = MappingProxyType({})
 
     def _begin(self) -> None:
         """Sets the positions of the requests; called as the batch is entered."""
@@ -54,6 +55,12 @@ class Batch(BatchBase, Scope):
             own = self._narrow(number, positions)
             masks = masks_of(request.plan_positions, own, request.prompt_lengths, self.dim)
             request.set_positions(masks)
+
+    def move(self, positions: Tensor, lengths: Lengths) -> None:
+        """Sets the positions of the rows, and the lengths of the prompts, for the next calls."""
+        self._positions = positions
+        self._lengths = lengths
+        self._begin()
 
     @property
     def errors(self) -> dict[Frame, BaseException]:
@@ -139,11 +146,12 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     if positions is not None:
         size = _check_positions(positions, dim, size)
     members = dict(rows)
-    models = _models(members)
+    models = models_of(members)
     indices = [] if gathered is None else _resolved(gathered, models)
     made = Batch(members, dim, size, positions is not None, indices)
     made._positions = positions
-    made._lengths = {} if lengths is None else lengths
+    if lengths is not None:
+        made._lengths = lengths
     return made
 
 
@@ -166,7 +174,7 @@ def _check_positions(positions: Any, dim: int, size: int | None) -> int:
     return rows
 
 
-def _models(members: Mapping[Any, Any]) -> list[nn.Module]:
+def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
     """Returns the models that the members name, parts of others left out."""
     models: dict[int, nn.Module] = {}
     for member in members:
