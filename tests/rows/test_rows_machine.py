@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -55,14 +55,25 @@ def interventions(draw: st.DrawFn, part: Any) -> Any:
     return kind(*values[kind], output_index=part)
 
 
+class Focus(NamedTuple):
+    """Modules that the hooks of a case meet on."""
+
+    model: RowModel
+    names: list[str]
+    native: bool
+    """True if no hook is a Python function."""
+
+
 @st.composite
-def changes(draw: st.DrawFn, model: RowModel, *, way: str) -> On:
-    what = draw(st.sampled_from([*model.parts]))
+def changes(draw: st.DrawFn, focus: Focus) -> On:
+    model = focus.model
+    what = draw(st.sampled_from(focus.names))
     phase = draw(st.sampled_from(("forward_pre", "forward", "forward")))
     parts = model.parts[what]
     takes_input = what not in {"nest", "experts.0", "experts.2", "attend"}
     hook: Any
-    if draw(st.booleans()) and (takes_input if phase == "forward_pre" else parts):
+    native = focus.native or draw(st.booleans())
+    if native and (takes_input if phase == "forward_pre" else parts):
         part = None if phase == "forward_pre" else draw(st.sampled_from(parts))
         hook = draw(interventions(part))
     else:
@@ -77,8 +88,9 @@ def changes(draw: st.DrawFn, model: RowModel, *, way: str) -> On:
 
 
 @st.composite
-def keeps(draw: st.DrawFn, model: RowModel, label: str) -> Keep:
-    what = draw(st.sampled_from([name for name in model.parts if name != "qkv"]))
+def keeps(draw: st.DrawFn, focus: Focus, label: str) -> Keep:
+    model = focus.model
+    what = draw(st.sampled_from(focus.names))
     single = what not in {"nest", "experts.0", "experts.2", "attend"}
     calls = draw(st.sampled_from(("last", "all", 2)))
     if single and draw(st.booleans()):
@@ -88,12 +100,12 @@ def keeps(draw: st.DrawFn, model: RowModel, label: str) -> Keep:
 
 
 @st.composite
-def entries(draw: st.DrawFn, model: RowModel, way: str) -> tuple[On | Keep, ...]:
+def entries(draw: st.DrawFn, focus: Focus, way: str) -> tuple[On | Keep, ...]:
     if way == "capture":
-        return (draw(keeps(model, "")),)
-    made: list[On | Keep] = draw(st.lists(changes(model, way=way), max_size=4))
+        return (draw(keeps(focus, "")),)
+    made: list[On | Keep] = draw(st.lists(changes(focus), max_size=4))
     for number in range(draw(st.integers(0, 2)) if way == "plan" else 0):
-        made.insert(draw(st.integers(0, len(made))), draw(keeps(model, f"k{number}")))
+        made.insert(draw(st.integers(0, len(made))), draw(keeps(focus, f"k{number}")))
     return tuple(made)
 
 
@@ -233,9 +245,11 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)) -
     case = Case(
         make, draw(st.sampled_from(ROWS)), draw(st.sampled_from(dtypes)), draw(st.integers(0, 9))
     )
+    names = draw(st.lists(st.sampled_from([*case.model.parts]), min_size=1, max_size=2))
+    focus = Focus(case.model, names, draw(st.booleans()))
     for rows, form in draw(layouts(case.rows).filter(bool)):
         way = draw(st.sampled_from(("plan", "plan", "plan", "scope", "capture")))
-        case.members.append(Member(rows, form, draw(entries(case.model, way)), way))
+        case.members.append(Member(rows, form, draw(entries(focus, way)), way))
     open_ended = any(
         isinstance(each.form, slice) and each.form.stop is None for each in case.members
     )
@@ -265,14 +279,14 @@ def check(case: Case, ours: list[Any], members: list[Member]) -> list[Member]:
     return hands
 
 
-@few(120)
+@few(200)
 @given(case=cases(ANY))
 def test_a_batch_is_bit_for_bit_a_loop_over_requests(case: Case) -> None:
     check(case, case.in_a_batch(case.members), case.members)
     case.close()
 
 
-@few(60)
+@few(100)
 @given(case=cases(ANY), data=st.data())
 def test_rows_of_others_are_those_of_the_batch_without_a_request(
     case: Case, data: st.DataObject
@@ -294,7 +308,7 @@ def test_rows_of_others_are_those_of_the_batch_without_a_request(
     case.close()
 
 
-@few(60)
+@few(100)
 @given(case=cases())
 def test_a_request_in_a_batch_is_close_to_it_alone(case: Case) -> None:
     found = case.in_a_batch(case.members)

@@ -126,8 +126,13 @@ def few(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=[*HealthCheck])
 
 
-def model() -> nn.Sequential:
-    return nn.Sequential(*(Gain() for _ in LAYERS))
+class Net(nn.Sequential):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def model() -> Net:
+    return Net(*(Gain() for _ in LAYERS))
 
 
 @few(80)
