@@ -36,7 +36,8 @@ def llama() -> nn.Module:
         vocab_size=1000,
         use_cache=False,
     )
-    return LlamaModel(config).eval()
+    model: nn.Module = LlamaModel(config).eval()
+    return model
 
 
 def output(model: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ class Batched:
     """Calls of a model in batches of requests, each of a row."""
 
     def __init__(self, model: nn.Module, plans: list[fh.Plan]) -> None:
-        self.model = model
+        self.model: Any = model
         self.prepared = [plan.prepare(model) for plan in plans]
         self.requests = [prepared.open() for prepared in self.prepared]
         self.rows: dict[Any, Any] = {request: row for row, request in enumerate(self.requests)}
