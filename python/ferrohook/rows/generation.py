@@ -102,7 +102,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
             msg = f"{request!r} is for the prompts {other} and {row}: open a request for each"
             raise RowsError(msg)
     models = models_of(places)
-    made = _Generation(dict(places), 0, len(requests) or None, True, [])  # noqa: FBT003 (native)
+    made = _Generation(dict(places), 0, len(requests) or None, [])
     (model,) = models
     if not knows_positions(model):
         msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"
