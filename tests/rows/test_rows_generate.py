@@ -165,7 +165,7 @@ def test_a_prompt_that_ends_early_has_its_positions(pair: tuple[Any, tuple[str, 
         tokens = generate(model, prompts(), eos_token_id=eos)
     assert tokens[0].tolist()[-1] == 0
     for request, prompt, new in zip(requests, prompts(), tokens, strict=True):
-        count = [*new.tolist(), eos].index(eos)
+        count = [*new.tolist()[:-1], eos].index(eos)  # the last one is not run
         hidden = request.acts[names[0]][: len(prompt) + count]
         with torch.no_grad(), fh.capture(model, names[0]) as acts:
             model(torch.cat([prompt, new[:count]])[None])
