@@ -30,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--other-blas", action="store_true", help="round matrix products otherwise for each shape"
     )
+    parser.addoption(
+        "--requests", type=int, default=4_000, help="requests in batches of threads, for each test"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

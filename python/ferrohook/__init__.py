@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ferrohook.plans import on as on
     from ferrohook.rows import Batch as Batch
     from ferrohook.rows import batch as batch
+    from ferrohook.rows import generating as generating
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
     from ferrohook.steering import Add as Add
@@ -116,6 +117,7 @@ __all__ = [
     "collect",
     "detectors",
     "engines",
+    "generating",
     "instrument",
     "interventions",
     "keep",
@@ -139,7 +141,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
-    "rows": ("Batch", "batch"),
+    "rows": ("Batch", "batch", "generating"),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),

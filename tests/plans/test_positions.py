@@ -151,6 +151,22 @@ def test_a_function_at_positions(pair: tuple[Any, str]) -> None:
     assert torch.equal(tokens, generate(plain, "left", use_cache=True))
 
 
+def test_padding_with_a_static_cache(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    ids, mask = prompts("left")
+    options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": mask}
+    plan = fh.Plan(fh.keep(name, at="prompt", keep="all", copy="clone"))
+    kept = []
+    with plan.prepare(model) as prepared:
+        for cache in ("dynamic", "static"):
+            with prepared.open() as request:
+                model.generate(ids, cache_implementation=cache, **options)
+            kept.append(request.acts[name])
+    assert [len(each) for each in kept] == [1, 1]
+    assert kept[1][0].shape == (sum(LENGTHS), WIDTH)
+    assert torch.allclose(kept[0][0], kept[1][0], atol=1e-5)
+
+
 def test_two_generations_in_one_request(pair: tuple[Any, str]) -> None:
     model, name = pair
     plan = fh.Plan(fh.keep(name, at="last_prompt", keep="all"))

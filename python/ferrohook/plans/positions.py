@@ -106,18 +106,32 @@ def tokens_of(
         msg = f"the positions of a call of {type(model).__name__} are not known: it takes no tokens"
         raise HookError(msg)
     batch, length = tokens.shape[:2]
-    mask = arguments.get("attention_mask")
-    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None  # noqa: PLR2004 (rows and columns)
+    given_mask = arguments.get("attention_mask")
+    mask = given_mask if isinstance(given_mask, Tensor) and given_mask.dim() == 2 else None  # noqa: PLR2004 (rows and columns)
     past = _cached(arguments, mask, length)
     if mask is not None and mask.shape[1] >= past + length:
         real = mask[:, : past + length].to(torch.long)
         positions = (real.cumsum(-1) - 1).where(real > 0, PADDING)[:, past:]
     elif (given := arguments.get("position_ids")) is not None:
         positions = given.expand(batch, length)
+        if mask is None and given_mask is not None:
+            positions = _without_padding(positions)
     else:
         positions = torch.arange(past, past + length, device=tokens.device).expand(batch, length)
     ids = arguments.get("input_ids")
     return Tokens(positions, _prompt(positions, past, ids, before))
+
+
+def _without_padding(positions: Tensor) -> Tensor:
+    """Marks the padding on the left, for which `generate` has position 0 too.
+
+    With a static cache the attention mask has four dimensions, and says nothing of it.
+    """
+    zero = positions == 0
+    padding = zero.clone()
+    padding[:, :-1] &= zero[:, 1:]
+    padding[:, -1:] = False
+    return positions.masked_fill(padding, PADDING)
 
 
 def _cached(arguments: Mapping[str, Any], mask: Tensor | None, length: int) -> int:

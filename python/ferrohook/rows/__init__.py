@@ -7,5 +7,6 @@
 
 from ferrohook.rows.batch import Batch as Batch
 from ferrohook.rows.batch import batch as batch
+from ferrohook.rows.generation import generating as generating
 
-__all__ = ["Batch", "batch"]
+__all__ = ["Batch", "batch", "generating"]

@@ -172,7 +172,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     if positions is not None:
         size = _check_positions(positions, dim, size)
     members = dict(rows)
-    models = _models(members)
+    models = models_of(members)
     indices = [] if gathered is None else _resolved(gathered, models)
     made = Batch(members, dim, size, indices)
     if positions is not None:
@@ -200,7 +200,7 @@ def _check_positions(positions: Any, dim: int, size: int | None) -> int:
     return rows
 
 
-def _models(members: Mapping[Any, Any]) -> list[nn.Module]:
+def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
     """Returns the models that the members name, parts of others left out."""
     models: dict[int, nn.Module] = {}
     for member in members:

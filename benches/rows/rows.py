@@ -1,0 +1,213 @@
+"""Batches: requests that share a forward, each with hooks on its own rows."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import ferrohook as fh
+from benches.harness import Group, Row, Sampler, expect, one_thread, timed
+from benches.rows.models import model_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYERS = 8
+WIDTH = 512
+REQUESTS, TOKENS = 32, 16
+MODULES, MOST = 48, 64
+NAMES = [f"layers.{number}" for number in range(LAYERS)]
+
+
+def llama() -> nn.Module:
+    """A Llama of random weights."""
+    from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415 (takes seconds)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=1376,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1000,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaModel(config).eval()
+    return model
+
+
+def output(model: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
+    """The last hidden states."""
+    found: torch.Tensor = model(ids)[0]
+    return found
+
+
+class Batched:
+    """Calls of a model in batches of requests, each of a row."""
+
+    def __init__(self, model: nn.Module, plans: list[fh.Plan]) -> None:
+        self.model: Any = model
+        self.prepared = [plan.prepare(model) for plan in plans]
+        self.requests = [prepared.open() for prepared in self.prepared]
+        self.rows: dict[Any, Any] = {request: row for row, request in enumerate(self.requests)}
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """Calls the model in a batch of its own, as an engine does in each step."""
+        with fh.batch(self.rows):
+            return self.model(x)
+
+
+def looped(model: nn.Module, names: list[str], vectors: torch.Tensor, each: int) -> nn.Module:
+    """Puts hooks of PyTorch's on modules that loop over the requests of a batch."""
+
+    def steer(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        changed = output.clone()
+        for request, vector in enumerate(vectors):
+            changed[request * each : (request + 1) * each] += vector
+        return changed
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(steer)
+    return model
+
+
+def expect_captured(batched: Batched, requests: int, ids: torch.Tensor) -> None:
+    """Checks activations of requests against PyTorch's hooks."""
+    kept: dict[str, torch.Tensor] = {}
+    plain = llama()
+    for name in NAMES:
+        plain.get_submodule(name).register_forward_hook(
+            lambda _module, _args, output, name=name: kept.update({name: output})
+        )
+    expect(torch.equal(output(batched, ids), output(plain, ids)), "the plain model's output")
+    for row, request in enumerate(batched.requests[:requests]):
+        for name in NAMES:
+            right = torch.equal(request.acts[name].squeeze(0), kept[name][row])
+            expect(right, f"row {row} of {name}")
+
+
+def shared_forward() -> dict[str, Sampler]:
+    """A forward of 32 requests: without hooks, steered, captured."""
+    ids = torch.randint(1000, (REQUESTS, TOKENS), generator=torch.Generator().manual_seed(0))
+    vectors = torch.randn(REQUESTS, WIDTH)
+    nothing, keep = fh.Plan(), fh.Plan(fh.keep(NAMES))
+    unhooked = Batched(llama(), [nothing] * REQUESTS)
+    steered = Batched(llama(), [fh.Plan(fh.on(NAMES, fh.Add(vector))) for vector in vectors])
+    one = Batched(llama(), [keep, *[nothing] * (REQUESTS - 1)])
+    captured = Batched(llama(), [keep] * REQUESTS)
+    plain, loop = llama(), looped(llama(), NAMES, vectors, 1)
+    # Modules with hooks of requests in no batch.
+    expect(not keep.prepare(unhooked.model).closed, "a plan prepared")
+    with torch.no_grad():
+        expect(torch.equal(output(unhooked, ids), output(plain, ids)), "the plain model's output")
+        expect(torch.equal(output(steered, ids), output(loop, ids)), "the output of the loop")
+        expect_captured(one, 1, ids)
+        expect_captured(captured, REQUESTS, ids)
+    return {
+        "Llama of width 512": model_calls(plain, ids),
+        "Llama of width 512, a batch without hooks": model_calls(unhooked, ids),
+        "Llama of width 512, 32 requests steered": model_calls(steered, ids),
+        "Llama of width 512, a loop over 32 requests in PyTorch's hooks": model_calls(loop, ids),
+        "Llama of width 512, 1 request of 32 captured": model_calls(one, ids),
+        "Llama of width 512, 32 requests captured": model_calls(captured, ids),
+    }
+
+
+def modules() -> nn.Sequential:
+    """Modules that do nothing."""
+    return nn.Sequential(*(nn.Identity() for _ in range(MODULES)))
+
+
+def module_calls(model: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Sampler:
+    """Calls of `modules`, for each of them."""
+
+    def loop(count: int) -> None:
+        with one_thread(), torch.no_grad():
+            for _ in repeat(None, count):
+                model(x)
+
+    return timed(loop, per=MODULES)
+
+
+def steered_modules() -> dict[str, Sampler]:
+    """Modules whose rows are all steered, by one request or by many, each with its own vector."""
+    names = [str(number) for number in range(MODULES)]
+
+    def calls(requests: int, tokens: int, shape: tuple[int, ...]) -> dict[str, Sampler]:
+        x, vectors = torch.randn(*shape, WIDTH), torch.randn(requests, WIDTH)
+        each = shape[0] // requests
+        plans = [fh.Plan(fh.on(names, fh.Add(vector))) for vector in vectors]
+        batched = Batched(modules(), plans)
+        for number, request in enumerate(batched.requests):
+            batched.rows[request] = slice(number * each, (number + 1) * each)
+        loop = looped(modules(), names, vectors, each)
+        with torch.no_grad():
+            expect(torch.equal(batched(x), loop(x)), "the output of the loop")
+        name = f"a module, {requests} x {tokens} tokens steered"
+        return {
+            name: module_calls(batched, x),
+            f"{name}, a loop in PyTorch's hook": module_calls(loop, x),
+        }
+
+    return {
+        **calls(1, MOST, (MOST,)),
+        **calls(MOST, 1, (MOST,)),
+        **calls(REQUESTS, TOKENS, (REQUESTS, TOKENS)),
+    }
+
+
+GROUPS = [
+    Group(
+        name="32 requests in a forward",
+        setup=shared_forward,
+        rows=[
+            Row(
+                name="Llama of width 512, a batch without hooks",
+                over="Llama of width 512",
+                bar=1.01,
+            ),
+            Row(
+                name="Llama of width 512, 32 requests steered",
+                over="Llama of width 512",
+                bar=1.05,
+            ),
+            # The loop's share of such a forward is about a hundredth: see the modules below.
+            Row(
+                name="Llama of width 512, 32 requests steered",
+                over="Llama of width 512, a loop over 32 requests in PyTorch's hooks",
+                bar=1.01,
+            ),
+            Row(
+                name="Llama of width 512, 1 request of 32 captured",
+                over="Llama of width 512",
+                bar=1.02,
+            ),
+            Row(
+                name="Llama of width 512, 32 requests captured",
+                over="Llama of width 512",
+                bar=1.08,
+            ),
+        ],
+        needs="transformers",
+    ),
+    Group(
+        name="requests at a module",
+        setup=steered_modules,
+        rows=[
+            Row(
+                name=f"a module, {MOST} x 1 tokens steered",
+                over=f"a module, 1 x {MOST} tokens steered",
+                bar=1.30,
+            ),
+            Row(
+                name=f"a module, {REQUESTS} x {TOKENS} tokens steered",
+                over=f"a module, {REQUESTS} x {TOKENS} tokens steered, a loop in PyTorch's hook",
+                bar=0.90,
+            ),
+        ],
+    ),
+]

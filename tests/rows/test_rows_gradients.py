@@ -1,0 +1,157 @@
+"""Gradients in a batch: each flows to the rows, and to the vectors, that it comes from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.plans import Net, forward_hook
+
+WIDTH = 4
+ROWS = ([0, 1], [4], [6, 3, 2])
+"""Rows of three requests; row 5 is nobody's."""
+SIZE = 7
+
+KINDS: dict[str, Any] = {
+    "add": lambda vector: fh.Add(vector, 2.0),
+    "ablate": fh.Ablate,
+    "clamp": lambda vector: fh.Clamp(vector, -0.1, 0.2),
+    "replace": fh.Replace,
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+alike = pytest.mark.parametrize("rows", [ROWS, ([0, 1], [2, 3], [4, 5])], ids=["lists", "slices"])
+
+
+def vectors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in ROWS
+    ]
+
+
+def by_hand(model: nn.Module, interventions: list[Any], rows: Any) -> nn.Module:
+    """A copy with a hook of PyTorch's on `embed` and `act`, that loops over the requests."""
+    model = copy.deepcopy(model)
+
+    def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+        parts = output.clone()
+        for intervention, places in zip(interventions, rows, strict=True):
+            changed = forward_hook(intervention)(module, args, output[places])
+            parts = parts.index_copy(0, torch.tensor(places), changed)
+        return parts
+
+    for name in ("embed", "act"):
+        model.get_submodule(name).register_forward_hook(hook)
+    return model
+
+
+def given_as(places: list[int]) -> Any:
+    """A slice if it can be one."""
+    return slice(places[0], places[-1] + 1) if places == sorted(places) else places
+
+
+def gradients(model: nn.Module, variables: list[Tensor], weights: Tensor) -> list[Tensor]:
+    torch.manual_seed(4)
+    x = torch.randn(SIZE, WIDTH, dtype=torch.float64, requires_grad=True)
+    loss = (model(x) * weights[:, None]).square().sum()
+    found = torch.autograd.grad(loss, [x, *variables, *model.parameters()], allow_unused=True)
+    return [torch.zeros(()) if each is None else each for each in found]
+
+
+def in_a_batch(
+    model: nn.Module, interventions: list[Any], rows: Any, variables: list[Tensor], weights: Tensor
+) -> list[Tensor]:
+    requests = [
+        fh.Plan(fh.on(["embed", "act"], each)).prepare(model).open() for each in interventions
+    ]
+    forms = map(given_as, rows)
+    with fh.batch(dict(zip(requests, forms, strict=True)), size=SIZE):
+        found = gradients(model, variables, weights)
+    assert [request.error for request in requests] == [None] * len(requests)
+    return found
+
+
+@kinds
+@alike
+def test_gradients_are_those_of_a_loop(kind: str, rows: Any) -> None:
+    model, trained = Net(WIDTH).double(), vectors()
+    interventions = [KINDS[kind](vector) for vector in trained]
+    weights = torch.arange(1.0, SIZE + 1, dtype=torch.float64)
+    ours = in_a_batch(model, interventions, rows, trained, weights)
+    hand = gradients(by_hand(model, interventions, rows), trained, weights)
+    for one, other in zip(ours, hand, strict=True):
+        torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
+
+
+@kinds
+@alike
+def test_a_vector_gets_no_gradient_from_rows_of_others(kind: str, rows: Any) -> None:
+    model, trained = Net(WIDTH).double(), vectors()
+    interventions = [KINDS[kind](vector) for vector in trained]
+    weights = torch.zeros(SIZE, dtype=torch.float64)
+    weights[rows[1]] = 1.0  # the loss sees the second request alone
+    x, *found = in_a_batch(model, interventions, rows, trained, weights)
+    assert not found[0].any()
+    assert found[1].any()
+    assert not found[2].any()
+    others = [row for row in range(SIZE) if row not in rows[1]]
+    assert not x[others].any()
+
+
+def test_a_vector_shared_by_requests_gets_the_sum() -> None:
+    model = Net(WIDTH).double()
+    (vector, *_) = vectors()
+    weights = torch.ones(SIZE, dtype=torch.float64)
+    interventions = [fh.Add(vector)] * len(ROWS)
+    ours = in_a_batch(model, interventions, ROWS, [vector], weights)
+    hand = gradients(by_hand(model, interventions, ROWS), [vector], weights)
+    for one, other in zip(ours, hand, strict=True):
+        torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
+
+
+def test_trained_and_fixed_vectors_share_a_module() -> None:
+    model, trained = Net(WIDTH).double(), vectors()
+    fixed = trained[1].detach().clone()
+    interventions = [fh.Add(trained[0]), fh.Ablate(fixed), fh.Add(trained[2], -1.0)]
+    weights = torch.ones(SIZE, dtype=torch.float64)
+    variables = [trained[0], trained[2]]
+    ours = in_a_batch(model, interventions, ROWS, variables, weights)
+    hand = gradients(by_hand(model, interventions, ROWS), variables, weights)
+    for one, other in zip(ours, hand, strict=True):
+        torch.testing.assert_close(one.expand_as(other), other, rtol=1e-9, atol=1e-9)
+
+
+def test_captured_rows_keep_the_graph() -> None:
+    model = Net(WIDTH).double()
+    plan = fh.Plan(fh.keep("act", detach=False, keep="all"))
+    requests = [plan.prepare(model).open() for _ in ROWS]
+    x = torch.randn(SIZE, WIDTH, dtype=torch.float64, requires_grad=True)
+    with fh.batch(dict(zip(requests, ROWS, strict=True))):
+        model(x)
+    for request, rows in zip(requests, ROWS, strict=True):
+        (found,) = torch.autograd.grad(request.acts["act"][1].sum(), [x], retain_graph=True)
+        touched = found.abs().sum(1).nonzero().flatten().tolist()
+        assert touched == sorted(rows)
+
+
+def test_captured_gradients_are_of_the_request_s_rows() -> None:
+    model = Net(WIDTH).double()
+    plain = copy.deepcopy(model)
+    plan = fh.Plan(fh.keep("embed", grads=True))
+    requests = [plan.prepare(model).open() for _ in ROWS]
+    x = torch.randn(SIZE, WIDTH, dtype=torch.float64)
+    with fh.batch(dict(zip(requests, ROWS, strict=True))):
+        model(x).square().sum().backward()
+    kept: list[Tensor] = []
+    plain.embed.register_forward_hook(lambda _module, _args, output: kept.append(output))
+    loss = plain(x).square().sum()
+    (expected,) = torch.autograd.grad(loss, kept)
+    for request, rows in zip(requests, ROWS, strict=True):
+        assert request.error is None
+        torch.testing.assert_close(request.acts.grads["embed"], expected[rows])
