@@ -1,0 +1,483 @@
+"""Plans for the requests of transformers' continuous batching.
+
+Examples:
+    >>> outputs = generate_batch(model, prompts, plans=[plan, None], max_new_tokens=20)
+    >>> outputs["req_0"].generated_tokens, outputs["req_0"].acts["model.layers.3"]
+
+    >>> with model.continuous_batching_context_manager(**configs) as manager:
+    ...     with attach(manager) as attached:
+    ...         attached.add_request(ids, plan=plan)
+    ...         for output in attached:
+    ...             output.acts
+"""
+
+# The engine's loop runs in a thread of its own: `prepare_next_batch` settles which requests have
+# which rows, `_generation_step` runs the forward, `update_batch` hands out tokens. Asynchronous
+# batching prepares step n + 1 while n computes, but launches each step right behind its own
+# preparation: the map read in `_generation_step` is that of its forward. Methods are replaced on
+# instances only (manager, output router, cache), and given back by `close`.
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import transformers
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from ferrohook.arguments import expect_module
+from ferrohook.engines.planned import PlannedRequests, PreparedPool, Result
+from ferrohook.engines.support import Capabilities
+from ferrohook.engines.transformers_steps import check_row_map, read_step
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from ferrohook.plans import Plan, Prepared
+
+CAPABILITIES = Capabilities(
+    engine="transformers",
+    version=transformers.__version__,
+    tried=("5.23",),
+    served=(
+        "python hooks",
+        "interventions",
+        "captures",
+        "positions",
+        "chunked prefill",
+        "prefix sharing",
+        "preemption",
+        "forks",
+        "cancelling",
+        "streaming",
+    ),
+    refused={
+        "CUDA graphs": (
+            "a replayed graph runs no hooks; pass ContinuousBatchingConfig(use_cuda_graph=False)"
+        ),
+        "compilation": (
+            "hooks that come after a compilation may not fire; pass neither varlen_compile_config, "
+            "decode_compile_config nor default_compile_level"
+        ),
+        "tensor parallelism": "it was not tried: a module's tensors may be shards",
+    },
+)
+ROWS = 1
+"""Dimension of the rows: hidden states are (1, tokens, width)."""
+
+
+def generate_batch(
+    model: Any,
+    inputs: Sequence[Sequence[int]],
+    plans: Sequence[Plan | Prepared | None] | None = None,
+    *,
+    untried: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Generates texts for prompts, each with a plan of its own, as `model.generate_batch` does.
+
+    Args:
+        model: a model of transformers.
+        inputs: tokens of the prompts.
+        plans: a plan for each prompt, or None for none.
+        untried: see `attach`.
+        **options: as of the model's own. Without a `continuous_batching_config`, one without CUDA
+            graphs is made.
+
+    Returns:
+        What the model's own returns. Each output also has `acts`, the activations that the plan
+        keeps, and `hook_error`, an exception or None: with one its status is FAILED.
+
+    Raises:
+        ValueError: as many plans as inputs are needed.
+        HookTypeError: a plan is neither a `Plan` nor a `Prepared`.
+        HookError: a plan does not fit the model or cannot be served; or see `attach`.
+
+    Examples:
+        >>> outputs = generate_batch(model, prompts, plans=[plan, None], max_new_tokens=20)
+        >>> outputs["req_0"].acts["model.layers.3"].shape
+    """
+    expect_module(model, "generate_batch takes")
+    # The pool keeps plans that are alike prepared once, until the requests have theirs.
+    prompts = _with_plans(PreparedPool(model), inputs, plans)
+    options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
+    stand_in = _AttachingModel(model, untried)
+    try:
+        results: dict[str, Any] = type(model).generate_batch(stand_in, prompts, **options)
+    finally:
+        stand_in.attachments.close()
+    return results
+
+
+class _AttachingModel:
+    """Stands in for a model in its own `generate_batch`, and attaches the manager made there."""
+
+    def __init__(self, model: Any, untried: bool) -> None:  # noqa: FBT001 (used here alone)
+        self._model = model
+        self._untried = untried
+        self.attachments = contextlib.ExitStack()
+
+    def continuous_batching_context_manager(self, **options: Any) -> Any:
+        return type(self._model).continuous_batching_context_manager(self, **options)
+
+    def init_continuous_batching(self, **options: Any) -> Any:
+        manager = self._model.init_continuous_batching(**options)
+        self.attachments.enter_context(attach(manager, untried=self._untried))
+        return manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def attach(manager: Any, *, untried: bool = False) -> Attached:
+    """Lets requests of a manager have plans.
+
+    Args:
+        manager: of `init_continuous_batching` or `continuous_batching_context_manager`, started or
+            not.
+        untried: accept a release of transformers that nobody tried, if the self-test holds.
+
+    Raises:
+        HookError: the release was not tried or fails the self-test, the manager is attached
+            already, or it is set up for a feature that is refused, see `CAPABILITIES.refused`.
+
+    Examples:
+        >>> with attach(manager) as attached:
+        ...     request_id = attached.add_request(ids, plan=plan)
+        ...     output = attached.get_result(request_id)
+    """
+    CAPABILITIES.check_version(untried=untried)
+    config = manager.continuous_batching_config
+    if any(config.cuda_graph_booleans):
+        CAPABILITIES.refuse("CUDA graphs")
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        CAPABILITIES.refuse("compilation")
+    if manager.distributed_helper.tp_size > 1:
+        CAPABILITIES.refuse("tensor parallelism")
+    if "_generation_step" in vars(manager):
+        msg = "the manager is attached already: close that attachment first"
+        raise HookError(msg)
+    return Attached(manager)
+
+
+class Attached:
+    """A manager whose requests may have plans, see `attach`. A context manager that closes it.
+
+    Attributes and methods that are not defined here are the manager's.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self._planned = PlannedRequests(manager.model, dim=ROWS)
+        self._head = _head_of(manager.model)
+        self._lock = threading.RLock()  # held while a request with a plan is submitted
+        self._rejected: set[str] = set()  # failed here, and not yet forgotten by the engine
+        self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
+        self._closed = False
+        if manager.batch_processor is None:
+            # As `warmup` does; the engine's thread takes it over.
+            manager.batch_processor = manager._create_batch_processor()
+        with self._paused():
+            check_row_map(manager)
+            self._hold()
+
+    # --- In the caller's thread --------------------------------------------------------------
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        *args: Any,
+        plan: Plan | Prepared | None = None,
+        **options: Any,
+    ) -> str | None:
+        """Adds a request, as the manager's own `add_request`.
+
+        Args:
+            input_ids: tokens of the prompt.
+            request_id: its id; one is made if None.
+            *args: as of the manager's.
+            plan: hooks and captures of this request; None for none.
+            **options: as of the manager's.
+
+        Returns:
+            Its id; None if the engine takes no more requests.
+
+        Raises:
+            HookTypeError: `plan` is neither a `Plan` nor a `Prepared`.
+            HookError: the plan does not fit the model or cannot be served; a request with a plan
+                has the id; or `close` was called.
+        """
+        added: str | None = self.manager.add_request(
+            _Prompt(input_ids, plan), request_id, *args, **options
+        )
+        return added
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *args: Any,
+        plans: Sequence[Plan | Prepared | None] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Adds requests, as the manager's own `add_requests`.
+
+        Raises:
+            ValueError: as many plans as inputs are needed.
+            HookError, HookTypeError: see `add_request`.
+        """
+        prompts = _with_plans(PreparedPool(self.manager.model), inputs, plans)
+        added: list[str] = self.manager.add_requests(prompts, *args, **options)
+        return added
+
+    def close(self) -> None:
+        """Detaches from the manager; idempotent. Requests with a plan that still run fail."""
+        with self._lock, self._paused():
+            if self._closed:
+                return
+            self._closed = True
+            for request_id in self._planned.ids():
+                self._reject(request_id, HookError("the engine was detached while it ran"))
+            for reference, name, ours in self._seams:
+                owner = reference()
+                if owner is not None and vars(owner).get(name) is ours:
+                    delattr(owner, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.manager)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._planned)} requests with plans"
+        return f"<Attached to {type(self.manager).__name__}, {state}>"
+
+    def _add_request(
+        self,
+        original: Callable[..., str | None],
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> str | None:
+        plan = input_ids.plan if isinstance(input_ids, _Prompt) else None
+        if request_id in self._rejected:
+            msg = f"the request {request_id!r} failed, and the engine has not forgotten it yet"
+            raise HookError(msg)
+        if plan is None:
+            return original(input_ids, request_id, *args, **options)
+        manager = self.manager
+        if request_id is None:
+            with manager._request_lock:
+                request_id = f"req_{manager._request_counter}"
+                manager._request_counter += 1
+        children = _children(request_id, manager.num_return_sequences - 1)
+        with self._lock:
+            if self._closed:
+                msg = "the engine was detached: attach it again"
+                raise HookError(msg)
+            with self._planned.admitting(request_id, plan, children):
+                added = original(input_ids, request_id, *args, **options)
+                if added is None:
+                    self._planned.forget([request_id, *children])
+        return added
+
+    # --- Seams -------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Replaces methods of the manager and its parts, on these instances."""
+        manager = self.manager
+        self._replace(manager, "add_request", self._add_request)
+        self._replace(manager, "_create_batch_processor", self._create_batch_processor)
+        self._replace(manager, "_generation_step", self._generation_step)
+        self._replace(manager, "_generation_loop_body", self._generation_loop_body)
+        self._replace(manager.output_router, "deliver", self._deliver)
+        self._replace(manager.output_router, "deliver_batch", self._deliver_batch)
+        self._hold_cache(manager.batch_processor.cache)
+
+    def _hold_cache(self, cache: Any) -> None:
+        if "search_prefix_match" not in vars(cache):
+            self._replace(cache, "search_prefix_match", self._search_prefix_match)
+            self._replace(cache, "mark_complete_blocks", self._mark_complete_blocks)
+
+    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        method = getattr(type(owner), name)
+        reference = weakref.ref(owner)
+
+        @functools.wraps(method)
+        def replaced(*args: Any, **options: Any) -> Any:
+            # Not a bound method: a cycle would keep the cache's memory until a collection.
+            return ours(functools.partial(method, reference()), *args, **options)
+
+        setattr(owner, name, replaced)
+        self._seams.append((reference, name, replaced))
+
+    def _paused(self) -> contextlib.AbstractContextManager[None]:
+        manager = self.manager
+        return manager.pause() if manager.is_running() else contextlib.nullcontext()
+
+    # --- In the engine's thread --------------------------------------------------------------
+
+    def _create_batch_processor(self, original: Callable[[], Any]) -> Any:
+        processor = original()
+        self._hold_cache(processor.cache)
+        return processor
+
+    def _generation_loop_body(
+        self, original: Callable[..., bool], *args: Any, **options: Any
+    ) -> bool:
+        goes_on = original(*args, **options)
+        if self._planned or self._rejected:
+            live = self._live()
+            self._planned.reconcile(live)
+            self._rejected &= live
+        return goes_on
+
+    def _generation_step(self, original: Callable[[], None]) -> None:
+        if not self._planned:
+            original()
+            return
+        processor = self.manager.batch_processor
+        step = read_step(processor)
+        gathered = None
+        if self._head and processor.model_runner.supports_logits_to_keep(self.manager.model):
+            gathered = dict.fromkeys(self._head, step.logits_rows)
+        with self._planned.running(step, gathered):
+            original()
+        for span in step.spans:
+            if self._planned.failure_of(span.request_id) is not None:
+                self._reject(span.request_id)
+
+    def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
+        if self._complete(output):
+            original(output)
+
+    def _deliver_batch(self, original: Callable[[Any], None], outputs: list[Any]) -> None:
+        original([output for output in outputs if self._complete(output)])
+
+    def _search_prefix_match(
+        self, original: Callable[..., int], request_id: str, prompt_ids: list[int]
+    ) -> int:
+        return original(request_id, prompt_ids) if self._shares(request_id, write=False) else 0
+
+    def _mark_complete_blocks(
+        self, original: Callable[..., None], state: Any, complete_blocks: dict[str, int]
+    ) -> None:
+        if self._shares(state.request_id, write=True):
+            original(state, complete_blocks)
+
+    def _shares(self, request_id: str, *, write: bool) -> bool:
+        """Returns True if a request may read keys and values of others, or write its own."""
+        return request_id not in self._rejected and self._planned.shares(request_id, write=write)
+
+    def _states(self) -> list[Any]:
+        """Returns the requests that the engine knows."""
+        processor, queue = self.manager.batch_processor, self.manager.input_queue
+        with queue.mutex:
+            states = [*queue.queue]
+        if processor is not None:
+            states += processor.scheduler.active_requests.values()
+            states += processor.scheduler.waiting_requests.values()
+        return states
+
+    def _live(self) -> set[str]:
+        """Returns the ids of the engine's requests, and of their forks to come."""
+        states = self._states()
+        live = {state.request_id for state in states}
+        for state in states:
+            if state.num_children:
+                live.update(_children(state.request_id, state.num_children))
+        return live
+
+    def _complete(self, output: Any) -> bool:
+        """Gives an output what its request captured; returns False if it was rejected before."""
+        if output.request_id in self._rejected:
+            return False
+        result = None
+        if output.is_finished():
+            tokens = len(output.prompt_ids) + len(output.generated_tokens)
+            # The last token never runs. Asynchronous batching runs a row too many after a stop.
+            result = self._planned.retire(output.request_id, end=tokens - 1)
+        _give(output, result or Result({}, None))
+        return True
+
+    def _reject(self, request_id: str, error: BaseException | None = None) -> None:
+        """Ends a request that failed, and its forks to come."""
+        result = self._planned.retire(request_id)
+        if result is None:
+            return
+        state = next((it for it in self._states() if it.request_id == request_id), None)
+        output = GenerationOutput(request_id) if state is None else state.to_generation_output()
+        unborn = [] if state is None else _children(request_id, state.num_children)
+        self._planned.forget(unborn)
+        self._rejected.update((request_id, *unborn))
+        for each in (request_id, *unborn):
+            failed = dataclasses.replace(output, request_id=each)
+            _give(failed, Result(result.acts, error or result.error))
+            router = self.manager.output_router
+            type(router).deliver(router, failed)
+            self.manager.cancel_request(each)
+
+
+class _Prompt(list[int]):
+    """Tokens on their way to `add_request`, with the plan of their request."""
+
+    def __init__(self, tokens: Iterable[int], plan: Plan | Prepared | None) -> None:
+        super().__init__(tokens)
+        self.plan = plan
+
+
+def _with_plans(
+    pool: PreparedPool,
+    inputs: Sequence[Sequence[int]],
+    plans: Sequence[Plan | Prepared | None] | None,
+) -> list[_Prompt]:
+    """Returns prompts with their plans, prepared."""
+    if plans is None:
+        plans = [None] * len(inputs)
+    if len(plans) != len(inputs):
+        msg = f"there is a plan (or None) for each input, got {len(plans)} for {len(inputs)}"
+        raise ValueError(msg)
+    return [
+        _Prompt(tokens, None if plan is None else pool.find(plan))
+        for tokens, plan in zip(inputs, plans, strict=True)
+    ]
+
+
+def _children(request_id: str, number: int) -> list[str]:
+    """Returns the ids that the engine gives to forks of a request."""
+    return [f"{request_id}__child#{child}" for child in range(number)]
+
+
+def _give(output: Any, result: Result) -> None:
+    """Adds activations and failure to an output."""
+    output.acts, output.hook_error = result
+    if result.error is not None:
+        output.status = RequestStatus.FAILED
+        output.error = f"{type(result.error).__name__}: {result.error}"
+
+
+def _head_of(model: nn.Module) -> list[str]:
+    """Returns selectors of the modules that may see only the rows whose logits are wanted."""
+    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' own
+    return [
+        selector
+        for name, module in model.named_modules()
+        if module is head
+        for selector in (name, f"{name}.**")
+    ]

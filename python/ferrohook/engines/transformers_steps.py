@@ -1,0 +1,133 @@
+"""Step maps of transformers' continuous batching, and their self-test."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
+
+from ferrohook.engines.steps import Span, Step
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def read_step(processor: Any) -> Step:
+    """Returns the map of the step that an engine prepared last."""
+    io = _prepared_io(processor)
+    first, spans = 0, []
+    for future in io.requests_in_batch:
+        state, rows = future.state, future.query_length
+        # A preempted request comes back with its text in `initial_tokens`.
+        prompt = state._true_initial_tokens or len(state.initial_tokens)
+        # The preparation has moved the offset behind these rows.
+        position = state.position_offset - rows
+        spans.append(Span(state.request_id, first, rows, position, prompt, future.has_new_token))
+        first += rows
+    return Step(spans, io.num_q_tokens)
+
+
+def _prepared_io(processor: Any) -> Any:
+    """Returns the host's side of the inputs that were prepared last."""
+    io = processor.inputs_and_outputs
+    if isinstance(io, ContinuousBatchingAsyncIOs):
+        return io.io_pairs[io.current_pair].host_io
+    return io
+
+
+@torch.no_grad()
+def check_row_map(manager: Any) -> None:
+    """Runs a dummy step, and compares the map read from it with the inputs of the model.
+
+    For an engine whose loop is paused or does not run yet.
+
+    Raises:
+        HookError: they differ, or the engine has no room for the step.
+    """
+    processor = manager.batch_processor
+    # A chunk of a prompt, and the second token of another.
+    expected = Step(
+        [
+            Span("ferrohook-test-0", 0, 2, 0, 3, wants_logits=False),
+            Span("ferrohook-test-1", 2, 1, 1, 2),
+        ]
+    )
+    tokens = [0, 1, 1]
+    dummies = [_dummy(span, tokens) for span in expected.spans]
+    try:
+        if processor.max_batch_tokens < expected.rows or not all(
+            processor.cache.can_store_request_tokens(dummy.state, dummy.query_length)
+            for dummy in dummies
+        ):
+            msg = "the engine has no room for a test of 3 tokens: attach it while it is idle"
+            raise HookError(msg)
+        inputs, embedded = _run(processor, manager.model, dummies, expected.rows)
+        found = read_step(processor)
+    finally:
+        for dummy in dummies:
+            processor.cache.free_blocks(dummy.state.request_id, no_cache=True)
+        io = _prepared_io(processor)
+        io.requests_in_batch, io.req_id_to_new_token_position = [], {}
+    right = (
+        found == expected
+        and embedded == [[tokens]]
+        and inputs["position_ids"].tolist() == [expected.positions.tolist()]
+        and inputs["logits_indices"].tolist()[:1] == expected.logits_rows.tolist()
+    )
+    if not right:
+        msg = (
+            f"the rows of a step in transformers {transformers.__version__} are not the expected: "
+            f"{expected} of tokens {tokens}; got {found} of tokens {embedded}, positions "
+            f"{inputs['position_ids'].tolist()}, logits of rows {inputs['logits_indices'].tolist()}"
+        )
+        raise HookError(msg)
+
+
+def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
+    """Makes a request in the state in which the scheduler hands it on."""
+    own = tokens[span.first_row : span.first_row + span.rows]
+    state = RequestState(span.request_id, [0] * span.prompt_length, max_new_tokens=1)
+    state._status = RequestStatus.PREFILLING
+    state.tokens_to_process = own
+    state.position_offset = span.position
+    return FutureRequestState(
+        state, has_new_token=span.wants_logits, complete_blocks={}, query_length=span.rows
+    )
+
+
+def _run(
+    processor: Any, model: Any, dummies: list[FutureRequestState], rows: int
+) -> tuple[dict[str, Any], list[Any]]:
+    """Runs a step; returns the model's inputs and the tokens that its embedding got."""
+    embedded = []
+    thread = threading.get_ident()
+
+    def record(_module: object, args: tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == thread:
+            embedded.append(args[0].tolist())
+
+    io = processor.inputs_and_outputs
+    io.prepare_batch_tensors(
+        requests_in_batch=dummies,
+        logits_processors=processor.logit_processor,
+        use_decode_fast_path=False,
+        num_q_tokens=rows,
+        max_kv_read=sum(dummy.state.position_offset for dummy in dummies),
+        use_padding=False,
+    )
+    inputs = io.get_model_kwargs(use_padding=False)
+    handle = model.get_input_embeddings().register_forward_pre_hook(record)
+    try:
+        processor.model_runner.compute_batch(model, inputs)
+    finally:
+        handle.remove()
+    return inputs, embedded

@@ -1,0 +1,365 @@
+"""Lives of requests with plans in transformers' continuous batching: failures, ends, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import ferrohook as fh
+from ferrohook.engines import transformers
+from ferrohook.errors import CaptureBudgetError, HookError, HookTypeError, SelectionError
+from support.engines import WIDTH, Change, Job, batching, greedy, tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ferrohook.engines.transformers import Attached
+
+PROMPT = list(range(3, 30))
+NEW = 8
+WAIT = 60
+LAYER = "model.layers.1"
+STEERED = Job(PROMPT, (Change(1, fh.Add(torch.ones(WIDTH), scale=5.0), None),), (LAYER,))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return tiny_llama()
+
+
+@contextmanager
+def engine(
+    model: Any, new_tokens: int = NEW, forks: int = 1, **settings: Any
+) -> Iterator[Attached]:
+    generation = greedy(new_tokens, num_return_sequences=forks)
+    with (
+        model.continuous_batching_context_manager(
+            generation, continuous_batching_config=batching(**settings)
+        ) as manager,
+        transformers.attach(manager) as attached,
+    ):
+        yield attached
+    assert not [name for name, value in vars(manager).items() if callable(value) and name[0] == "_"]
+    assert "deliver" not in vars(manager.output_router)
+
+
+def take(source: Any, number: int) -> dict[str, Any]:
+    """The next outputs, by id."""
+    outputs = [source.get_result(timeout=WAIT) for _ in range(number)]
+    by_id = {output.request_id: output for output in outputs}
+    assert len(by_id) == number
+    return by_id
+
+
+def failing(fails_at: Callable[[int], bool]) -> fh.Plan:
+    """A plan whose hook raises at a call of its own choice."""
+    calls = []
+
+    def hook(_module: object, _args: object, _output: object) -> None:
+        calls.append(None)
+        if fails_at(len(calls)):
+            msg = "on purpose"
+            raise RuntimeError(msg)
+
+    return fh.Plan(fh.on("model.layers.0", hook), fh.keep(LAYER))
+
+
+@pytest.mark.parametrize("call", [1, 2, 4, 5])
+def test_a_hook_that_raises_fails_its_request_alone(model: Any, call: int) -> None:
+    with engine(model, max_batch_tokens=20) as attached:
+        attached.add_request(PROMPT, "bad", plan=failing(lambda n: n == call))
+        attached.add_request(PROMPT, "good", plan=STEERED.plan)
+        attached.add_request(PROMPT, "plain")
+        outputs = take(attached, 3)
+
+    bad = outputs["bad"]
+    assert bad.is_finished()
+    assert bad.status.name == "FAILED"
+    assert bad.error == "RuntimeError: on purpose"
+    assert isinstance(bad.hook_error, RuntimeError)
+    assert len(bad.generated_tokens) < NEW
+    STEERED.check(model, outputs["good"], NEW)
+    Job(PROMPT).check(model, outputs["plain"], NEW)
+
+
+def test_what_failed_leaves_no_keys_and_values_to_others(model: Any) -> None:
+    def fail_late(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[1] == 1:
+            msg = "on purpose"
+            raise RuntimeError(msg)
+        return output + 5.0
+
+    with engine(model, page_size=4) as attached:
+        attached.add_request(PROMPT, "bad", plan=fh.Plan(fh.on("model.layers.0", fail_late)))
+        assert attached.get_result(timeout=WAIT).hook_error is not None
+        for _ in range(2):
+            attached.add_request(PROMPT)
+            Job(PROMPT).check(model, attached.get_result(timeout=WAIT), NEW)
+
+
+def test_a_budget_fails_its_request(model: Any) -> None:
+    with engine(model) as attached:
+        attached.add_request(PROMPT, plan=fh.Plan(fh.keep(LAYER, max_bytes=4 * WIDTH * 30)))
+        output = attached.get_result(timeout=WAIT)
+        attached.add_request(PROMPT)
+        Job(PROMPT).check(model, attached.get_result(timeout=WAIT), NEW)
+
+    assert isinstance(output.hook_error, CaptureBudgetError)
+    assert output.status.name == "FAILED"
+    assert output.acts[LAYER].shape[-2] == len(PROMPT)
+
+
+def test_a_module_whose_rows_are_not_found_fails_its_request(model: Any) -> None:
+    # The model's own output has the logits of some rows.
+    plan = fh.Plan(fh.on("", lambda _module, _args, output: None))
+    with engine(model) as attached:
+        attached.add_request(PROMPT, plan=plan)
+        output = attached.get_result(timeout=WAIT)
+
+    assert isinstance(output.hook_error, fh.RowsError)
+
+
+def test_a_module_that_never_runs_fails_its_request() -> None:
+    model = tiny_llama()
+    model.spare = nn.Linear(3, 3)
+    with engine(model) as attached:
+        attached.add_request(PROMPT, plan=fh.Plan(fh.on("spare", fh.Scale(2.0))))
+        steered = attached.get_result(timeout=WAIT)
+        attached.add_request(PROMPT, plan=fh.Plan(fh.keep(["spare", LAYER])))
+        kept = attached.get_result(timeout=WAIT)
+
+    for output in (steered, kept):
+        assert output.status.name == "FAILED"
+        assert "'spare'" in output.error
+
+
+def test_forks_to_come_fail_with_their_parent(model: Any) -> None:
+    outputs = transformers.generate_batch(
+        model,
+        [PROMPT, PROMPT],
+        [failing(lambda n: n == 1), STEERED.plan],
+        generation_config=greedy(NEW, num_return_sequences=2),
+        continuous_batching_config=batching(max_batch_tokens=8),
+    )
+
+    assert len(outputs) == 4
+    for name in ("req_0", "req_0__child#0"):
+        assert isinstance(outputs[name].hook_error, RuntimeError)
+    for name in ("req_1", "req_1__child#0"):
+        STEERED.check(model, outputs[name], NEW)
+
+
+def test_a_plan_closed_while_it_runs_fails_its_request(model: Any) -> None:
+    prepared = STEERED.plan.prepare(model)
+    with engine(model, new_tokens=200) as attached:
+        attached.add_request(PROMPT, plan=prepared, streaming=True, eos_token_id=-1)
+        attached.get_result(timeout=WAIT)
+        prepared.close()
+        last = [*attached.request_id_iter("req_0")][-1]
+
+    assert "closed while it ran" in last.error
+    assert isinstance(last.hook_error, HookError)
+
+
+BAD = {
+    "an unknown module": (fh.Plan(fh.on("model.layers.7", fh.Zero())), SelectionError, "layers.7"),
+    "another width": (
+        fh.Plan(fh.on("lm_head", fh.Add(torch.ones(3)))),
+        HookTypeError,
+        "width of 3",
+    ),
+    "a backward hook": (
+        fh.Plan(fh.on(LAYER, lambda *_: None, phase="backward")),
+        HookError,
+        "entry 0 .* no gradients",
+    ),
+    "gradients": (fh.Plan(fh.keep(LAYER, grads=True)), HookError, "no gradients"),
+    "an early end": (fh.Plan(fh.keep(LAYER, stop=True)), HookError, "end the forward of others"),
+    "no plan": ("layers", HookTypeError, "plan is a Plan or a Prepared, got str"),
+    "another model's": (
+        fh.Plan(fh.keep("0")).prepare(nn.Sequential(nn.Linear(2, 2))),
+        HookError,
+        "prepared for another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_plan_is_the_callers_error(model: Any, case: str) -> None:
+    plan, error, message = BAD[case]
+    with engine(model) as attached:
+        with pytest.raises(error, match=message):
+            attached.add_request(PROMPT, plan=plan)
+        with pytest.raises(error, match=message):
+            attached.add_requests([PROMPT], plans=[plan])
+        attached.add_request(PROMPT)
+        Job(PROMPT).check(model, attached.get_result(timeout=WAIT), NEW)
+    with pytest.raises(error, match=message):
+        transformers.generate_batch(model, [PROMPT], [plan])
+
+
+def test_each_input_has_a_plan_or_none(model: Any) -> None:
+    with pytest.raises(ValueError, match="got 1 for 2"):
+        transformers.generate_batch(model, [PROMPT, PROMPT], [None])
+
+
+def test_an_id_is_of_one_request_with_a_plan_at_a_time(model: Any) -> None:
+    with engine(model, new_tokens=50) as attached:
+        attached.add_request(PROMPT, "mine", plan=STEERED.plan, eos_token_id=-1)
+        with pytest.raises(HookError, match="'mine' already"):
+            attached.add_request(PROMPT, "mine", plan=STEERED.plan)
+        first = attached.get_result(timeout=WAIT)
+        attached.add_request(PROMPT, "mine", max_new_tokens=NEW)
+        second = attached.get_result(timeout=WAIT)
+
+    assert len(first.generated_tokens) == 50
+    assert len(first.acts[LAYER].reshape(-1, WIDTH)) == len(PROMPT) + 49
+    Job(PROMPT).check(model, second, NEW)
+
+
+def test_ids_that_are_prefixes_of_each_other_are_others(model: Any) -> None:
+    with engine(model) as attached:
+        for name, plan in (("user", STEERED.plan), ("user-chat", None), ("use", None)):
+            attached.add_request(PROMPT, name, plan=plan)
+        outputs = take(attached, 3)
+    for name, output in outputs.items():
+        (STEERED if name == "user" else Job(PROMPT)).check(model, output, NEW)
+
+
+def test_a_cancelled_request_is_forgotten(model: Any) -> None:
+    with engine(model, new_tokens=200) as attached:
+        name = attached.add_request(PROMPT, plan=STEERED.plan, streaming=True, eos_token_id=-1)
+        attached.get_result(timeout=WAIT)
+        attached.cancel_request(name)
+        attached.add_request(PROMPT, "next", plan=STEERED.plan, max_new_tokens=NEW)
+        output = attached.get_result(timeout=WAIT)
+        while output.request_id != "next":
+            output = attached.get_result(timeout=WAIT)
+        STEERED.check(model, output, NEW)
+        assert "0 requests with plans" in repr(attached)
+        attached.add_request(PROMPT, name, max_new_tokens=NEW)
+        Job(PROMPT).check(model, attached.get_result(timeout=WAIT), NEW)
+
+
+def test_streamed_outputs_end_with_the_captures(model: Any) -> None:
+    with engine(model) as attached:
+        name = attached.add_request(PROMPT, plan=STEERED.plan, streaming=True)
+        outputs = [*attached.request_id_iter(name)]
+
+    assert [len(output.generated_tokens) for output in outputs] == [*range(1, len(outputs) + 1)]
+    assert all(output.hook_error is None for output in outputs)
+    STEERED.check(model, outputs[-1], NEW)
+
+
+def test_iterating_gives_the_managers_outputs(model: Any) -> None:
+    jobs = [STEERED, Job(PROMPT), STEERED]
+    with engine(model) as attached:
+        names = attached.add_requests([job.prompt for job in jobs], plans=[j.plan for j in jobs])
+        results = iter(attached)
+        outputs = {each.request_id: each for each in (next(results) for _ in jobs)}
+    for name, job in zip(names, jobs, strict=True):
+        job.check(model, outputs[name], NEW)
+
+
+def test_a_handler_gets_the_captures(model: Any) -> None:
+    async def ask(attached: Attached) -> Any:
+        done = asyncio.get_running_loop().create_future()
+        attached.register_result_handler("mine", done.set_result)
+        attached.add_request(PROMPT, "mine", plan=STEERED.plan)
+        return await asyncio.wait_for(done, WAIT)
+
+    with engine(model) as attached:
+        STEERED.check(model, asyncio.run(ask(attached)), NEW)
+
+
+def test_many_threads_add_requests(model: Any) -> None:
+    jobs = [STEERED, Job(PROMPT)] * 8
+    names: dict[str, Job] = {}
+    with engine(model) as attached:
+        start = threading.Barrier(4)
+
+        def add(mine: list[Job]) -> None:
+            start.wait(WAIT)
+            for job in mine:
+                names[attached.add_request(job.prompt, plan=job.plan)] = job
+
+        threads = [threading.Thread(target=add, args=(jobs[n::4],)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        outputs = [attached.get_result(timeout=WAIT) for _ in jobs]
+        for thread in threads:
+            thread.join(WAIT)
+    assert len(names) == len(jobs)
+    for output in outputs:
+        names[output.request_id].check(model, output, NEW)
+
+
+def test_detaching_fails_what_still_runs_with_a_plan(model: Any) -> None:
+    with model.continuous_batching_context_manager(
+        greedy(100), continuous_batching_config=batching()
+    ) as manager:
+        attached = transformers.attach(manager)
+        attached.add_request(PROMPT, "steered", plan=STEERED.plan, eos_token_id=-1)
+        attached.add_request(PROMPT, "plain", eos_token_id=-1)
+        attached.close()
+        attached.close()
+        outputs = take(manager, 2)
+        with pytest.raises(HookError, match="was detached"):
+            attached.add_request(PROMPT, plan=STEERED.plan)
+
+    assert "was detached" in outputs["steered"].error
+    assert len(outputs["plain"].generated_tokens) == 100
+
+
+def test_an_engine_that_dies_fails_its_requests(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model) as attached:
+        processor = attached.batch_processor
+
+        def die() -> None:
+            msg = "out of memory"
+            raise MemoryError(msg)
+
+        monkeypatch.setattr(processor, "update_batch", die)
+        attached.add_request(PROMPT, plan=STEERED.plan)
+        output = attached.get_result(timeout=WAIT)
+        assert attached.get_result(timeout=0.1) is None
+        assert attached.add_request(PROMPT, plan=STEERED.plan) is None
+        assert "0 requests with plans" in repr(attached)
+
+    assert output.status.name == "FAILED"
+    assert "out of memory" in output.error
+
+
+def test_a_manager_started_again_serves_plans(model: Any) -> None:
+    manager = model.init_continuous_batching(greedy(NEW), batching())
+    with transformers.attach(manager) as attached:
+        for _ in range(2):
+            attached.start()
+            attached.add_request(PROMPT, plan=STEERED.plan)
+            STEERED.check(model, attached.get_result(timeout=WAIT), NEW)
+            attached.stop()
+
+
+def test_the_cache_is_freed_with_the_manager(model: Any) -> None:
+    with engine(model) as attached:
+        attached.add_request(PROMPT, plan=STEERED.plan)
+        output = attached.get_result(timeout=WAIT)
+        cache = weakref.ref(attached.batch_processor.cache)
+    del attached
+    gc.collect()
+
+    assert cache() is None
+    STEERED.check(model, output, NEW)

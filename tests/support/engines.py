@@ -1,0 +1,212 @@
+"""Requests with random plans, and what transformers computes for each alone, hooked by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+EOS = 2
+LAYERS = 3
+WIDTH = 32
+HEAD = "lm_head"
+
+
+def tiny_llama(**sizes: int) -> Any:
+    """A random Llama that runs in less than a millisecond per token."""
+    defaults = {
+        "vocab_size": 64,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+    model = LlamaForCausalLM(LlamaConfig(**(defaults | tokens | sizes)))
+    return model.eval().requires_grad_(False)
+
+
+def batching(**changes: Any) -> ContinuousBatchingConfig:
+    """The engine's configuration: small, and without what a CPU has not."""
+    settings = {
+        "page_size": 8,
+        "num_blocks": 64,
+        "max_batch_tokens": 24,
+        "auto_switch_to_flash": False,
+        "use_cuda_graph": False,
+    }
+    return ContinuousBatchingConfig(**(settings | changes))
+
+
+def greedy(new_tokens: int = 10, **changes: Any) -> GenerationConfig:
+    """Greedy decoding."""
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=EOS, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """An intervention on the output of one decoder layer, and its twin by hand."""
+
+    layer: int
+    hook: fh.Intervention
+    at: Any
+
+    def by_hand(self, x: Tensor, prompt: int) -> Tensor:
+        """Applies the change to hidden states of (1, positions, width)."""
+        chosen = chosen_positions(self.at, x.shape[1], prompt)
+        return torch.where(chosen[None, :, None], self._everywhere(x), x)
+
+    def _everywhere(self, x: Tensor) -> Tensor:
+        match self.hook:
+            case fh.Add(vector=vector, scale=scale):
+                return x + scale * vector
+            case fh.Scale(factor=factor):
+                return x * factor
+            case fh.Ablate(direction=direction):
+                unit = direction / direction.norm()
+                return x - (x @ unit)[..., None] * unit
+            case _:
+                return torch.zeros_like(x)
+
+
+def chosen_positions(at: Any, length: int, prompt: int) -> Tensor:
+    """Mask of the positions that `at` names."""
+    positions = torch.arange(length)
+    match at:
+        case None:
+            return positions >= 0
+        case "prompt":
+            return positions < prompt
+        case "generated":
+            return positions >= prompt
+        case "last_prompt":
+            return positions == prompt - 1
+        case slice(start=start, stop=stop):
+            return (positions >= start) & (positions < stop)
+        case _:
+            return positions == at
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request: its prompt, the changes of its plan and the layers that it keeps."""
+
+    prompt: list[int]
+    changes: tuple[Change, ...] = ()
+    kept: tuple[str, ...] = ()
+    python: float | None = None  # added by a Python hook to the first layer's output
+
+    @property
+    def plan(self) -> fh.Plan | None:
+        """The plan; None if it would be empty."""
+        entries: list[Any] = [
+            fh.on(f"model.layers.{each.layer}", each.hook, at=each.at) for each in self.changes
+        ]
+        if self.python is not None:
+            amount = self.python
+            entries.append(fh.on("model.layers.0", lambda _module, _args, out: out + amount))
+        entries += [fh.keep(each) for each in self.kept]
+        return fh.Plan(*entries) if entries else None
+
+    def alone(self, model: Any, text: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Runs prompt and text alone; returns the logits, and the kept states by position."""
+        acts: dict[str, Tensor] = {}
+
+        def change(each: Change) -> Any:
+            return lambda _module, _args, out: each.by_hand(out, len(self.prompt))
+
+        def record(name: str) -> Any:
+            return lambda _module, _args, out: acts.__setitem__(name, out.detach().clone())
+
+        def hook(name: str, function: Any) -> Any:
+            return model.get_submodule(name).register_forward_hook(function)
+
+        handles = [hook(f"model.layers.{each.layer}", change(each)) for each in self.changes]
+        if self.python is not None:
+            handles.append(hook("model.layers.0", lambda _m, _a, out: out + self.python))
+        handles += [hook(name, record(name)) for name in self.kept]
+        ids = torch.tensor([[*self.prompt, *text][:-1]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits
+        for handle in handles:
+            handle.remove()
+        return logits[0], {name: act[0] for name, act in acts.items()}
+
+    def check(self, model: Any, output: Any, most: int, tolerance: float = 1e-3) -> None:
+        """Asserts that an output is what the request gives alone.
+
+        The text is greedy if each token has the highest logit behind those before it.
+        """
+        text = output.generated_tokens
+        assert output.error is None, output.error
+        assert output.hook_error is None
+        assert 1 <= len(text) <= most
+        assert EOS not in text[:-1]
+        assert len(text) == most or text[-1] == EOS
+        logits, acts = self.alone(model, text)
+        behind = logits[len(self.prompt) - 1 :]
+        chosen = behind.gather(1, torch.tensor(text)[:, None])[:, 0]
+        assert (behind.amax(1) - chosen).max() <= tolerance, "not the text that it gives alone"
+        assert sorted(output.acts) == sorted(acts)
+        for name, right in acts.items():
+            if name == HEAD:
+                right = behind  # noqa: PLW2901 (the head runs for tokens to come alone)
+            got = output.acts[name].reshape(-1, right.shape[-1])
+            assert got.shape == right.shape, f"{name}: {got.shape} instead of {right.shape}"
+            torch.testing.assert_close(
+                got, right, rtol=tolerance, atol=tolerance * float(right.abs().max())
+            )
+
+
+def random_jobs(number: int, seed: int, longest: int = 40) -> list[Job]:
+    """Requests of which a third have no plan; every other begins with one of three prefixes."""
+    rng = random.Random(seed)  # noqa: S311 (tests)
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(most: int) -> list[int]:
+        return [rng.randrange(3, 64) for _ in range(rng.randint(1, most))]
+
+    def change() -> Change:
+        vector = torch.randn(WIDTH, generator=generator)
+        hook = rng.choice(
+            [
+                fh.Add(vector, scale=rng.choice([0.5, 2.0])),
+                fh.Add(vector),
+                fh.Scale(rng.choice([0.5, 1.5])),
+                fh.Ablate(vector),
+                fh.Zero(),
+            ]
+        )
+        at = rng.choice([None, None, "prompt", "generated", "last_prompt", 0, 3, slice(2, 9)])
+        return Change(rng.randrange(LAYERS), hook, at)
+
+    prefixes = [tokens(3 * longest // 4) for _ in range(3)]
+    jobs = []
+    for index in range(number):
+        prompt = [*(rng.choice(prefixes) if index % 2 else []), *tokens(longest // 2)]
+        if rng.random() < 1 / 3:
+            jobs.append(Job(prompt))
+            continue
+        changes = tuple(change() for _ in range(rng.randint(0, 2)))
+        names = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
+        names += ["model.layers.1.mlp", HEAD]
+        kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
+        jobs.append(Job(prompt, changes, kept, rng.choice([None, None, None, 0.25])))
+    return jobs
