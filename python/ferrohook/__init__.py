@@ -17,6 +17,7 @@ from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
 from ferrohook.errors import ResumeError as ResumeError
+from ferrohook.errors import RowsError as RowsError
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
 from ferrohook.errors import StoreError as StoreError
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.rows import Batch as Batch
+    from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
     from ferrohook.steering import Add as Add
@@ -74,6 +77,7 @@ __all__ = [
     "ActivationCache",
     "Add",
     "BackwardHook",
+    "Batch",
     "CaptureBudgetError",
     "Clamp",
     "Collected",
@@ -95,6 +99,7 @@ __all__ = [
     "Replace",
     "Request",
     "ResumeError",
+    "RowsError",
     "Scale",
     "Scope",
     "SelectionError",
@@ -105,6 +110,7 @@ __all__ = [
     "UnverifiedWarning",
     "Zero",
     "__version__",
+    "batch",
     "capture",
     "collect",
     "detectors",
@@ -131,6 +137,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "rows": ("Batch", "batch"),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ferrohook import shards
 from ferrohook.capture_session import Activations, CaptureSession, not_captured, options_of
-from ferrohook.errors import HookTypeError, NeverFiredWarning, SelectionError
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
@@ -247,6 +247,19 @@ class Capture(Scope):
         @property
         def tag(self) -> _CaptureTag: ...  # noqa: D102 (for checkers)
         def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
+
+    @property
+    def acts(self) -> ActivationCache:
+        """The activations of a capture that is in batches instead of being entered.
+
+        Raises:
+            HookError: it was in none yet.
+        """
+        acts: ActivationCache | None = self._begun
+        if acts is None:
+            msg = "this capture was in no batch: `with capture as acts:` gives the activations"
+            raise HookError(msg)
+        return acts
 
     def __getitem__(self, name: object) -> NoReturn:
         msg = f"`with capture as acts:` gives the activations, then acts[{name!r}]"

@@ -23,6 +23,10 @@ class StaleActivationError(HookError):
     """Captured activation that was changed in place after the capture."""
 
 
+class RowsError(HookError):
+    """Rows of a batch that are invalid, or that cannot be found in a tensor."""
+
+
 class CaptureBudgetError(HookError):
     """Activation that would exceed `max_bytes`; earlier activations stay readable."""
 

@@ -92,6 +92,10 @@ class Scope(Frame):
 
         return wrapped
 
+    def close(self) -> None:
+        """Closes it, wherever it is entered: its hooks fire no more."""
+        self._close()
+
     def __repr__(self) -> str:
         state = "left" if self.closed else "new" if self._entered is None else "entered"
         return f"<Scope {state}>"

@@ -57,6 +57,13 @@ def check_at(at: Any) -> None:
         expect(at, (), "at is a name, an int, a slice or a function of positions")
 
 
+def needs_prompt(at: At) -> bool:
+    """True if positions refer to the length of the prompt."""
+    if isinstance(at, slice):
+        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
+    return isinstance(at, str) or (isinstance(at, int) and at < 0)
+
+
 class Prompt(NamedTuple):
     """The prompts of the running generation."""
 

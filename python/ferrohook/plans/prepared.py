@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ferrohook._core import (
     PlanGuard,
     RequestBase,
     RootCalls,
-    frames,
     record_all,
 )
 from ferrohook.activations import ActivationCache
@@ -168,11 +167,14 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def open(self) -> Request:
-        """Opens a request: enter it by `with`, around the calls that it is for.
+    def open(self, *, deadline: float | None = None) -> Request:
+        """Opens a request: enter it by `with` around its calls, or give it to `batch`.
 
         Costs the same for any number of modules. A request is opened by any thread or task, and any
         number of them at a time.
+
+        Args:
+            deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
 
         Raises:
             HookError: the plan was closed, its model is gone, or it needs positions that the model
@@ -180,7 +182,11 @@ class Prepared:
         """
         if self._refusal is not None:
             raise HookError(self._refusal)
-        return Request(self._frame, self._contents, self._templates)
+        request = Request(self._frame, self._contents, self._templates)
+        request._prepared = self
+        if deadline is not None:
+            request.expire(deadline)
+        return request
 
     def close(self) -> None:
         """Removes the hooks, and restores modules that nothing else instruments.
@@ -222,11 +228,15 @@ class Prepared:
 
 
 def _find_positions(
-    contents: _Contents, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    contents: _Contents,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    entered: tuple[Frame, ...],
 ) -> None:
     """Finds the positions of a forward, for the requests that it runs for."""
-    for frame in frames.get():
-        if isinstance(frame, Request) and frame._plan is contents:
+    for frame in entered:
+        if isinstance(frame, Request) and frame._plan is contents and not frame._positioned:
             tokens = tokens_of(model, args, kwargs, frame._prompt)
             frame._prompt = tokens.prompt
             masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
@@ -244,7 +254,12 @@ class Request(RequestBase, Scope):
         @property
         def _plan(self) -> _Contents: ...
 
+    _prepared: Prepared
+    """Kept alive: dropping it removes the hooks."""
     _prompt: Prompt | None = None
+    _positioned = False
+    prompt_lengths: Any = None
+    """Number of tokens of its prompt, as the last batch with `lengths` for it had it."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
@@ -277,9 +292,21 @@ class Request(RequestBase, Scope):
         values = recorded(self._collector(place), options.copies)
         return Activations(capture.places, values, only_last=options.only_last)
 
-    def close(self) -> None:
-        """Closes the request, wherever it is entered: its hooks fire no more."""
-        self._close()
+    @property
+    def model(self) -> nn.Module | None:
+        """The model of its plan; None once that is gone."""
+        return self._plan.model()
+
+    @property
+    def plan_positions(self) -> Sequence[At]:
+        """The positions that its plan names."""
+        return self._plan.ats
+
+    def set_positions(self, masks: tuple[Any, ...] | None) -> None:
+        """Sets which rows are at the plan's positions in this step; None: the model's call says."""
+        self._positioned = masks is not None
+        if masks is not None:
+            self._set_masks(masks)
 
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as the request is left."""

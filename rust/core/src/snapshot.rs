@@ -36,6 +36,12 @@ impl<H> Entry<H> {
         self.state.priority()
     }
 
+    /// True if the hook fires before `other`, in a registry that has both.
+    #[must_use]
+    pub fn precedes(&self, other: &Self) -> bool {
+        self.state.order_key() < other.state.order_key()
+    }
+
     /// True if it was registered by [`Registry::register_last`](crate::Registry::register_last).
     #[must_use]
     pub fn last(&self) -> bool {

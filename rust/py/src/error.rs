@@ -33,6 +33,10 @@ pub fn selection_error(py: Python<'_>, message: String) -> PyErr {
     of_class(py, "SelectionError", message)
 }
 
+pub fn rows_error(py: Python<'_>, message: String) -> PyErr {
+    of_class(py, "RowsError", message)
+}
+
 pub fn stale_activation(py: Python<'_>, message: String) -> PyErr {
     of_class(py, "StaleActivationError", message)
 }

@@ -41,6 +41,8 @@ mod _core {
     #[pymodule_export]
     use crate::checksum::crc32;
     #[pymodule_export]
+    use crate::contexts::batch::BatchBase;
+    #[pymodule_export]
     use crate::contexts::frame::Frame;
     #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use crate::contexts::batch::BatchBase;
 use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
@@ -116,6 +117,7 @@ impl Registry {
         if hook.operator() {
             scope.use_operators();
         }
+        scope.note_hook(py, phase, hook.runs_python(py)?)?;
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
         let handle = hook.register(phase, placement, &hooks);
         // Another thread may have closed the frame meanwhile, without this hook.
@@ -319,7 +321,11 @@ impl Registry {
     fn traced<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, bool)> {
         let frames = Frames::default();
         let operators = frames.entered(py)?.is_some_and(frame::any_operators);
-        let (mut faithful, mut phases, mut snapshots) = (true, Vec::new(), Vec::new());
+        // A graph does not know whose rows the calls that run it have.
+        let in_batch = frames.entered(py)?;
+        let of_members =
+            in_batch.is_some_and(|it| BatchBase::has_hooks(it, self.module, &Phase::ALL));
+        let (mut faithful, mut phases, mut snapshots) = (!of_members, Vec::new(), Vec::new());
         for phase in Phase::ALL {
             let mut rows = Vec::new();
             let snapshot = self.begin(py, phase, &frames)?;
@@ -381,7 +387,11 @@ impl Registry {
     /// True if a call in this context has forward hooks, those of recording included.
     #[getter]
     fn hooked(&self, py: Python<'_>) -> PyResult<bool> {
-        for phase in [Phase::ForwardPre, Phase::Forward] {
+        let phases = [Phase::ForwardPre, Phase::Forward];
+        if BatchBase::has_hooks(&active(py)?, self.module, &phases) {
+            return Ok(true);
+        }
+        for phase in phases {
             let snapshot = self.firing(py, phase)?;
             let mut entries = snapshot.iter().flat_map(Snapshot::iter);
             if entries.any(|entry| !entry.removed()) {

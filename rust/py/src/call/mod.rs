@@ -1,6 +1,7 @@
 //! Call of a hooked module, from its arguments to its output.
 
 pub mod backward;
+pub mod rows;
 pub mod stop;
 
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::backward::Tap;
+use crate::call::rows::{MemberHooks, Needs, Segment, Value};
 use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
@@ -57,6 +59,8 @@ struct Call<'a, 'py> {
 enum Step<'s, 'py> {
     Torch(&'s TorchHook<'py>),
     Own(&'s Entry<Hook>),
+    /// Hooks of the members of a batch, side by side.
+    Rows(&'s Segment<'s, 'py>),
 }
 
 fn steps<'s, 'py>(
@@ -68,6 +72,23 @@ fn steps<'s, 'py>(
         .iter()
         .map(Step::Torch)
         .chain(own.map(Step::Own))
+}
+
+/// Steps of a phase in a batch whose members have hooks.
+fn steps_with_rows<'s, 'py>(
+    torch_hooks: &'s [TorchHook<'py>],
+    snapshot: Option<&'s Snapshot<Hook>>,
+    segments: &'s [Segment<'s, 'py>],
+) -> Vec<Step<'s, 'py>> {
+    let mut own = snapshot.into_iter().flat_map(Snapshot::iter).map(Step::Own);
+    let mut steps: Vec<_> = torch_hooks.iter().map(Step::Torch).collect();
+    for segment in segments {
+        if !segment.is_empty() {
+            steps.push(Step::Rows(segment));
+        }
+        steps.extend(own.next());
+    }
+    steps
 }
 
 // The path of hooks of PyTorch's contract is inlined into the walk of the forward phase: it is most
@@ -97,6 +118,9 @@ impl<'py> Call<'_, 'py> {
             Some(hooks) => hooks.forward()?,
             None => Vec::new(),
         };
+        if let Some(members) = self.begin_rows(Phase::Forward)? {
+            return self.run_after_in_batch(&members, snapshot.as_ref(), &torch_hooks, ran);
+        }
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
@@ -115,14 +139,43 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
+    /// Runs the call from the module's output to its return value, in a batch whose members have
+    /// hooks.
+    #[cold]
+    fn run_after_in_batch(
+        &mut self,
+        members: &MemberHooks<'py>,
+        snapshot: Option<&Snapshot<Hook>>,
+        torch_hooks: &[TorchHook<'py>],
+        ran: PyResult<Ran<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let segments = members.segments(snapshot);
+        let mut steps = steps_with_rows(torch_hooks, snapshot, &segments).into_iter();
+        let (output, tap) = match ran {
+            Ok(output) => output,
+            Err(error) => {
+                self.run_always_called(&mut steps, None);
+                return Err(error);
+            }
+        };
+        let output = self.forward(steps, output)?;
+        match tap {
+            None => Ok(output),
+            Some(tap) => tap.output(self.module, &self.args, output),
+        }
+    }
+
     /// Runs the call up to the module's output.
     fn run_module(&mut self, target: &Target<'_, 'py>) -> PyResult<Ran<'py>> {
         let torch_backward = match target.torch_hooks() {
             Some(hooks) => Some(self.torch_pre(hooks, target)?),
             None => None,
         };
-        if let Some(snapshot) = self.begin(Phase::ForwardPre)? {
-            self.forward_pre(&snapshot, target)?;
+        let snapshot = self.begin(Phase::ForwardPre)?;
+        if let Some(members) = self.begin_rows(Phase::ForwardPre)? {
+            self.forward_pre_in_batch(&members, snapshot.as_ref(), target)?;
+        } else if let Some(snapshot) = &snapshot {
+            self.forward_pre(snapshot.iter(), target)?;
         }
         let (py, registry) = (self.module.py(), self.registry.get());
         let work = registry.work();
@@ -159,6 +212,18 @@ impl<'py> Call<'_, 'py> {
         self.registry.get().begin(py, phase, &self.frames)
     }
 
+    /// Takes the hooks of a phase of the batch's members; None if there are none.
+    fn begin_rows(&self, phase: Phase) -> PyResult<Option<MemberHooks<'py>>> {
+        let (py, registry) = (self.module.py(), self.registry.get());
+        if !registry.work().watched(phase) {
+            return Ok(None);
+        }
+        match self.frames.entered(py)? {
+            Some(frames) => MemberHooks::begin(py, registry, phase, frames),
+            None => Ok(None),
+        }
+    }
+
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
         Site {
             entry,
@@ -179,9 +244,152 @@ impl<'py> Call<'_, 'py> {
             .clone()
     }
 
-    fn forward_pre(&mut self, snapshot: &Snapshot<Hook>, target: &Target<'_, 'py>) -> PyResult<()> {
+    #[cold]
+    fn forward_pre_in_batch(
+        &mut self,
+        members: &MemberHooks<'py>,
+        snapshot: Option<&Snapshot<Hook>>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        let segments = members.segments(snapshot);
+        for step in steps_with_rows(&[], snapshot, &segments) {
+            match step {
+                Step::Torch(_) => {}
+                Step::Own(entry) => self.forward_pre(std::iter::once(entry), target)?,
+                Step::Rows(segment) => self.forward_pre_of_members(segment, target)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the call as the hooks of a member see it.
+    fn of_member(
+        &self,
+        segment: &Segment<'_, 'py>,
+        member: usize,
+        arguments: &Bound<'py, PyAny>,
+    ) -> PyResult<Self> {
+        let py = self.module.py();
+        let member = &segment.batch.get().all()[member];
+        rows::note_run(member);
+        let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+        Ok(Self {
+            module: self.module,
+            registry: self.registry,
+            frames: Frames::fixed(rows::frames_of(py, member)),
+            args,
+            kwargs: self.kwargs.is_some().then_some(kwargs),
+            took: self.took,
+            repeats: Repeats::default(),
+        })
+    }
+
+    fn forward_pre_of_members(
+        &mut self,
+        segment: &Segment<'_, 'py>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        let py = self.module.py();
+        let batch = segment.batch.get();
+        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
+        for (_, entries) in segment.members() {
+            if !Needs::of(py, &entries, false)?.reads {
+                batch.set_size(&before)?; // the guard of a plan: the call is that of its model
+            }
+        }
+        let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), None)?;
+        let mut value = Value::new(&before, &layout, batch);
+        let covered = value.covered()?;
+        for (number, entries) in segment.members() {
+            let mut run = || {
+                let needs = Needs::of(py, &entries, batch.positioned())?;
+                let describe = || self.site(entries[0]).describe();
+                if !needs.reads {
+                    let mut call = self.of_member(segment, number, &before)?;
+                    return call.forward_pre(entries.iter().copied(), target);
+                }
+                if !covered {
+                    return Err(value.not_covered(&describe()));
+                }
+                let narrowed = value.narrow(number, &needs)?;
+                let mut call = self.of_member(segment, number, &narrowed.value)?;
+                call.forward_pre(entries.iter().copied(), target)?;
+                let after = rows::arguments(&call.args, call.kwargs.as_ref())?;
+                value.take(number, &narrowed, &after, needs.python, &describe())
+            };
+            if let Err(error) = run() {
+                rows::settle(py, &batch.all()[number], error)?;
+            }
+        }
+        if let Some(merged) = value.merged()? {
+            let (args, kwargs) = merged.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+            let kwargs = self.kwargs.is_some().then_some(kwargs);
+            self.replace_input(Some((args, kwargs)));
+        }
+        Ok(())
+    }
+
+    /// Runs forward hooks of the members; `output` is None if the module did not return: those
+    /// with `always_call` run then.
+    #[cold]
+    fn forward_of_members(
+        &mut self,
+        segment: &Segment<'_, 'py>,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = self.module.py();
+        let batch = segment.batch.get();
+        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
+        let Some(output) = output else {
+            for (number, entries) in segment.members() {
+                let mut call = self.of_member(segment, number, &before)?;
+                call.run_always_called(&mut entries.into_iter().map(Step::Own), None);
+            }
+            return Ok(None);
+        };
+        let layout = {
+            let kwargs = self.kwargs.as_ref();
+            batch.layout(self.module, &self.args, kwargs, Some(output))?
+        };
+        let inputs = Value::new(&before, &layout, batch);
+        let mut value = Value::new(output, &layout, batch);
+        let covered = value.covered()?;
+        for (number, entries) in segment.members() {
+            let mut run = || {
+                let needs = Needs::of(py, &entries, batch.positioned())?;
+                let describe = || self.site(entries[0]).describe();
+                if !needs.reads {
+                    let mut call = self.of_member(segment, number, &before)?;
+                    let steps = entries.iter().copied().map(Step::Own);
+                    return call.forward(steps, output.clone()).map(drop);
+                }
+                if !covered {
+                    return Err(value.not_covered(&describe()));
+                }
+                let narrowed = value.narrow(number, &needs)?;
+                let mut call = if needs.python {
+                    self.of_member(segment, number, &inputs.narrow(number, &needs)?.value)?
+                } else {
+                    self.of_member(segment, number, &before)?
+                };
+                let steps = entries.iter().copied().map(Step::Own);
+                let result = call.forward(steps, narrowed.value.clone())?;
+                value.take(number, &narrowed, &result, needs.python, &describe())
+            };
+            if let Err(error) = run() {
+                rows::settle(py, &batch.all()[number], error)?;
+            }
+        }
+        value.merged()
+    }
+
+    fn forward_pre<'s>(
+        &mut self,
+        entries: impl Iterator<Item = &'s Entry<Hook>>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
         let inside = Inside::here();
-        for entry in snapshot.iter() {
+        for entry in entries {
             let Some(invocation) = entry.enter(&inside) else {
                 continue;
             };
@@ -290,6 +498,7 @@ impl<'py> Call<'_, 'py> {
             Step::Torch(hook) => {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
+            Step::Rows(segment) => return self.forward_of_members(segment, Some(output)),
         };
         let Some(invocation) = entry.enter(inside) else {
             return Ok(None);
@@ -382,6 +591,10 @@ impl<'py> Call<'_, 'py> {
             let always = match step {
                 Step::Own(entry) => entry.hook().options.always_call,
                 Step::Torch(hook) => hook.always_call,
+                Step::Rows(segment) => {
+                    let _ = self.forward_of_members(segment, None);
+                    continue;
+                }
             };
             if !always {
                 continue;
@@ -392,6 +605,7 @@ impl<'py> Call<'_, 'py> {
                 Err(error) => match step {
                     Step::Own(entry) => self.site(entry).warn_silenced(&error),
                     Step::Torch(hook) => hook.warn_silenced(&error),
+                    Step::Rows(_) => {}
                 },
             }
         }

@@ -85,6 +85,8 @@ impl Native for Recorder {
 
     const OPERATOR: bool = true;
 
+    const KEEPS: bool = true;
+
     /// Traces the operator of the recorded part, which is the same for every capture.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let (py, this) = (slf.py(), slf.get());

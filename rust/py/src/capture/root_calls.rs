@@ -27,6 +27,10 @@ impl RootCalls {
 }
 
 impl Native for RootCalls {
+    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
+        false
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         if let Some(collector) = slf.get().0.find(turn)? {
             if turn.phase == Phase::ForwardPre {

@@ -3,8 +3,9 @@
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
-use ferrohook_core::{Entry, Phase, Registry};
+use ferrohook_core::{Entry, Phase, Registry, Snapshot};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -14,7 +15,7 @@ use pyo3::types::{PyString, PyTuple};
 
 use crate::contexts::current::{self, Entered, active, same_without, set, without};
 use crate::contexts::scoped::{Modules, Scoped};
-use crate::error::{hook_error, hook_type_error, type_name};
+use crate::error::{hook_error, hook_type_error, rows_error, type_name};
 use crate::hooks::hook::Hook;
 
 /// Modules and hooks that are released together, once.
@@ -50,6 +51,18 @@ pub struct Frame {
     attachments: Mutex<Vec<Box<dyn Release>>>,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
+    /// True while it is a member of an entered batch.
+    in_batch: AtomicBool,
+    /// Value of the tag's `begin`, called when it first joined a batch.
+    begun: OnceLock<Py<PyAny>>,
+    /// Exception that ended its part in batches.
+    failure: OnceLock<PyErr>,
+    /// Time at which its part in batches ends.
+    deadline: OnceLock<Instant>,
+    /// True once it has a hook for a backward phase.
+    backward: AtomicBool,
+    /// True once it has a hook that runs Python.
+    python: AtomicBool,
 }
 
 impl Frame {
@@ -150,6 +163,101 @@ impl Frame {
             ));
         }
         Ok(())
+    }
+
+    /// Makes it a member of an entered batch.
+    pub fn join(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let (py, this) = (slf.py(), slf.get());
+        if this.closed() {
+            return Err(rows_error(py, "a closed request is in no batch".to_owned()));
+        }
+        if this.shared.as_ref().is_some_and(|it| it.get().closed()) {
+            let message = "the plan of a request was closed, and its hooks with it".to_owned();
+            return Err(rows_error(py, message));
+        }
+        if this.entered.lock().is_some() {
+            let message = "a request that is entered by `with` sees whole calls: give a batch \
+                           requests that are not entered";
+            return Err(rows_error(py, message.to_owned()));
+        }
+        if this.fires_backward() {
+            let message = "backward hooks get the gradients of the whole batch: a request in a \
+                           batch has none";
+            return Err(rows_error(py, message.to_owned()));
+        }
+        if this.in_batch.swap(true, Ordering::AcqRel) {
+            let message = "a request is in one batch at a time, and this one is in another";
+            return Err(rows_error(py, message.to_owned()));
+        }
+        // Relaxed: the flag orders nothing.
+        if !this.once.swap(true, Ordering::Relaxed)
+            && let Some(begin) = this.of_tag(intern!(py, "begin"))?
+        {
+            let begun = begin.call1((slf,)).inspect_err(|_| this.part())?;
+            let _ = this.begun.set(begun.unbind());
+        }
+        Ok(())
+    }
+
+    /// Ends its membership of a batch.
+    pub fn part(&self) {
+        self.in_batch.store(false, Ordering::Release);
+    }
+
+    /// True if its hooks fire in no batch any more.
+    pub fn failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+
+    /// Time at which its part in batches ends, if there is one.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline.get().copied()
+    }
+
+    /// Ends its part in batches, for this reason. Returns true for the call that did so.
+    pub fn end(&self, py: Python<'_>, error: &PyErr) -> bool {
+        self.failure.set(copied(py, error)).is_ok()
+    }
+
+    fn fires_backward(&self) -> bool {
+        let own = self.backward.load(Ordering::Relaxed);
+        own || self.shared().is_some_and(Self::fires_backward)
+    }
+
+    /// True if it has hooks that run Python.
+    pub fn runs_python(&self) -> bool {
+        let own = self.python.load(Ordering::Relaxed);
+        own || self.shared().is_some_and(Self::runs_python)
+    }
+
+    /// Notes that it gets a hook of `phase`, which runs Python or does not.
+    pub fn note_hook(&self, py: Python<'_>, phase: Phase, python: bool) -> PyResult<()> {
+        if python {
+            self.python.store(true, Ordering::Relaxed);
+        }
+        if matches!(phase, Phase::BackwardPre | Phase::Backward) {
+            self.backward.store(true, Ordering::Relaxed);
+            if self.in_batch.load(Ordering::Acquire) {
+                let message = "this request is in a batch, whose backward hooks get the gradients \
+                               of all rows: it takes none";
+                return Err(rows_error(py, message.to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the snapshot of a phase of the module with this id: own hooks and shared ones.
+    pub fn snapshot(&self, module: u64, phase: Phase) -> Option<Snapshot<Hook>> {
+        let all = self.all_hooks(module);
+        let hooks = all.iter().flatten();
+        let mut snapshots = hooks
+            .filter(|hooks| hooks.occupied(phase))
+            .map(|hooks| hooks.snapshot(phase));
+        let first = snapshots.next()?;
+        match snapshots.next() {
+            None => Some(first),
+            Some(second) => Some(Snapshot::merged(&[first, second])),
+        }
     }
 
     /// Has the operators run in graphs that contexts with this frame trace.
@@ -268,11 +376,48 @@ impl Frame {
         self.closed()
     }
 
-    /// A copy, without its traceback, of the first exception that one of its hooks raised, whatever
-    /// the hook's `on_error`; None if none did.
+    /// A copy, without its traceback, of the exception that ended its part in batches, or else of
+    /// the first one that one of its hooks raised, whatever the hook's `on_error`; None if none did.
     #[getter]
     fn error<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyBaseException>> {
-        Some(self.error.get()?.value(py))
+        Some(self.failure.get().or(self.error.get())?.value(py))
+    }
+
+    /// True if its hooks fire in no batch any more, for the reason `error`.
+    #[getter(failed)]
+    fn py_failed(&self) -> bool {
+        self.failed()
+    }
+
+    /// Ends its part in batches, from any thread: its hooks and captures stop before the next
+    /// module, and `error` is this exception. Returns True for the call that did so.
+    fn fail(&self, error: Bound<'_, PyBaseException>) -> bool {
+        let py = error.py();
+        self.end(py, &PyErr::from_value(error.into_any()))
+    }
+
+    /// Has it fail with `TimeoutError` in batches once so many seconds have passed; the first time
+    /// that it is called counts.
+    fn expire(&self, seconds: f64) -> PyResult<()> {
+        let after = Duration::try_from_secs_f64(seconds)
+            .map_err(|error| PyValueError::new_err(format!("seconds: {error}")))?;
+        if let Some(deadline) = Instant::now().checked_add(after) {
+            let _ = self.deadline.set(deadline);
+        }
+        Ok(())
+    }
+
+    /// Value of the tag's `begin`, called when it first joined a batch; None before.
+    #[getter]
+    fn _begun<'py>(&self, py: Python<'py>) -> Option<&Bound<'py, PyAny>> {
+        Some(self.begun.get()?.bind(py))
+    }
+
+    /// True if it has hooks.
+    #[getter]
+    fn hooked(&self) -> bool {
+        let own = !self.modules.lock().hooks.is_empty();
+        own || self.shared().is_some_and(Self::hooked)
     }
 
     /// The frames of the context that entered it, itself the last; None before it is entered and
@@ -287,7 +432,7 @@ impl Frame {
     }
 
     /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
-    fn changes(&self, py: Python<'_>) -> PyResult<u64> {
+    pub fn changes(&self, py: Python<'_>) -> PyResult<u64> {
         let mut registries = Vec::new();
         for frame in self.shared().into_iter().chain([self]) {
             let modules = frame.modules.lock();
@@ -307,7 +452,8 @@ impl Frame {
         Ok(calls)
     }
 
-    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+    #[pyo3(name = "__enter__")]
+    pub fn enter<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         if this.closed() || this.once.swap(true, Ordering::Relaxed) {
             let message = this.of_tag(intern!(py, "ONCE"))?;
@@ -368,6 +514,7 @@ impl Frame {
         }
         visit.call(&self.tag)?;
         visit.call(&self.shared)?;
+        visit.call(self.begun.get())?;
         if let Some(entered) = &*self.entered.lock() {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
@@ -423,18 +570,18 @@ pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>,
         };
         let hooks = frame.get().all_hooks(module);
         if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
-            // The first one stays, as a copy: its traceback would keep all frames below alive.
-            let py = frames.py();
-            let copied = py
-                .import("copy")
-                .and_then(|copy| copy.call_method1("copy", (error.value(py),)))
-                .map(PyErr::from_value);
-            let _ = frame
-                .get()
-                .error
-                .set(copied.unwrap_or_else(|failed| failed));
+            let _ = frame.get().error.set(copied(frames.py(), error)); // the first one stays
         }
     }
+}
+
+/// Copies an exception: its traceback would keep all frames below alive.
+fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
+    let copied = py
+        .import("copy")
+        .and_then(|copy| copy.call_method1("copy", (error.value(py),)))
+        .map(PyErr::from_value);
+    copied.unwrap_or_else(|failed| failed)
 }
 
 /// Returns the frames that are not closed: a copied context may hold others.

@@ -8,6 +8,7 @@
 //! the levels and the lasting hooks of hook points, and calls that record are frames; the tag says
 //! which.
 
+pub mod batch;
 pub mod current;
 pub mod frame;
 pub mod scoped;

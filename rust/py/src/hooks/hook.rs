@@ -171,6 +171,18 @@ impl Hook {
             .map_or(Ok(true), |native| native.changes(self.object.bind(py)))
     }
 
+    /// True if its calls may run Python code of the user.
+    pub fn runs_python(&self, py: Python<'_>) -> PyResult<bool> {
+        self.native
+            .map_or(Ok(true), |native| native.runs_python(self.object.bind(py)))
+    }
+
+    /// False if it reads no value, see [`Native::reads`](crate::hooks::native::Native::reads).
+    pub fn reads(&self, py: Python<'_>, positioned: bool) -> PyResult<bool> {
+        let reads = |native: &dyn AnyNative| native.reads(self.object.bind(py), positioned);
+        self.native.map_or(Ok(true), reads)
+    }
+
     /// Object named in errors.
     pub fn named<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let object = self.object.bind(py);

@@ -122,6 +122,20 @@ pub trait Native: PyClass {
         false
     }
 
+    /// True if its calls may run Python code of the user.
+    fn runs_python(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
+    /// True if it keeps the value, which nobody may write to later.
+    const KEEPS: bool = false;
+
+    /// False if it reads no value, whose rows need not be found then. `positioned`: the batch knows
+    /// the positions of its rows.
+    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
+        true
+    }
+
     /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
@@ -138,11 +152,14 @@ pub trait Native: PyClass {
 pub trait AnyNative: Send + Sync {
     fn last(&self) -> bool;
     fn operator(&self) -> bool;
+    fn keeps(&self) -> bool;
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -157,6 +174,10 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn operator(&self) -> bool {
         T::OPERATOR
+    }
+
+    fn keeps(&self) -> bool {
+        T::KEEPS
     }
 
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>> {
@@ -178,6 +199,14 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(T::changes(hook.cast()?))
+    }
+
+    fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::runs_python(hook.cast()?))
+    }
+
+    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
+        Ok(T::reads(hook.cast()?, positioned))
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -96,7 +96,8 @@ impl Site<'_, '_> {
     }
 }
 
-fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
+/// Logs an exception through the logger of the package.
+pub fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
     static LOGGER: Once<Py<PyAny>> = Once::new();
     let logger = LOGGER.get_or_try_init(py, || {
         py.import("logging")?

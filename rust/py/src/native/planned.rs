@@ -3,7 +3,7 @@
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
@@ -45,6 +45,14 @@ impl Native for MaskedHook {
 
     fn changes(_slf: &Bound<'_, Self>) -> bool {
         true
+    }
+
+    fn runs_python(slf: &Bound<'_, Self>) -> bool {
+        slf.get()
+            .hook
+            .bind(slf.py())
+            .cast::<InterventionBase>()
+            .is_err()
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
@@ -95,7 +103,7 @@ impl Native for MaskedHook {
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct PlanGuard {
     tree: Py<ModuleTree>,
-    /// Finds positions, called with (module, args, kwargs); None if the plan needs none.
+    /// Finds positions, called with (module, args, kwargs, frames); None if the plan needs none.
     positions: Option<Py<PyAny>>,
 }
 
@@ -118,6 +126,10 @@ impl Native for PlanGuard {
         Some(Phase::ForwardPre)
     }
 
+    fn reads(slf: &Bound<'_, Self>, positioned: bool) -> bool {
+        slf.get().positions.is_some() && !positioned
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = slf.py();
         if !slf.get().tree.get().holds(py)? {
@@ -130,9 +142,10 @@ impl Native for PlanGuard {
         }
         if let Some(positions) = &slf.get().positions {
             let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
+            let frames = (turn.frames)()?.unwrap_or_else(|| PyTuple::empty(py));
             invoke::call(
                 positions.bind(py),
-                [turn.module, turn.args.as_any(), kwargs.as_any()],
+                [turn.module, &turn.args, &kwargs, &frames],
             )?;
         }
         Ok(None)

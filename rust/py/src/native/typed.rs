@@ -82,6 +82,10 @@ impl Native for TypedHook {
         slf.get().phase == Phase::ForwardPre
     }
 
+    fn runs_python(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let callback = slf.get().callback.bind(slf.py());
         let input = turn.input();

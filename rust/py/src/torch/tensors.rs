@@ -196,6 +196,52 @@ fn map_below<'py>(
     }
 }
 
+/// Calls `look` with each tensor of a structure and its counterpart in another; false if the
+/// structures or other leaves differ.
+pub fn for_each_pair<'py>(
+    first: &Bound<'py, PyAny>,
+    second: &Bound<'py, PyAny>,
+    look: &mut dyn FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<bool> {
+    each_pair_below(first, second, 0, look)
+}
+
+fn each_pair_below<'py>(
+    first: &Bound<'py, PyAny>,
+    second: &Bound<'py, PyAny>,
+    depth: usize,
+    look: &mut dyn FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<()>,
+) -> PyResult<bool> {
+    let structures = (Structure::of(first, depth)?, Structure::of(second, depth)?);
+    let same = match &structures {
+        (Structure::Tensor, Structure::Tensor) => {
+            look(first, second)?;
+            return Ok(true);
+        }
+        (Structure::Leaf, Structure::Leaf) => {
+            return Ok(first.is(second) || first.eq(second).unwrap_or(false));
+        }
+        (Structure::Dict(first), Structure::Dict(second)) => {
+            first.keys().as_any().eq(second.keys().as_any())?
+        }
+        (Structure::Tuple(_), Structure::Tuple(_)) | (Structure::List(_), Structure::List(_)) => {
+            true
+        }
+        (Structure::Dataclass(first), Structure::Dataclass(second)) => first.len() == second.len(),
+        _ => false,
+    };
+    let (items, others) = (structures.0.items(first)?, structures.1.items(second)?);
+    if !same || items.len() != others.len() {
+        return Ok(false);
+    }
+    for (item, other) in items.iter().zip(&others) {
+        if !each_pair_below(item, other, depth + 1, look)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// True if autograd computes a gradient for the tensor.
 pub fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor

@@ -1,0 +1,11 @@
+"""Rows: many requests in one forward, each with its own hooks."""
+
+# A batch is a frame in the context, like a scope. Its members are frames that are not entered
+# themselves. In a call, hooks of each member run between those of the whole batch, in the one order
+# of all hooks, and get the member's rows of each tensor. Between members order does not matter:
+# their rows are disjoint.
+
+from ferrohook.rows.batch import Batch as Batch
+from ferrohook.rows.batch import batch as batch
+
+__all__ = ["Batch", "batch"]

@@ -1,0 +1,206 @@
+"""`batch`: the requests of a forward, and their rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook._core import BatchBase
+from ferrohook.activations import Capture
+from ferrohook.arguments import at_least_one, expect
+from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
+from ferrohook.plans import Request
+from ferrohook.rows.positions import masks_of
+from ferrohook.scopes import Scope
+from ferrohook.selection import select
+
+if TYPE_CHECKING:
+    from ferrohook._core import Frame
+
+RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
+"""Rows of a dimension: one, a slice, numbers, or an index tensor."""
+Index: TypeAlias = "Tensor | Callable[..., Tensor]"
+Gathered: TypeAlias = "Mapping[Any, Index | tuple[Index, int]]"
+Lengths: TypeAlias = "Mapping[Any, int | Sequence[int]]"
+
+
+class Batch(BatchBase, Scope):
+    """A forward that many requests share, see `batch`.
+
+    A scope: hooks registered with it see the whole batch, and `wrap` and `activate` take it to
+    other threads.
+    """
+
+    ONCE = "a batch is entered once: make another for the next step"
+    _positions: Tensor | None = None
+    _lengths: Lengths
+
+    def _begin(self) -> None:
+        """Sets the positions of the requests; called as the batch is entered."""
+        positions = self._positions
+        for number, request in enumerate(self.members):
+            if not isinstance(request, Request) or not request.plan_positions:
+                continue
+            if positions is None:
+                request.set_positions(None)
+                continue
+            length = self._lengths.get(request)
+            if length is not None:
+                request.prompt_lengths = length
+            own = self._narrow(number, positions)
+            masks = masks_of(request.plan_positions, own, request.prompt_lengths, self.dim)
+            request.set_positions(masks)
+
+    @property
+    def errors(self) -> dict[Frame, BaseException]:
+        """The exceptions of the members that failed."""
+        return {each: each.error for each in self.members if each.failed and each.error is not None}
+
+    def _warn_of_silence(self) -> None:
+        """Warns of members no module of which ran; called as the batch is left."""
+        ran = zip(self.members, self._ran, strict=True)
+        silent = [each for each, ran in ran if not ran and each.hooked and not each.failed]
+        if silent:
+            others = f", nor of {len(silent) - 1} others" if len(silent) > 1 else ""
+            msg = (
+                f"no module with a hook of {silent[0]!r} ran in the batch{others}: call the model "
+                "that it was made for inside `with`"
+            )
+            warnings.warn(msg, NeverFiredWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = "left" if self.closed else "new" if self._entered is None else "entered"
+        return f"<Batch of {len(self.members)}, {state}>"
+
+
+def batch(  # noqa: PLR0913 (all but the first two by keyword)
+    rows: Mapping[Any, RowNumbers],
+    dim: int = 0,
+    *,
+    size: int | None = None,
+    positions: Tensor | None = None,
+    lengths: Lengths | None = None,
+    gathered: Gathered | None = None,
+) -> Batch:
+    """Makes a context whose calls serve many requests, each with rows of its own.
+
+    A request's hooks see arguments and output in which each tensor that has the rows of the batch
+    along `dim` is narrowed to the request's own: a view of a slice, a copy of other rows. They
+    change these rows alone. Among the hooks of the whole batch they stand where they would without
+    a batch. A write in place to the rows changes them, as returning them does.
+
+    A hook that raises, a byte budget that is exceeded and a deadline that passes fail their request
+    alone: `request.error` is set and logged, its hooks and captures stop, its rows go on. So does a
+    tensor in which the rows are not found, by a `RowsError`. Hooks of the whole batch raise as
+    ever.
+
+    Leaving the batch closes no request: the next step makes another batch of them.
+
+    Args:
+        rows: rows of each member. A member is a `Request` that is open and not entered, a `Scope`
+            or a `capture`. Rows that are nobody's are padding.
+        dim: dimension of the rows; 1 for tensors of (1, tokens, width).
+        size: number of rows. If neither it nor `positions` is given, it is read from the first
+            tensor that the model of a request is called with; in calls of other modules it ends
+            with the last row that a member has.
+        positions: position of each row's token in its request, (rows,); of a padded batch, (rows,
+            columns). Negative for padding.
+        lengths: number of tokens of the requests' prompts, for plans whose positions (`at`) refer
+            to them; for a request with several padded rows, one for each. A request remembers its
+            own.
+        gathered: modules whose tensors have other rows, by selector or module, such as `lm_head`
+            that runs on the last rows alone. The value is an index tensor: row `i` of the module's
+            tensors is row `index[i]` of the batch, or nobody's if negative. Or a function `(module,
+            args, kwargs, output)` that returns it, with output None before the module runs. Or a
+            tuple of one of these and the dimension of the rows.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        RowsError: no requests, rows that overlap or are out of range, requests of several models,
+            or a selector in `gathered` where no request names a model. When entered: a request that
+            is closed, entered, or in another batch, or that has backward hooks; a batch in another.
+        SelectionError: a selector in `gathered` matches nothing.
+
+    Examples:
+        >>> a, b = plan_a.prepare(model).open(), plan_b.prepare(model).open()
+        >>> with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
+        ...     model(x)
+    """
+    expect(rows, Mapping, "batch takes a dict of requests and their rows")
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        msg = f"dim is an int of at least 0, got {dim!r}"
+        raise HookTypeError(msg)
+    if size is not None:
+        size = at_least_one("size", size)
+    if positions is not None:
+        size = _check_positions(positions, dim, size)
+    members = dict(rows)
+    models = _models(members)
+    indices = [] if gathered is None else _resolved(gathered, models)
+    made = Batch(members, dim, size, positions is not None, indices)
+    made._positions = positions
+    made._lengths = {} if lengths is None else lengths
+    return made
+
+
+def _check_positions(positions: Any, dim: int, size: int | None) -> int:
+    expect(positions, Tensor, "positions are a tensor of ints")
+    kind = positions.dtype
+    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        msg = f"positions are a tensor of ints, got {kind}"
+        raise HookTypeError(msg)
+    if positions.dim() not in {1, 2} or (positions.dim() == 2 and dim):  # noqa: PLR2004
+        msg = (
+            "positions have the shape (rows,), or (rows, columns) with dim=0, got "
+            f"{tuple(positions.shape)} with {dim=}"
+        )
+        raise RowsError(msg)
+    rows: int = positions.shape[0]
+    if size not in {None, rows}:
+        msg = f"size is {size}, and positions has {rows} rows"
+        raise RowsError(msg)
+    return rows
+
+
+def _models(members: Mapping[Any, Any]) -> list[nn.Module]:
+    """Returns the models that the members name, parts of others left out."""
+    models: dict[int, nn.Module] = {}
+    for member in members:
+        model = None
+        if isinstance(member, Request):
+            model = member.model
+        elif isinstance(member, Capture):
+            model = member.tag.session.model
+        if model is not None:
+            models[id(model)] = model
+    if len(models) < 2:  # noqa: PLR2004 (several)
+        return [*models.values()]
+    for model in models.values():
+        parts = {id(each) for each in model.modules()}
+        if models.keys() <= parts:
+            return [model]
+    names = " and ".join(model._get_name() for model in models.values())
+    msg = f"the requests of a batch are of one model, these are of several: {names}"
+    raise RowsError(msg)
+
+
+def _resolved(gathered: Any, models: list[nn.Module]) -> list[tuple[nn.Module, Any, int | None]]:
+    expect(gathered, Mapping, "gathered is a dict of modules and indices")
+    resolved = []
+    for what, value in gathered.items():
+        index, dim = value if isinstance(value, tuple) else (value, None)
+        if not isinstance(index, Tensor) and not callable(index):
+            expect(index, (), "gathered has index tensors and functions")
+        if isinstance(what, nn.Module):
+            resolved.append((what, index, dim))
+            continue
+        if not models:
+            msg = f"{what!r} in gathered: no request names a model, give the module itself"
+            raise RowsError(msg)
+        found = select(models[0], what)
+        resolved += [(module, index, dim) for module in found.values()]
+    return resolved

@@ -1,0 +1,383 @@
+//! Hooks of the members of a batch in one phase of one call: each sees and changes its own rows.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use ferrohook_core::{Entry, Phase, Snapshot};
+use pyo3::exceptions::{PyException, PyTimeoutError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::call::stop::Stop;
+use crate::contexts::batch::{BatchBase, Layout, Member, Rows};
+use crate::error::{rows_error, type_name};
+use crate::hooks::hook::Hook;
+use crate::hooks::native::AnyNative;
+use crate::hooks::site::log_error;
+use crate::registry::Registry;
+use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version};
+
+/// Hooks of a batch's members for one phase of one module.
+pub struct MemberHooks<'py> {
+    pub batch: Bound<'py, BatchBase>,
+    /// Number of the member, and its hooks in firing order.
+    hooks: Vec<(usize, Snapshot<Hook>)>,
+}
+
+/// Hooks of members that run between two hooks of the whole batch.
+pub struct Segment<'a, 'py> {
+    pub batch: &'a Bound<'py, BatchBase>,
+    members: Vec<(usize, &'a Snapshot<Hook>, Range<usize>)>,
+}
+
+impl<'py> MemberHooks<'py> {
+    /// Takes the snapshots of the members of the entered batch; None if none has a hook.
+    #[cold]
+    pub fn begin(
+        py: Python<'py>,
+        registry: &Registry,
+        phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Self>> {
+        let Some(batch) = BatchBase::find(frames) else {
+            return Ok(None);
+        };
+        let mut hooks = Vec::new();
+        let mut now = None;
+        for (number, member) in batch.get().all().iter().enumerate() {
+            let frame = member.frame.get();
+            if frame.failed() || member.rows.len() == 0 {
+                continue;
+            }
+            let Some(snapshot) = frame.snapshot(registry.module(), phase) else {
+                continue;
+            };
+            if let Some(deadline) = frame.deadline()
+                && *now.get_or_insert_with(Instant::now) > deadline
+            {
+                let error = PyTimeoutError::new_err("the deadline of the request has passed");
+                fail(py, member, &error);
+                continue;
+            }
+            hooks.push((number, snapshot));
+        }
+        Ok((!hooks.is_empty()).then_some(Self { batch, hooks }))
+    }
+
+    /// Splits the hooks at those of the whole batch, one more segment than there are of these.
+    pub fn segments(&self, whole: Option<&Snapshot<Hook>>) -> Vec<Segment<'_, 'py>> {
+        let count = whole.map_or(0, Snapshot::len);
+        let mut segments: Vec<_> = (0..=count)
+            .map(|_| Segment {
+                batch: &self.batch,
+                members: Vec::new(),
+            })
+            .collect();
+        for (number, snapshot) in &self.hooks {
+            let mut from = 0;
+            let entries: Vec<_> = snapshot.iter().collect();
+            let bounds = whole.into_iter().flat_map(Snapshot::iter);
+            for (segment, bound) in segments.iter_mut().zip(bounds) {
+                let ahead = entries[from..].iter().take_while(|it| it.precedes(bound));
+                let until = from + ahead.count();
+                segment.add(*number, snapshot, from..until);
+                from = until;
+            }
+            if let Some(last) = segments.last_mut() {
+                last.add(*number, snapshot, from..entries.len());
+            }
+        }
+        segments
+    }
+}
+
+impl<'a, 'py> Segment<'a, 'py> {
+    fn add(&mut self, number: usize, snapshot: &'a Snapshot<Hook>, entries: Range<usize>) {
+        if !entries.is_empty() {
+            self.members.push((number, snapshot, entries));
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// The members, and the hooks of each.
+    pub fn members(&self) -> impl Iterator<Item = (usize, Vec<&'a Entry<Hook>>)> {
+        self.members.iter().map(|(number, snapshot, entries)| {
+            let entries = snapshot.iter().skip(entries.start).take(entries.len());
+            (*number, entries.collect())
+        })
+    }
+}
+
+/// Returns the member's frame with an error set, and logs it.
+pub fn fail(py: Python<'_>, member: &Member, error: &PyErr) {
+    if !member.frame.get().end(py, error) {
+        return;
+    }
+    let frame = member.frame.bind(py).repr();
+    let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
+    let message = format!("{frame} failed in a batch: its rows go on without hooks");
+    if let Err(unlogged) = log_error(py, &message, error) {
+        unlogged.write_unraisable(py, None);
+    }
+}
+
+/// Takes the exception of a member's hook: it fails the member alone, unless it ends the program.
+pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
+    // The forward is shared: a capture ends it for nobody.
+    if error.is_instance_of::<Stop>(py) {
+        return Ok(());
+    }
+    if !error.is_instance_of::<PyException>(py) {
+        return Err(error);
+    }
+    fail(py, member, &error);
+    Ok(())
+}
+
+/// Marks that hooks of a member run.
+pub fn note_run(member: &Member) {
+    // Relaxed: a flag that orders nothing.
+    member.ran.store(true, Ordering::Relaxed);
+}
+
+/// A tensor that a member's hooks get.
+struct Given<'py> {
+    tensor: Bound<'py, PyAny>,
+    /// True if it is narrowed to the member's rows.
+    narrowed: bool,
+    /// Version of a copy, on which a write in place has to be found; None without a counter.
+    version: Option<i64>,
+}
+
+/// Structure of tensors narrowed to the rows of a member.
+pub struct Narrowed<'py> {
+    pub value: Bound<'py, PyAny>,
+    given: Vec<Given<'py>>,
+    copies: bool,
+}
+
+/// A value of the whole batch, and the rows of it that members changed.
+pub struct Value<'a, 'py> {
+    value: &'a Bound<'py, PyAny>,
+    layout: &'a Layout,
+    batch: &'a BatchBase,
+    changes: Vec<Vec<(usize, Bound<'py, PyAny>)>>,
+}
+
+impl<'a, 'py> Value<'a, 'py> {
+    pub fn new(value: &'a Bound<'py, PyAny>, layout: &'a Layout, batch: &'a BatchBase) -> Self {
+        Self {
+            value,
+            layout,
+            batch,
+            changes: Vec::new(),
+        }
+    }
+
+    fn rows(&self, member: usize) -> &'a Rows {
+        self.layout.rows(self.batch, member)
+    }
+
+    /// True if one of its tensors has the rows.
+    pub fn covered(&self) -> PyResult<bool> {
+        let mut covered = false;
+        for_each_tensor(self.value, &mut |tensor| {
+            covered = covered || self.layout.covers(tensor)?;
+            Ok(())
+        })?;
+        Ok(covered)
+    }
+
+    /// Makes the error for a value without a tensor that has the rows.
+    pub fn not_covered(&self, describe: &str) -> PyErr {
+        let py = self.value.py();
+        let mut shapes = Vec::new();
+        let _ = for_each_tensor(self.value, &mut |tensor| {
+            let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+            shapes.push(format!("{shape:?}"));
+            Ok(())
+        });
+        let shapes = if shapes.is_empty() {
+            format!("no tensor, but {}", type_name(self.value))
+        } else {
+            format!("tensors of the shapes {}", shapes.join(", "))
+        };
+        let (rows, dim) = (self.layout.size, self.layout.dim);
+        let message = format!(
+            "{describe}: the {rows} rows of the batch are found in dimension {dim} of no tensor; \
+             the module has {shapes}. Say which they are by `gathered`, or how many by `size`"
+        );
+        rows_error(py, message)
+    }
+
+    /// Narrows the tensors that have the rows to those of a member.
+    pub fn narrow(&self, member: usize, needs: &Needs) -> PyResult<Narrowed<'py>> {
+        let rows = self.rows(member);
+        // A write of another member would make what is kept stale, though in other rows.
+        let clones = needs.keeps && self.batch.runs_python() && !rows.copies();
+        let copies = clones || rows.copies();
+        let mut given = Vec::new();
+        let value = map_tensors(self.value, &mut |tensor| {
+            let narrowed = self.layout.covers(tensor)?;
+            let mut tensor = tensor.clone();
+            if narrowed {
+                tensor = rows.narrow(&tensor, self.layout.dim)?;
+                if clones {
+                    tensor = tensor.call_method0(intern!(tensor.py(), "clone"))?;
+                }
+            }
+            let version = match narrowed && copies {
+                true => version(&tensor).ok(),
+                false => None,
+            };
+            given.push(Given {
+                tensor: tensor.clone(),
+                narrowed,
+                version,
+            });
+            Ok(tensor)
+        })?;
+        Ok(Narrowed {
+            value,
+            given,
+            copies,
+        })
+    }
+
+    /// Collects the rows that a member changed: those returned, and those of copies written in
+    /// place; `wrote`: a hook of it may have written.
+    pub fn take(
+        &mut self,
+        member: usize,
+        narrowed: &Narrowed<'py>,
+        result: &Bound<'py, PyAny>,
+        wrote: bool,
+        describe: &str,
+    ) -> PyResult<()> {
+        let py = self.value.py();
+        let (mut at, mut changed) = (0, Vec::new());
+        let same = for_each_pair(self.value, result, &mut |_, new| {
+            let Some(given) = narrowed.given.get(at) else {
+                return Ok(());
+            };
+            if !new.is(&given.tensor) {
+                if !given.narrowed {
+                    return Err(rows_error(
+                        py,
+                        format!("{describe} replaces a tensor that has no rows of the batch"),
+                    ));
+                }
+                check_same(describe, &given.tensor, new)?;
+                changed.push((at, new.clone()));
+            } else if given.narrowed && narrowed.copies && wrote {
+                let written = given.version.is_none() || version(new).ok() != given.version;
+                if written {
+                    changed.push((at, new.clone()));
+                }
+            }
+            at += 1;
+            Ok(())
+        })?;
+        if !same || at != narrowed.given.len() {
+            let message = format!(
+                "{describe} returns another structure than it got, or changes a part of it that \
+                 all rows share"
+            );
+            return Err(rows_error(py, message));
+        }
+        self.changes.resize_with(narrowed.given.len(), Vec::new);
+        for (at, new) in changed {
+            self.changes[at].push((member, new));
+        }
+        Ok(())
+    }
+
+    /// Returns the value with the changed rows; None if there are none. Makes one copy of each
+    /// changed tensor.
+    pub fn merged(&self) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.changes.iter().all(Vec::is_empty) {
+            return Ok(None);
+        }
+        let py = self.value.py();
+        let mut changes = self.changes.iter();
+        let merged = map_tensors(self.value, &mut |tensor| {
+            let changes = changes.next().map_or(&[][..], Vec::as_slice);
+            if changes.is_empty() {
+                return Ok(tensor.clone());
+            }
+            let copy = tensor.call_method0(intern!(py, "clone"))?;
+            for (member, rows) in changes {
+                self.rows(*member).write(&copy, self.layout.dim, rows)?;
+            }
+            Ok(copy)
+        });
+        merged.map(Some)
+    }
+}
+
+/// Raises unless a tensor can stand for another: same shape, dtype and device.
+fn check_same<'py>(
+    describe: &str,
+    given: &Bound<'py, PyAny>,
+    new: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let py = given.py();
+    for name in ["shape", "dtype", "device"] {
+        let (expected, got) = (given.getattr(name)?, new.getattr(name)?);
+        if !expected.eq(&got)? {
+            let message = format!(
+                "{describe} returns other rows than it got: a tensor of {name} {got} in place of \
+                 {expected}"
+            );
+            return Err(rows_error(py, message));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the arguments of a call as one structure.
+pub fn arguments<'py>(
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = args.py();
+    let kwargs = kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
+    Ok(PyTuple::new(py, [args.as_any(), kwargs.as_any()])?.into_any())
+}
+
+/// The frame of a member, as the frames of its calls.
+pub fn frames_of<'py>(py: Python<'py>, member: &Member) -> Bound<'py, PyTuple> {
+    member.frames.bind(py).clone()
+}
+
+/// Needs of some hooks of a member.
+pub struct Needs {
+    /// True if one reads the value.
+    pub reads: bool,
+    /// True if one runs Python, which may write in place.
+    pub python: bool,
+    /// True if one keeps the value.
+    keeps: bool,
+}
+
+impl Needs {
+    pub fn of(py: Python<'_>, entries: &[&Entry<Hook>], positioned: bool) -> PyResult<Self> {
+        let mut needs = Self {
+            reads: false,
+            python: false,
+            keeps: false,
+        };
+        for entry in entries {
+            let hook = entry.hook();
+            needs.reads |= hook.reads(py, positioned)?;
+            needs.python |= hook.runs_python(py)?;
+            needs.keeps |= hook.native().is_some_and(AnyNative::keeps);
+        }
+        Ok(needs)
+    }
+}

@@ -1,0 +1,254 @@
+"""Bad input of `fh.batch`, and the failures of one request among others."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+WIDTH = 4
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.fixture
+def prepared(model: nn.Module) -> fh.Prepared:
+    return fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH)))).prepare(model)
+
+
+def test_rows(prepared: fh.Prepared) -> None:
+    a, b = prepared.open(), prepared.open()
+    for rows, message in [
+        ({}, "at least one"),
+        ({a: slice(0, 4), b: slice(3, 5)}, "row 3 is of members 0 and 1"),
+        ({a: [1, 1]}, "named twice"),
+        ({a: slice(0, 9)}, "row 8 is out of range: the batch has 8"),
+        ({a: [-9]}, "row -9 is out of range"),
+        ({a: 8}, "row 8 is out of range"),
+    ]:
+        with pytest.raises(fh.RowsError, match=message):
+            fh.batch(rows, size=8)
+    for rows in ({a: slice(None)}, {a: -1}):
+        with pytest.raises(fh.RowsError, match="positions or size"):
+            fh.batch(rows)
+    with pytest.raises(fh.RowsError, match="out of range"):
+        fh.batch({a: slice(0, 10**12)})
+    for wrong in ("0", 1.5, torch.tensor([True]), torch.tensor([[1]]), None, [0.5]):
+        with pytest.raises(fh.HookTypeError):
+            fh.batch({a: wrong}, size=8)
+    with pytest.raises(ValueError, match="step"):
+        fh.batch({a: slice(4, 0, -1)}, size=8)
+
+
+def test_arguments(prepared: fh.Prepared) -> None:
+    a = prepared.open()
+    for arguments in (
+        {"rows": [a]},
+        {"rows": {prepared: 0}},
+        {"rows": {"a": 0}},
+        {"rows": {a: 0}, "dim": -1},
+        {"rows": {a: 0}, "dim": True},
+        {"rows": {a: 0}, "size": 1.5},
+        {"rows": {a: 0}, "positions": [0]},
+        {"rows": {a: 0}, "positions": torch.tensor([0.5])},
+        {"rows": {a: 0}, "gathered": {"0": 3}},
+    ):
+        with pytest.raises(fh.HookTypeError):
+            fh.batch(**arguments)
+    with pytest.raises(fh.RowsError, match="positions has 3"):
+        fh.batch({a: 0}, size=2, positions=torch.arange(3))
+    with pytest.raises(fh.RowsError, match="shape"):
+        fh.batch({a: 0}, dim=1, positions=torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(fh.SelectionError):
+        fh.batch({a: 0}, gathered={"nowhere": torch.arange(2)})
+    with pytest.raises(fh.RowsError, match="names a model"):
+        fh.batch({fh.scope(): 0}, gathered={"0": torch.arange(2)})
+
+
+def test_states_of_requests(model: nn.Module, prepared: fh.Prepared) -> None:
+    a, b = prepared.open(), prepared.open()
+    closed = prepared.open()
+    closed.close()
+    with pytest.raises(fh.RowsError, match="closed"), fh.batch({a: 0, closed: 1}):
+        pass
+    with prepared.open() as entered:
+        model(torch.randn(1, WIDTH))
+        with pytest.raises(fh.RowsError, match="entered by"), fh.batch({a: 0, entered: 1}):
+            pass
+    with fh.batch({a: 0}) as batch:
+        with pytest.raises(fh.RowsError, match="inside a batch"), fh.batch({b: 0}):
+            pass
+        with pytest.raises(fh.HookError), a:
+            pass
+        errors = []
+
+        def elsewhere() -> None:
+            try:
+                with fh.batch({b: 0, a: 1}):
+                    pass
+            except fh.RowsError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert "one batch at a time" in errors[0]
+        model(torch.randn(1, WIDTH))
+    with pytest.raises(fh.RowsError, match="entered once"), batch:
+        pass
+    with fh.batch({a: 1, b: 0}):  # released by the batches that could not be entered
+        model(torch.randn(2, WIDTH))
+
+
+def test_requests_of_several_models(model: nn.Module, prepared: fh.Prepared) -> None:
+    other = nn.Linear(WIDTH, WIDTH)
+    stranger = fh.Plan(fh.keep("")).prepare(other).open()
+    with pytest.raises(fh.RowsError, match="of one model"):
+        fh.batch({prepared.open(): 0, stranger: 1})
+    part = fh.Plan(fh.keep("")).prepare(model[0]).open()
+    with fh.batch({prepared.open(): 0, part: 1}):
+        model(torch.randn(2, WIDTH))
+    assert part.acts[""].shape == (1, WIDTH)
+    with pytest.warns(fh.NeverFiredWarning, match="no module"), fh.batch({stranger: 0}):
+        model(torch.randn(2, WIDTH))
+
+
+def test_backward_hooks_are_refused(model: nn.Module) -> None:
+    scope = fh.scope()
+    fh.register(model, "0", lambda *_: None, phase="backward", scope=scope)
+    with pytest.raises(fh.RowsError, match="backward"), fh.batch({scope: 0}):
+        pass
+    late = fh.scope()
+    with fh.batch({late: 0}), pytest.raises(fh.RowsError, match="backward"):
+        fh.register(model, "0", lambda *_: None, phase="backward", scope=late)
+
+
+def _raises(_m: object, _a: object, _o: object) -> None:
+    msg = "of the hook"
+    raise ZeroDivisionError(msg)
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "message"),
+    [
+        (_raises, ZeroDivisionError, "of the hook"),
+        (lambda _m, _a, o: o[:1], fh.RowsError, "other rows than it got"),
+        (lambda _m, _a, o: o.double(), fh.RowsError, "other rows than it got"),
+        (lambda _m, _a, o: (o, o), fh.RowsError, "another structure"),
+        (fh.Add(torch.ones(WIDTH + 1)), fh.HookTypeError, "width"),
+    ],
+)
+def test_a_failing_hook_fails_its_request_alone(
+    model: nn.Module,
+    caplog: pytest.LogCaptureFixture,
+    hook: object,
+    error: type[Exception],
+    message: str,
+) -> None:
+    x = torch.randn(5, WIDTH)
+    good = fh.Plan(fh.on("2", fh.Scale(2)), fh.keep("1"))
+    bad = fh.Plan(fh.on("1", hook), fh.on("2", fh.Zero()), fh.keep("0"), fh.keep("2", label="l"))
+    a, b = good.prepare(model).open(), bad.prepare(model).open()
+    with fh.batch({a: slice(0, 2)}):
+        expected = model(x)
+    acts = a.acts["1"].clone()
+    with fh.batch({a: slice(0, 2), b: slice(2, 4)}) as batch:
+        out = model(x)
+    assert torch.equal(out, expected)
+    assert torch.equal(a.acts["1"], acts)
+    assert isinstance(b.error, error)
+    assert message in str(b.error)
+    assert b.failed
+    assert not a.failed
+    assert batch.errors == {b: b.error}
+    assert [*b.acts] == ["0"]
+    assert "failed in a batch" in caplog.text
+    with fh.batch({a: slice(0, 2), b: slice(2, 4)}):  # it stays so
+        assert torch.equal(model(x), expected)
+
+
+def test_budgets_deadlines_and_outside_failures(model: nn.Module) -> None:
+    x = torch.randn(4, WIDTH)
+    small = fh.Plan(fh.keep("*", max_bytes=3 * WIDTH * 4)).prepare(model).open()
+    late = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open(deadline=0)
+    ended = fh.Plan(fh.on("2", fh.Zero())).prepare(model).open()
+    error = RuntimeError("the client left")
+    with fh.batch({small: slice(0, 2), late: 2, ended: 3}):
+        assert ended.fail(error)
+        out = model(x)
+    assert torch.equal(out, model(x))
+    assert isinstance(small.error, fh.CaptureBudgetError)
+    assert [*small.acts] == ["0"]
+    assert isinstance(late.error, TimeoutError)
+    assert isinstance(ended.error, RuntimeError)
+
+
+def test_on_error_as_ever(model: nn.Module) -> None:
+    plan = fh.Plan(fh.on("1", _raises, on_error="ignore"), fh.on("2", fh.Zero()))
+    request = plan.prepare(model).open()
+    with fh.batch({request: 0}):
+        out = model(torch.randn(2, WIDTH))
+    assert not request.failed
+    assert isinstance(request.error, ZeroDivisionError)
+    assert out[0].count_nonzero() == 0
+
+
+def test_what_ends_the_program_goes_through(model: nn.Module) -> None:
+    def interrupt(_m: object, _a: object, _o: object) -> None:
+        raise KeyboardInterrupt
+
+    request = fh.Plan(fh.on("1", interrupt)).prepare(model).open()
+    with pytest.raises(KeyboardInterrupt), fh.batch({request: 0}):
+        model(torch.randn(2, WIDTH))
+    assert not request.failed
+
+
+def test_hooks_of_the_whole_batch_raise(model: nn.Module, prepared: fh.Prepared) -> None:
+    request = prepared.open()
+    with fh.batch({request: 0}) as batch:
+        fh.register(model, "1", _raises, scope=batch)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(2, WIDTH))
+    assert request.error is None
+
+
+def test_rows_that_are_not_found(model: nn.Module) -> None:
+    folded = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.ReLU())
+    request = fh.Plan(fh.on("2", fh.Zero())).prepare(folded).open()
+    fine = fh.Plan(fh.keep("0")).prepare(folded).open()
+    with fh.batch({request: 0, fine: 1}):
+        folded(torch.randn(2, 3, WIDTH))
+    assert isinstance(request.error, fh.RowsError)
+    for part in ("ReLU", "Zero", "[6, 4]", "2 rows"):
+        assert part in str(request.error)
+    assert fine.acts["0"].shape == (1, 3, WIDTH)
+
+
+def test_a_plan_whose_model_changed_fails_its_request(model: nn.Sequential) -> None:
+    request = fh.Plan(fh.on("1", fh.Zero())).prepare(model).open()
+    model[1] = nn.Tanh()
+    with fh.batch({request: 0}):
+        model(torch.randn(2, WIDTH))
+    assert "replaced" in str(request.error)
+
+
+def test_other_parts_of_a_value_are_shared() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, torch.zeros(7)
+
+    model = Pair()
+    scope = fh.scope()
+    fh.register(model, "", lambda _m, _a, o: (o[0], o[1] + 1), scope=scope)
+    with fh.batch({scope: 0}, size=3):
+        out = model(torch.randn(3, 2))
+    assert "no rows of the batch" in str(scope.error)
+    assert out[1].count_nonzero() == 0
