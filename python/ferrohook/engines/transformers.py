@@ -26,6 +26,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -33,13 +34,11 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ferrohook.arguments import expect_module
 from ferrohook.engines.planned import PlannedRequests, PreparedPool, Result
 from ferrohook.engines.support import Capabilities
-from ferrohook.engines.transformers_steps import check_row_map, read_step
+from ferrohook.engines.transformers_steps import ROWS, check_row_map, read_step
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import nn
 
     from ferrohook.plans import Plan, Prepared
 
@@ -70,8 +69,6 @@ CAPABILITIES = Capabilities(
         "tensor parallelism": "it was not tried: a module's tensors may be shards",
     },
 )
-ROWS = 1
-"""Dimension of the rows: hidden states are (1, tokens, width)."""
 
 
 def generate_batch(
@@ -177,7 +174,8 @@ class Attached:
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self._planned = PlannedRequests(manager.model, dim=ROWS)
-        self._head = _head_of(manager.model)
+        head = manager.model.get_output_embeddings()
+        self._head = [] if head is None else [*head.modules()]
         self._lock = threading.RLock()  # held while a request with a plan is submitted
         self._rejected: set[str] = set()  # failed here, and not yet forgotten by the engine
         self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
@@ -186,7 +184,7 @@ class Attached:
             # As `warmup` does; the engine's thread takes it over.
             manager.batch_processor = manager._create_batch_processor()
         with self._paused():
-            check_row_map(manager)
+            self._other_dims = check_row_map(manager)
             self._hold()
 
     # --- In the caller's thread --------------------------------------------------------------
@@ -354,9 +352,10 @@ class Attached:
             return
         processor = self.manager.batch_processor
         step = read_step(processor)
-        gathered = None
-        if self._head and processor.model_runner.supports_logits_to_keep(self.manager.model):
-            gathered = dict.fromkeys(self._head, step.logits_rows)
+        every = torch.arange(step.rows)
+        gathered: dict[Any, Any] = {each: (every, dim) for each, dim in self._other_dims.items()}
+        if processor.model_runner.supports_logits_to_keep(self.manager.model):
+            gathered |= dict.fromkeys(self._head, step.logits_rows)
         with self._planned.running(step, gathered):
             original()
         for span in step.spans:
@@ -470,14 +469,3 @@ def _give(output: Any, result: Result) -> None:
     if result.error is not None:
         output.status = RequestStatus.FAILED
         output.error = f"{type(result.error).__name__}: {result.error}"
-
-
-def _head_of(model: nn.Module) -> list[str]:
-    """Returns selectors of the modules that may see only the rows whose logits are wanted."""
-    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' own
-    return [
-        selector
-        for name, module in model.named_modules()
-        if module is head
-        for selector in (name, f"{name}.**")
-    ]

@@ -16,9 +16,15 @@ from transformers.generation.continuous_batching.requests import (
 
 from ferrohook.engines.steps import Span, Step
 from ferrohook.errors import HookError
+from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+ROWS = 1
+"""Dimension of the rows: hidden states are (1, tokens, width)."""
 
 
 def read_step(processor: Any) -> Step:
@@ -45,10 +51,14 @@ def _prepared_io(processor: Any) -> Any:
 
 
 @torch.no_grad()
-def check_row_map(manager: Any) -> None:
+def check_row_map(manager: Any) -> dict[nn.Module, int]:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
+
+    Returns:
+        The dimension of the rows in outputs where it is not `ROWS`: a mixture of experts flattens
+        (1, tokens, width). By sizes alone, rows and experts could be confused later on.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.
@@ -70,13 +80,14 @@ def check_row_map(manager: Any) -> None:
         ):
             msg = "the engine has no room for a test of 3 tokens: attach it while it is idle"
             raise HookError(msg)
-        inputs, embedded = _run(processor, manager.model, dummies, expected.rows)
+        inputs, outputs = _run(processor, manager.model, dummies, expected.rows)
         found = read_step(processor)
     finally:
         for dummy in dummies:
             processor.cache.free_blocks(dummy.state.request_id, no_cache=True)
         io = _prepared_io(processor)
         io.requests_in_batch, io.req_id_to_new_token_position = [], {}
+    embedded = outputs.tokens
     right = (
         found == expected
         and embedded == [[tokens]]
@@ -90,6 +101,43 @@ def check_row_map(manager: Any) -> None:
             f"{inputs['position_ids'].tolist()}, logits of rows {inputs['logits_indices'].tolist()}"
         )
         raise HookError(msg)
+    return {
+        module: dims[0]
+        for module, shape in outputs.shapes.items()
+        if (dims := _dims(shape, expected.rows)) and ROWS not in dims
+    }
+
+
+def _dims(shape: Sequence[int], rows: int) -> list[int]:
+    """Returns the dimensions that may be of the rows; `ROWS` means the rest is 1."""
+    if shape[:1] == (rows,):
+        return [0]
+    return [dim for dim, size in enumerate(shape) if size == rows]
+
+
+class _Recorder:
+    """Tokens that the embedding got, and shapes of all modules' outputs, in this thread."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens: list[Any] = []
+        self.shapes: dict[nn.Module, tuple[int, ...]] = {}
+        self._thread = threading.get_ident()
+        embedding = model.get_input_embeddings()
+        self._handles = [embedding.register_forward_pre_hook(self._embed)]
+        self._handles += [module.register_forward_hook(self._record) for module in model.modules()]
+
+    def _embed(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == self._thread:
+            self.tokens.append(args[0].tolist())
+
+    def _record(self, module: nn.Module, _args: object, output: object) -> None:
+        tensor = next(tensors_in(output), None)
+        if tensor is not None and threading.get_ident() == self._thread:
+            self.shapes[module] = tuple(tensor.shape)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
@@ -106,15 +154,8 @@ def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
 
 def _run(
     processor: Any, model: Any, dummies: list[FutureRequestState], rows: int
-) -> tuple[dict[str, Any], list[Any]]:
-    """Runs a step; returns the model's inputs and the tokens that its embedding got."""
-    embedded = []
-    thread = threading.get_ident()
-
-    def record(_module: object, args: tuple[Tensor, ...]) -> None:
-        if threading.get_ident() == thread:
-            embedded.append(args[0].tolist())
-
+) -> tuple[dict[str, Any], _Recorder]:
+    """Runs a step; returns the model's inputs, and records of its modules."""
     io = processor.inputs_and_outputs
     io.prepare_batch_tensors(
         requests_in_batch=dummies,
@@ -125,9 +166,9 @@ def _run(
         use_padding=False,
     )
     inputs = io.get_model_kwargs(use_padding=False)
-    handle = model.get_input_embeddings().register_forward_pre_hook(record)
+    recorder = _Recorder(model)
     try:
         processor.model_runner.compute_batch(model, inputs)
     finally:
-        handle.remove()
-    return inputs, embedded
+        recorder.remove()
+    return inputs, recorder
