@@ -210,6 +210,8 @@ def record_untraced(registry: Registry, phase: str, key: str, value: Any) -> Non
 
 def _part(value: Any, part: Any) -> Any:
     """Returns the recorded part of a value; None if there is none."""
+    if isinstance(part, str) and part == "sum" and isinstance(value, tuple):
+        return value[0] + value[1] if len(value) == 2 else None  # noqa: PLR2004 (a pair)
     if isinstance(value, tuple | list) and isinstance(part, int):
         return value[part] if -len(value) <= part < len(value) else None
     if isinstance(value, dict) and isinstance(part, str):

@@ -74,16 +74,18 @@ class Change:
         return torch.where(chosen[None, :, None], self._everywhere(x), x)
 
     def _everywhere(self, x: Tensor) -> Tensor:
+        first = self.hook.values[0] if self.hook.values else None
         match self.hook:
-            case fh.Add(vector=vector, scale=scale):
-                return x + scale * vector
-            case fh.Scale(factor=factor):
-                return x * factor
-            case fh.Ablate(direction=direction):
-                unit = direction / direction.norm()
+            case fh.Add():
+                return x + self.hook.values[1] * first
+            case fh.Scale():
+                return x * first
+            case fh.Ablate():
+                unit = first / first.norm()
                 return x - (x @ unit)[..., None] * unit
-            case _:
+            case fh.Zero():
                 return torch.zeros_like(x)
+        raise TypeError(self.hook)
 
 
 def chosen_positions(at: Any, length: int, prompt: int) -> Tensor:

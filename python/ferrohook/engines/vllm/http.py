@@ -145,7 +145,7 @@ class Routes:
             if tokens is None and ticket.tokens is None:
                 return  # cancelled: no last frame
             if tokens is not None and tokens - 1 > since:
-                data = await self._call("ferrohook_peek", ticket.key, since, tokens)
+                data = await self._call("ferrohook_peek", ticket.key, tokens, since)
                 _check(data)
                 yield len(data).to_bytes(8, "little") + data
                 since = tokens - 1

@@ -56,7 +56,7 @@ def register() -> None:
     _wrap(_named("v1.core.sched.scheduler", "Scheduler"), "update_from_output", _updating)
     wrapper = _named("v1.worker.worker_base", "WorkerWrapperBase")
     _wrap(wrapper, "init_device", _initializing)
-    for name in ("describe", "put", "drop", "state", "take"):
+    for name in ("describe", "put", "drop", "state", "take", "peek"):
         setattr(wrapper, f"ferrohook_{name}", _remote(name))
     for path in ("completion", "chat_completion"):
         module = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")

@@ -102,6 +102,10 @@ class Vectors(Mapping[str, "Tensor"]):
         return None if kept else digest
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._named:
+            there = f"there are {', '.join(self._named)}" if self._named else "there is none"
+            msg = f"no vector {name!r} was uploaded: {there}"
+            raise ValueError(msg)
         tensor, digest = self._named[name]
         if self.used is not None:
             self.used[name] = digest

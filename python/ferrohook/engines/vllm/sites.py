@@ -215,8 +215,8 @@ def _paths(what: Any) -> list[str]:
     return [path for member in members for path in _paths(member)]
 
 
-class _Called(nn.Module):
-    """A module that runs in a forward."""
+class Model(nn.Module):
+    """Stands for a module that runs in a forward; errors of `select` name the class."""
 
     def forward(self) -> None:
         """Marks the module as one that is called, for `select`."""
@@ -226,7 +226,7 @@ def _skeleton(table: Mapping[str, Site]) -> nn.Module:
     """Makes modules of the names in a table; those that never ran are containers."""
     made: dict[str, nn.Module] = {}
     for name, site in table.items():
-        made[name] = nn.Module() if site == NEVER_RAN else _Called()
+        made[name] = nn.Module() if site == NEVER_RAN else Model()
         if name:
             parent, _, last = name.rpartition(".")
             made[parent].add_module(last, made[name])

@@ -293,41 +293,54 @@ class Worker:
         }
         return json.dumps(numbers).encode()
 
-    def take(self, key: str, tokens: int) -> bytes:
+    def take(self, key: str, tokens: int, since: int = 0) -> bytes:
         """Returns the captures of a finished request, and forgets them.
 
         Args:
             key: of its ticket.
             tokens: tokens of prompt and answer. Rows of the last one and behind it are cut off:
                 an engine that schedules ahead runs them for nothing.
+            since: first position that is wanted.
         """
-        live = next((name for name, it in self._admitted.items() if it.key == key), None)
-        if live is not None:
-            self._retire(live)
+        if (request_id := self._live(key)) is not None:
+            self._retire(request_id)
         finished = self._discard(key)
         if finished is None:
             reason = "dropped for results_bytes" if key in self._dropped else "not there"
             return packed({}, {}, error=f"the captures of the request are {reason}")
-        assert self.sites is not None
-        admitted, result = finished.admitted, finished.result
+        return self._packed(finished.admitted, finished.result, since, tokens)
+
+    def peek(self, key: str, tokens: int, since: int) -> bytes:
+        """Returns captures of a request that runs, as `take` does, and keeps them."""
+        request_id = self._live(key)
+        result = None
+        if request_id is not None and self._planned is not None:
+            result = self._planned.peek(request_id)
+        if request_id is None or result is None:
+            return packed({}, {}, error="the request does not run")
+        return self._packed(self._admitted[request_id], result, since, tokens)
+
+    def _live(self, key: str) -> str | None:
+        return next((name for name, it in self._admitted.items() if it.key == key), None)
+
+    def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
         if result.error is not None:
             return packed({}, {}, error=f"the plan of the request failed: {result.error}")
-        acts, positions, missing = {}, {}, {}
+        assert self.sites is not None
+        acts, positions = {}, {}
         for entry in admitted.plan.entries:
             if not isinstance(entry, KeepEntry):
                 continue
             expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
+            expected = expected[expected >= since]
             for path in self.sites.selected(entry.what):
                 name = path if entry.label is None else f"{entry.label}:{path}"
                 found = result.positions(name).cpu()
-                inside = torch.isin(found, expected)
-                if len(gone := expected[~torch.isin(expected, found)]):
-                    missing[name] = gone
-                if inside.any():
+                if len(missing := expected[~torch.isin(expected, found)]):
+                    error = f"{name!r} never ran for the positions {spans_of(missing)}"
+                    return packed({}, {}, error=error)
+                if len(expected):
+                    inside = torch.isin(found, expected)
                     acts[name] = result.acts[name][inside].cpu().contiguous()
-                    positions[name] = found[inside]
-        if missing:
-            name, gone = next(iter(missing.items()))
-            error = f"{name!r} never ran for the positions {spans_of(gone)} of the request"
-            return packed({}, {}, error=error)
+                    positions[name] = expected
         return packed(acts, positions)

@@ -102,6 +102,9 @@ impl Native for Recorder {
     }
 }
 
+/// `output_index` of the sum of the hidden state and the residual that a layer returns as a pair.
+pub const SUM: &str = "sum";
+
 impl Recorder {
     fn name(&self) -> &str {
         &self.source.collector.get().names()[self.index]
@@ -146,6 +149,12 @@ impl Recorder {
         value: &Bound<'py, PyAny>,
         part: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        if let Ok(pair) = value.cast_exact::<PyTuple>()
+            && pair.len() == 2
+            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
+        {
+            return pair.get_item(0)?.add(pair.get_item(1)?);
+        }
         let found = match value.get_item(part) {
             Ok(found) => Ok(found),
             Err(error) => match part.cast::<PyString>() {

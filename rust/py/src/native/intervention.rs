@@ -8,6 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
+use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::torch;
@@ -54,9 +55,6 @@ struct Cast {
     device: Py<PyAny>,
     vector: Py<PyAny>,
 }
-
-/// Part that stands for the sum of an output of two tensors: hidden state and residual.
-const SUM: &str = "sum";
 
 #[pymethods]
 impl InterventionBase {
