@@ -79,6 +79,7 @@ def start(folder: Path, **options: Any) -> Any:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 2**26,
+        "block_size": 32,
     }
     return LLM(model=str(folder), **(defaults | options))
 

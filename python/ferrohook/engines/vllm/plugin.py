@@ -1,8 +1,9 @@
 """Entry point `vllm.general_plugins`: what vLLM calls in each of its processes.
 
 Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
-and `assign_request_id`, `OutputProcessor._finish_request`, `add_request` of both engines. Engine:
-`Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then those of `runners`.
+and `assign_request_id`, `OutputProcessor._finish_request` and `abort_requests`, `add_request` of
+both engines. Engine: `Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
+those of `runners`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def register() -> None:
         return
     _wrap(processor, "process_inputs", _processing)
     _wrap(processor, "assign_request_id", _assigning)
-    _wrap(_named("v1.engine.output_processor", "OutputProcessor"), "_finish_request", _finishing)
+    outputs = _named("v1.engine.output_processor", "OutputProcessor")
+    _wrap(outputs, "_finish_request", _finishing)
+    _wrap(outputs, "abort_requests", _aborting)
     _wrap(_named("v1.engine.llm_engine", "LLMEngine"), "add_request", _adding)
     _wrap(_named("v1.engine.async_llm", "AsyncLLM"), "add_request", _adding_async)
     _wrap(_named("v1.core.sched.scheduler", "Scheduler"), "update_from_output", _updating)
@@ -210,6 +213,18 @@ def _finishing(original: Any) -> Any:
         return original(self, state)
 
     return _finish_request
+
+
+def _aborting(original: Any) -> Any:
+    def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        aborted = original(self, *args, **kwargs)
+        for request_id in aborted:
+            if (key := _keys.pop(request_id, None)) is not None:
+                for front_end in [*_front_ends.values()]:
+                    front_end.cancelled(key)
+        return aborted
+
+    return abort_requests
 
 
 def _beaming(original: Any) -> Any:

@@ -117,6 +117,9 @@ class Vectors(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._named)
 
+    def __bool__(self) -> bool:
+        return True  # asked for names, although it has none
+
 
 class FrontEnd:
     """Plans of the requests of one engine, in the process that takes them.
@@ -205,17 +208,23 @@ class FrontEnd:
             if (ticket := self._by_key.get(key)) is not None:
                 ticket.tokens = tokens
 
+    def cancelled(self, key: str) -> None:
+        """Forgets the ticket of a cancelled request."""
+        with self._lock:
+            if (ticket := self._by_key.get(key)) is not None:
+                self._forget(ticket)
+
     def find(self, request_id: str) -> Ticket:
         """Returns the ticket of a client's request.
 
         Raises:
-            KeyError: no request of the id captured, or its captures were fetched.
+            KeyError: no request of the id captured, or it was cancelled, or they were fetched.
             ValueError: several have the id.
         """
         with self._lock:
             tickets = self._tickets.get(request_id, [])
         if not tickets:
-            msg = f"no request {request_id!r} captures, or its captures were fetched"
+            msg = f"no request {request_id!r} captures; or it was cancelled, or they were fetched"
             raise KeyError(msg)
         if len(tickets) > 1:
             msg = f"{len(tickets)} requests have the id {request_id!r}: choose ids that differ"
