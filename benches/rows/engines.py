@@ -59,7 +59,7 @@ def served(manager: Any, prompts: list[list[int]], add: Any, plans: Sequence[Any
     """Serves requests, the engine's loop in this thread: its CPU time is the sample's."""
     status = manager.background_thread_status
     status.clear()
-    names = [add(prompt, plan) for prompt, plan in zip(prompts, plans, strict=True)]
+    names = [add(prompt, plan=plan) for prompt, plan in zip(prompts, plans, strict=True)]
     status.request_stop(status.FLUSH_AND_STOP, 0)  # once all are served
     manager._run_generation_loop()
     queue = manager.output_router.output_queue
@@ -82,18 +82,14 @@ def transformers_requests(number: int) -> dict[str, Sampler]:
     """Requests that arrive at once."""
     from ferrohook.engines.transformers import attach  # noqa: PLC0415
 
-    title = f"{number} requests"
     model = small_llama()
     prompts = torch.randint(1000, (number, PROMPT)).tolist()
-    plain = manager_of(small_llama(), number)
-    ours = manager_of(model, number)
-    attached = attach(ours)
+    # A model each: plans that are prepared for it are hooks of its modules.
+    plain, idle, ours = (manager_of(each, number) for each in (small_llama(), small_llama(), model))
+    add_idle, add = attach(idle).add_request, attach(ours).add_request
 
-    def add_plain(prompt: list[int], _plan: None) -> Any:
+    def add_plain(prompt: list[int], *, plan: None) -> Any:  # noqa: ARG001 (as `add` has it)
         return plain.add_request(prompt)
-
-    def add(prompt: list[int], plan: fh.Plan | fh.Prepared | None) -> Any:
-        return attached.add_request(prompt, plan=plan)
 
     none = [None] * number
     names = [f"model.layers.{layer}" for layer in range(LAYERS)]
@@ -104,8 +100,8 @@ def transformers_requests(number: int) -> dict[str, Sampler]:
     ]
     kept = [fh.Plan(fh.keep(names)).prepare(model)] * number
     expected = served(plain, prompts, add_plain, none)
-    for plans in (none, kept):
-        outputs = served(ours, prompts, add, plans)
+    for manager, adder, plans in ((idle, add_idle, none), (ours, add, kept)):
+        outputs = served(manager, prompts, adder, plans)
         same = all(
             a.generated_tokens == b.generated_tokens for a, b in zip(expected, outputs, strict=True)
         )
@@ -120,9 +116,10 @@ def transformers_requests(number: int) -> dict[str, Sampler]:
             "the text that a request steered alone has",
         )
     prepared = [plan.prepare(model) for plan in steered]
+    title = f"{number} requests"
     return {
         f"{title}, the engine alone": side(plain, prompts, add_plain, none),
-        f"{title}, {IDLE}": side(ours, prompts, add, none),
+        f"{title}, {IDLE}": side(idle, prompts, add_idle, none),
         f"{title}, {STEERED}": side(ours, prompts, add, prepared),
         f"{title}, {CAPTURED}": side(ours, prompts, add, kept),
     }

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers_package = pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines import transformers
+from ferrohook.engines import transformers, transformers_steps
 from support.engines import (
     LAYERS,
+    SIZES,
     WIDTH,
     Change,
     Job,
@@ -193,6 +194,41 @@ def test_forks_have_the_plan_and_the_prompt_of_their_parent(model: Any, blocks: 
     for name, output in outputs.items():
         job = jobs[int(name.partition("__")[0].removeprefix("req_"))]
         job.check(model, output, NEW)
+
+
+EXPERTS = transformers_package.MixtralConfig(num_local_experts=4, **SIZES)
+HEADS_FIRST = transformers_package.Gemma3TextConfig(head_dim=16, sliding_window=8, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "dim"),
+    [
+        (EXPERTS, "model.layers.0.mlp.experts", 0),
+        (EXPERTS, "model.layers.0.mlp", None),
+        (HEADS_FIRST, "model.layers.0.self_attn.q_norm", 2),
+    ],
+    ids=["experts", "a mixture of experts", "normalised heads"],
+)
+def test_rows_are_found_in_other_dimensions(config: Any, module: str, dim: int | None) -> None:
+    model = transformers_package.AutoModelForCausalLM.from_config(config)
+    model.eval().requires_grad_(False)
+    hooked = [Job(prompt, python=module) for prompt in ([3, 4, 5], [6, 7], list(range(8, 30)))]
+    jobs = [job for each in hooked for job in (each, Job(each.prompt))]
+    options = {
+        "generation_config": greedy(NEW),
+        "continuous_batching_config": batching(max_batch_tokens=8),
+    }
+
+    outputs = transformers.generate_batch(
+        model, [job.prompt for job in jobs], [job.plan for job in jobs], **options
+    )
+
+    for job, output in zip(jobs, outputs.values(), strict=True):
+        job.check(model, output, NEW)
+    manager = model.init_continuous_batching(**options)
+    manager.warmup()
+    found = transformers_steps.check_row_map(manager)
+    assert found.other_dims.get(model.get_submodule(module)) == dim
 
 
 @pytest.mark.parametrize("kept", ["model", "model.layers.1.self_attn", "model.layers.1.mlp"])

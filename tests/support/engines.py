@@ -27,20 +27,23 @@ WIDTH = 32
 HEAD = "lm_head"
 
 
-def tiny_llama(**sizes: int) -> Any:
-    """A random Llama that runs in less than a millisecond per token."""
-    defaults = {
-        "vocab_size": 64,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-    }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
-    model = LlamaForCausalLM(LlamaConfig(**(defaults | tokens | sizes)))
-    return model.eval().requires_grad_(False)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+def tiny_llama() -> Any:
+    """A random Llama, about a millisecond a forward."""
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval().requires_grad_(requires_grad=False)
 
 
 def batching(**changes: Any) -> ContinuousBatchingConfig:
@@ -74,14 +77,14 @@ class Change:
         return torch.where(chosen[None, :, None], self._everywhere(x), x)
 
     def _everywhere(self, x: Tensor) -> Tensor:
-        first = self.hook.values[0] if self.hook.values else None
+        values = self.hook.values
         match self.hook:
             case fh.Add():
-                return x + self.hook.values[1] * first
+                return x + values[1] * values[0]
             case fh.Scale():
-                return x * first
+                return x * values[0]
             case fh.Ablate():
-                unit = first / first.norm()
+                unit = values[0] / values[0].norm()
                 return x - (x @ unit)[..., None] * unit
             case fh.Zero():
                 return torch.zeros_like(x)
@@ -106,6 +109,11 @@ def chosen_positions(at: Any, length: int, prompt: int) -> Tensor:
             return positions == at
 
 
+def add(_module: object, _args: object, output: Tensor) -> Tensor:
+    """A hook in Python."""
+    return output + 0.25
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A request: its prompt, the changes of its plan and the layers that it keeps."""
@@ -113,7 +121,8 @@ class Job:
     prompt: list[int]
     changes: tuple[Change, ...] = ()
     kept: tuple[str, ...] = ()
-    python: float | None = None  # added by a Python hook to the first layer's output
+    python: str | None = None
+    """Module to whose output a Python hook adds."""
 
     @property
     def plan(self) -> fh.Plan | None:
@@ -122,8 +131,7 @@ class Job:
             fh.on(f"model.layers.{each.layer}", each.hook, at=each.at) for each in self.changes
         ]
         if self.python is not None:
-            amount = self.python
-            entries.append(fh.on("model.layers.0", lambda _module, _args, out: out + amount))
+            entries.append(fh.on(self.python, add))
         entries += [fh.keep(each) for each in self.kept]
         return fh.Plan(*entries) if entries else None
 
@@ -142,7 +150,7 @@ class Job:
 
         handles = [hook(f"model.layers.{each.layer}", change(each)) for each in self.changes]
         if self.python is not None:
-            handles.append(hook("model.layers.0", lambda _m, _a, out: out + self.python))
+            handles.append(hook(self.python, add))
         handles += [hook(name, record(name)) for name in self.kept]
         ids = torch.tensor([[*self.prompt, *text][:-1]])
         with torch.no_grad():
@@ -210,5 +218,5 @@ def random_jobs(number: int, seed: int, longest: int = 40) -> list[Job]:
         names = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
         names += ["model.layers.1.mlp", HEAD]
         kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
-        jobs.append(Job(prompt, changes, kept, rng.choice([None, None, None, 0.25])))
+        jobs.append(Job(prompt, changes, kept, rng.choice([None, None, None, names[0]])))
     return jobs

@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from ferrohook.activations import ActivationCache
 from ferrohook.arguments import expect
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import batch
+from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from ferrohook.engines.steps import Step
     from ferrohook.plans import Request
     from ferrohook.plans.entries import KeepEntry
+    from ferrohook.rows import Batch
 
 
 class PreparedPool:
-    """Plans prepared for one model, found by content while anybody refers to them."""
+    """Plans prepared for one model, found by content while anybody refers to them.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the engine's model.
+        running: its modules that run in a step; None if that is not known.
+    """
+
+    def __init__(self, model: nn.Module, running: Collection[nn.Module] | None = None) -> None:
         self._model = model
+        self._running = running
         self._prepared: weakref.WeakValueDictionary[object, Prepared]
         self._prepared = weakref.WeakValueDictionary()
+        self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
     def find(self, plan: Plan | Prepared) -> Prepared:
         """Returns the plan prepared for the model.
@@ -39,44 +55,55 @@ class PreparedPool:
             HookError: the plan does not fit the model, see `Plan.prepare`; it was prepared for
                 another; or it has a hook or capture that cannot fire in an engine.
         """
-        if isinstance(plan, Prepared):
-            if plan.model is not self._model:
-                msg = "the plan was prepared for another model than the engine's"
-                raise HookError(msg)
-            _check_entries(plan.entries)
-            return plan
-        expect(plan, Plan, "plan is a Plan or a Prepared")
-        key = tuple(entry.content() for entry in plan.entries)
-        found = self._prepared.get(key)
-        if found is None or found.outdated:
-            _check_entries(plan.entries)
-            found = self._prepared[key] = plan.prepare(self._model)
-        return found
-
-
-def _check_entries(entries: Sequence[HookEntry | KeepEntry]) -> None:
-    """Refuses entries that need gradients or end the forward.
-
-    Raises:
-        HookError: there is one; names it.
-    """
-    for number, entry in enumerate(entries):
-        if isinstance(entry, HookEntry):
-            reason = "engines compute no gradients" if "backward" in entry.phase else None
-        elif entry.options.get("grads"):
-            reason = "engines compute no gradients"
-        else:
-            reason = "it would end the forward of others" if entry.options.get("stop") else None
-        if reason is not None:
-            msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
+        if not isinstance(plan, Prepared):
+            expect(plan, Plan, "plan is a Plan or a Prepared")
+            key = tuple(entry.content() for entry in plan.entries)
+            found = self._prepared.get(key)
+            if found is None or found.outdated:
+                found = plan.prepare(self._model)
+                self._check(found)
+                self._prepared[key] = found
+            return found
+        if plan.model is not self._model:
+            msg = "the plan was prepared for another model than the engine's"
             raise HookError(msg)
+        self._check(plan)
+        return plan
+
+    def _check(self, prepared: Prepared) -> None:
+        """Refuses a plan of which a part cannot fire."""
+        if prepared in self._checked:
+            return
+        for number, entry in enumerate(prepared.entries):
+            reason = self._refusal(entry)
+            if reason:
+                msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
+                raise HookError(msg)
+        self._checked.add(prepared)
+
+    def _refusal(self, entry: HookEntry | KeepEntry) -> str:
+        backward = isinstance(entry, HookEntry) and "backward" in entry.phase
+        if backward or entry.options.get("grads"):
+            return "it computes no gradients"
+        if entry.options.get("stop"):
+            return "stop=True would end the forward of others"
+        if "keep" in entry.options:
+            return "steps are put together by position, so keep= has no meaning"
+        if self._running is not None:
+            for name, module in select(self._model, entry.what, called=True).items():
+                if module not in self._running:
+                    return f"{name!r} does not run in its steps"
+        return ""
 
 
 class Result(NamedTuple):
     """Activations and failure of a request."""
 
-    acts: Mapping[str, Any]
+    acts: ActivationCache
+    """In order of position: tensors of (positions, ...)."""
     error: BaseException | None
+    positions: Callable[[str], list[int]]
+    """Returns the positions of one of the activations."""
 
 
 class _Member:
@@ -86,9 +113,15 @@ class _Member:
         self.request: Request = prepared.open()
         self.parent = parent
         """The request that it is a fork of."""
+        self.start = sys.maxsize
+        """First position that ran for it; those before are its parent's."""
         self.changes = any(isinstance(entry, HookEntry) for entry in prepared.entries)
-        self._prepared = prepared  # closes with its last reference
+        self._prepared = prepared
         self._failure: BaseException | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._prepared.closed or self.request.closed
 
     @property
     def failure(self) -> BaseException | None:
@@ -98,8 +131,43 @@ class _Member:
     def failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def acts(self, end: int | None) -> Mapping[str, Any]:
-        return self.request.acts
+    def result(self, end: int | None) -> Result:
+        """Returns what it captured before the position `end`."""
+        if self.parent is None and end is None:
+            return Result(self.request.acts, self.failure, self.request.positions)
+        kept = _Kept(self, end)
+        return Result(ActivationCache(kept), self.failure, kept.positions)
+
+
+class _Kept(Mapping[str, Any]):
+    """Activations of a request before a position; of a fork with its parent's."""
+
+    def __init__(self, member: _Member, end: int | None) -> None:
+        self._end = sys.maxsize if end is None else end
+        # In order of position; none ran in both.
+        self._parts = [(member.request, range(member.start, self._end))]
+        if member.parent is not None:
+            self._parts.insert(0, (member.parent.request, range(member.start)))
+
+    def positions(self, name: str) -> list[int]:
+        return [each for part, ran in self._parts for each in part.positions(name) if each in ran]
+
+    def __getitem__(self, name: str) -> Any:
+        parts = []
+        for request, ran in self._parts:
+            if name in request.acts:
+                rows = [row for row, each in enumerate(request.positions(name)) if each in ran]
+                parts.append(map_tensors(itemgetter(rows), request.acts[name]))
+        if not parts:
+            raise KeyError(name)
+        leaves = zip(*map(tensors_in, parts), strict=True)
+        return map_tensors(lambda _tensor: torch.cat(next(leaves)), parts[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for request, _ in self._parts for name in request.acts))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class PlannedRequests:
@@ -111,11 +179,18 @@ class PlannedRequests:
     Args:
         model: the engine's model.
         dim: dimension of the rows in its tensors.
+        running: see `PreparedPool`.
     """
 
-    def __init__(self, model: nn.Module, *, dim: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dim: int = 0,
+        running: Collection[nn.Module] | None = None,
+    ) -> None:
+        self.pool = PreparedPool(model, running)
         self._dim = dim
-        self._pool = PreparedPool(model)
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._submitting: set[str] = set()
@@ -141,7 +216,7 @@ class PlannedRequests:
             HookError: the plan cannot be served, see `PreparedPool.find`; or a request with a plan
                 has the id.
         """
-        prepared = self._pool.find(plan)
+        prepared = self.pool.find(plan)
         parent = _Member(prepared)
         members = {request_id: parent}
         members.update((child, _Member(prepared, parent)) for child in children)
@@ -171,7 +246,7 @@ class PlannedRequests:
     def reconcile(self, live: Collection[str]) -> None:
         """Forgets the requests that are not among those that live in the engine."""
         with self._lock:
-            gone = self._members.keys() - self._submitting - live
+            gone = self._members.keys() - self._submitting - set(live)
         self.forget(gone)
 
     def ids(self) -> list[str]:
@@ -180,35 +255,50 @@ class PlannedRequests:
             return [*self._members]
 
     @contextlib.contextmanager
-    def running(self, step: Step, gathered: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    def running(self, step: Step, gathered: Mapping[Any, Any] | None = None) -> Iterator[None]:
         """Enters the batch of a step, in this thread, for the forward in a block.
 
         Args:
             step: rows of all requests; those without a plan are nobody's.
             gathered: modules that see other rows, see `batch`.
         """
-        members, rows, lengths = [], {}, {}
+        with contextlib.ExitStack() as stack:
+            while batch := self._batch(step, gathered):
+                try:
+                    stack.enter_context(batch)
+                    break
+                except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+                    self._blame(batch.members, error)
+            yield
+
+    def _batch(self, step: Step, gathered: Mapping[Any, Any] | None) -> Batch | None:
+        """Makes the batch of a step's members; None without any."""
+        rows, lengths = {}, {}
         for span in step.spans:
             member = self._members.get(span.request_id)
-            if member is None or member.failure is not None:
-                continue
-            if member.request.closed:
-                member.failure = HookError("the request's plan was closed while it ran")
-                continue
-            members.append(member)
-            rows[member.request] = slice(span.first_row, span.first_row + span.rows)
-            lengths[member.request] = span.prompt_length
-        with contextlib.ExitStack() as stack:
-            if members:
-                shared = batch(
-                    rows, self._dim, positions=step.positions, lengths=lengths, gathered=gathered
-                )
-                try:
-                    stack.enter_context(shared)
-                except Exception as error:  # noqa: BLE001 (the requests' failure: others go on)
-                    for member in members:
-                        member.failure = error
-            yield
+            if member is not None and member.failure is None:
+                member.start = min(member.start, span.position)
+                rows[member.request] = slice(span.first_row, span.first_row + span.rows)
+                lengths[member.request] = span.prompt_length
+        if not rows:
+            return None
+        return batch(
+            rows,
+            self._dim,
+            positions=step.positions,
+            lengths=lengths,
+            gathered=gathered,
+            warns=False,  # of a step: in a chunk of a prompt a head has no rows
+        )
+
+    def _blame(self, requests: Collection[object], error: Exception) -> None:
+        """Fails the requests for which a batch was not entered: the closed ones, else all."""
+        members = [each for each in self._members.values() if each.request in requests]
+        closed = [each for each in members if each.closed]
+        for member in closed:
+            member.failure = HookError("the plan of the request was closed while it ran")
+        for member in () if closed else members:
+            member.failure = error
 
     def failure_of(self, request_id: str) -> BaseException | None:
         """Returns the failure of a request, None without one."""
@@ -235,6 +325,5 @@ class PlannedRequests:
             member = self._members.pop(request_id, None)
         if member is None:
             return None
-        failure = member.failure
         member.request.close()
-        return Result(member.acts(end), failure)
+        return member.result(end)

@@ -32,13 +32,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ferrohook.arguments import expect_module
-from ferrohook.engines.planned import PlannedRequests, PreparedPool, Result
+from ferrohook.engines.planned import PlannedRequests, PreparedPool
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, read_step
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ferrohook.plans import Plan, Prepared
 
@@ -103,10 +103,9 @@ def generate_batch(
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")
-    # The pool keeps plans that are alike prepared once, until the requests have theirs.
     prompts = _with_plans(PreparedPool(model), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
-    stand_in = _AttachingModel(model, untried)
+    stand_in = _AttachingModel(model, prompts, untried)
     try:
         results: dict[str, Any] = type(model).generate_batch(stand_in, prompts, **options)
     finally:
@@ -117,8 +116,9 @@ def generate_batch(
 class _AttachingModel:
     """Stands in for a model in its own `generate_batch`, and attaches the manager made there."""
 
-    def __init__(self, model: Any, untried: bool) -> None:  # noqa: FBT001 (used here alone)
+    def __init__(self, model: Any, prompts: list[_Prompt], untried: bool) -> None:  # noqa: FBT001 (used here alone)
         self._model = model
+        self._prompts = prompts
         self._untried = untried
         self.attachments = contextlib.ExitStack()
 
@@ -127,7 +127,14 @@ class _AttachingModel:
 
     def init_continuous_batching(self, **options: Any) -> Any:
         manager = self._model.init_continuous_batching(**options)
-        self.attachments.enter_context(attach(manager, untried=self._untried))
+        try:
+            attached = self.attachments.enter_context(attach(manager, untried=self._untried))
+            # Raised here: the model's own logs what is raised as requests are added, and goes on.
+            attached.check_plans(prompt.plan for prompt in self._prompts)
+        except BaseException:
+            if manager._original_attn_impl is not None:  # given back by `stop`, once started
+                self._model.set_attn_implementation(manager._original_attn_impl)
+            raise
         return manager
 
     def __getattr__(self, name: str) -> Any:
@@ -173,7 +180,7 @@ class Attached:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        self._planned = PlannedRequests(manager.model, dim=ROWS)
+        self._asynchronous = manager.continuous_batching_config.use_async_batching
         head = manager.model.get_output_embeddings()
         self._head = [] if head is None else [*head.modules()]
         self._lock = threading.RLock()  # held while a request with a plan is submitted
@@ -184,7 +191,8 @@ class Attached:
             # As `warmup` does; the engine's thread takes it over.
             manager.batch_processor = manager._create_batch_processor()
         with self._paused():
-            self._other_dims = check_row_map(manager)
+            running, self._other_dims = check_row_map(manager)
+            self._planned = PlannedRequests(manager.model, dim=ROWS, running=running)
             self._hold()
 
     # --- In the caller's thread --------------------------------------------------------------
@@ -214,9 +222,9 @@ class Attached:
             HookError: the plan does not fit the model or cannot be served; a request with a plan
                 has the id; or `close` was called.
         """
-        added: str | None = self.manager.add_request(
-            _Prompt(input_ids, plan), request_id, *args, **options
-        )
+        self._check_open()
+        prompt = _Prompt(input_ids, plan)
+        added: str | None = self.manager.add_request(prompt, request_id, *args, **options)
         return added
 
     def add_requests(
@@ -232,9 +240,20 @@ class Attached:
             ValueError: as many plans as inputs are needed.
             HookError, HookTypeError: see `add_request`.
         """
-        prompts = _with_plans(PreparedPool(self.manager.model), inputs, plans)
+        self._check_open()
+        prompts = _with_plans(self._planned.pool, inputs, plans)
         added: list[str] = self.manager.add_requests(prompts, *args, **options)
         return added
+
+    def check_plans(self, plans: Iterable[Plan | Prepared | None]) -> None:
+        """Checks that requests may have these plans.
+
+        Raises:
+            HookError, HookTypeError: see `add_request`.
+        """
+        for plan in plans:
+            if plan is not None:
+                self._planned.pool.find(plan)
 
     def close(self) -> None:
         """Detaches from the manager; idempotent. Requests with a plan that still run fail."""
@@ -265,6 +284,11 @@ class Attached:
         state = "closed" if self._closed else f"{len(self._planned)} requests with plans"
         return f"<Attached to {type(self.manager).__name__}, {state}>"
 
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "the engine was detached: attach it again"
+            raise HookError(msg)
+
     def _add_request(
         self,
         original: Callable[..., str | None],
@@ -286,19 +310,15 @@ class Attached:
                 manager._request_counter += 1
         children = _children(request_id, manager.num_return_sequences - 1)
         with self._lock:
-            if self._closed:
-                msg = "the engine was detached: attach it again"
-                raise HookError(msg)
+            self._check_open()  # under the lock: `close` looks for those that run
             with self._planned.admitting(request_id, plan, children):
                 added = original(input_ids, request_id, *args, **options)
                 if added is None:
                     self._planned.forget([request_id, *children])
         return added
 
-    # --- Seams -------------------------------------------------------------------------------
-
     def _hold(self) -> None:
-        """Replaces methods of the manager and its parts, on these instances."""
+        """Replaces methods on the instances of the manager and its parts."""
         manager = self.manager
         self._replace(manager, "add_request", self._add_request)
         self._replace(manager, "_create_batch_processor", self._create_batch_processor)
@@ -326,8 +346,7 @@ class Attached:
         self._seams.append((reference, name, replaced))
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
-        manager = self.manager
-        return manager.pause() if manager.is_running() else contextlib.nullcontext()
+        return self.manager.pause() if self.manager.is_running() else contextlib.nullcontext()
 
     # --- In the engine's thread --------------------------------------------------------------
 
@@ -352,8 +371,10 @@ class Attached:
             return
         processor = self.manager.batch_processor
         step = read_step(processor)
-        every = torch.arange(step.rows)
-        gathered: dict[Any, Any] = {each: (every, dim) for each, dim in self._other_dims.items()}
+        gathered: dict[Any, Any] = {}
+        if self._other_dims:
+            every = torch.arange(step.rows)
+            gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
             gathered |= dict.fromkeys(self._head, step.logits_rows)
         with self._planned.running(step, gathered):
@@ -409,10 +430,15 @@ class Attached:
             return False
         result = None
         if output.is_finished():
-            tokens = len(output.prompt_ids) + len(output.generated_tokens)
-            # The last token never runs. Asynchronous batching runs a row too many after a stop.
-            result = self._planned.retire(output.request_id, end=tokens - 1)
-        _give(output, result or Result({}, None))
+            end = None
+            if self._asynchronous:
+                # The last token does not count: it runs if the next step was prepared before.
+                end = len(output.prompt_ids) + len(output.generated_tokens) - 1
+            result = self._planned.retire(output.request_id, end)
+        if result is None:
+            _give(output, {}, None)
+        else:
+            _give(output, result.acts, result.error)
         return True
 
     def _reject(self, request_id: str, error: BaseException | None = None) -> None:
@@ -420,6 +446,7 @@ class Attached:
         result = self._planned.retire(request_id)
         if result is None:
             return
+        manager, processor = self.manager, self.manager.batch_processor
         state = next((it for it in self._states() if it.request_id == request_id), None)
         output = GenerationOutput(request_id) if state is None else state.to_generation_output()
         unborn = [] if state is None else _children(request_id, state.num_children)
@@ -427,10 +454,13 @@ class Attached:
         self._rejected.update((request_id, *unborn))
         for each in (request_id, *unborn):
             failed = dataclasses.replace(output, request_id=each)
-            _give(failed, Result(result.acts, error or result.error))
-            router = self.manager.output_router
-            type(router).deliver(router, failed)
-            self.manager.cancel_request(each)
+            _give(failed, result.acts, error or result.error)
+            type(manager.output_router).deliver(manager.output_router, failed)
+            if processor is not None:  # before the next step is scheduled
+                processor.scheduler.set_request_cancellation(each)
+        manager.cancel_request(request_id)  # it may not have come so far
+        if state is not None and self._asynchronous:
+            state._status = RequestStatus.FINISHED  # its row in flight is skipped
 
 
 class _Prompt(list[int]):
@@ -463,9 +493,9 @@ def _children(request_id: str, number: int) -> list[str]:
     return [f"{request_id}__child#{child}" for child in range(number)]
 
 
-def _give(output: Any, result: Result) -> None:
+def _give(output: Any, acts: Mapping[str, Any], error: BaseException | None) -> None:
     """Adds activations and failure to an output."""
-    output.acts, output.hook_error = result
-    if result.error is not None:
+    output.acts, output.hook_error = acts, error
+    if error is not None:
         output.status = RequestStatus.FAILED
-        output.error = f"{type(result.error).__name__}: {result.error}"
+        output.error = f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 ROWS = 1
 """Dimension of the rows: hidden states are (1, tokens, width)."""
+
+
+class Modules(NamedTuple):
+    """Modules of a model, as a dummy step found them."""
+
+    running: frozenset[nn.Module]
+    other_dims: dict[nn.Module, int]
+    """Dimension of the rows in outputs where it is not `ROWS`.
+
+    A mixture of experts flattens (1, tokens, width). By the sizes of one step alone, rows and
+    experts could be taken for each other.
+    """
 
 
 def read_step(processor: Any) -> Step:
@@ -51,34 +63,29 @@ def _prepared_io(processor: Any) -> Any:
 
 
 @torch.no_grad()
-def check_row_map(manager: Any) -> dict[nn.Module, int]:
+def check_row_map(manager: Any) -> Modules:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
-
-    Returns:
-        The dimension of the rows in outputs where it is not `ROWS`: a mixture of experts flattens
-        (1, tokens, width). By sizes alone, rows and experts could be confused later on.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.
     """
     processor = manager.batch_processor
-    # A chunk of a prompt, and the second token of another.
-    expected = Step(
-        [
-            Span("ferrohook-test-0", 0, 2, 0, 3, wants_logits=False),
-            Span("ferrohook-test-1", 2, 1, 1, 2),
-        ]
-    )
-    tokens = [0, 1, 1]
+    # The end of a prompt, and a chunk of another's beginning.
+    spans = [
+        Span("ferrohook-test-0", 0, 2, 1, 3),
+        Span("ferrohook-test-1", 2, 1, 0, 2, wants_logits=False),
+    ]
+    expected = Step(spans[: processor.cb_config.max_requests_per_batch])
+    tokens = [0, 1, 1][: expected.rows]
     dummies = [_dummy(span, tokens) for span in expected.spans]
     try:
         if processor.max_batch_tokens < expected.rows or not all(
             processor.cache.can_store_request_tokens(dummy.state, dummy.query_length)
             for dummy in dummies
         ):
-            msg = "the engine has no room for a test of 3 tokens: attach it while it is idle"
+            msg = "the engine has no room for the self-test of 3 tokens: attach it while it is idle"
             raise HookError(msg)
         inputs, outputs = _run(processor, manager.model, dummies, expected.rows)
         found = read_step(processor)
@@ -101,11 +108,12 @@ def check_row_map(manager: Any) -> dict[nn.Module, int]:
             f"{inputs['position_ids'].tolist()}, logits of rows {inputs['logits_indices'].tolist()}"
         )
         raise HookError(msg)
-    return {
+    other_dims = {
         module: dims[0]
         for module, shape in outputs.shapes.items()
         if (dims := _dims(shape, expected.rows)) and ROWS not in dims
     }
+    return Modules(frozenset(outputs.ran), other_dims)
 
 
 def _dims(shape: Sequence[int], rows: int) -> list[int]:
@@ -120,6 +128,7 @@ class _Recorder:
 
     def __init__(self, model: Any) -> None:
         self.tokens: list[Any] = []
+        self.ran: set[nn.Module] = set()
         self.shapes: dict[nn.Module, tuple[int, ...]] = {}
         self._thread = threading.get_ident()
         embedding = model.get_input_embeddings()
@@ -131,9 +140,10 @@ class _Recorder:
             self.tokens.append(args[0].tolist())
 
     def _record(self, module: nn.Module, _args: object, output: object) -> None:
-        tensor = next(tensors_in(output), None)
-        if tensor is not None and threading.get_ident() == self._thread:
-            self.shapes[module] = tuple(tensor.shape)
+        if threading.get_ident() == self._thread:
+            self.ran.add(module)
+            for tensor in tensors_in(output):
+                self.shapes.setdefault(module, tuple(tensor.shape))
 
     def remove(self) -> None:
         for handle in self._handles:
