@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test lint bench figures plots load loom free-threaded oldest ecosystem wheels docs build format clean
+.PHONY: help demo service test lint bench figures plots load loom free-threaded oldest vllm ecosystem wheels docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -59,6 +59,9 @@ free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
 	script/oldest
 
+vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, about 5 minutes
+	script/vllm
+
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
 	script/ecosystem
 
@@ -79,7 +82,7 @@ format: build $(VENV)/lint
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf target $(VENV) .venv-free-threaded .venv-oldest .venv-ecosystem dist site
+	rm -rf target $(VENV) .venv-free-threaded .venv-oldest .venv-vllm .venv-ecosystem dist site
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

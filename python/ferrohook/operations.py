@@ -49,6 +49,8 @@ _PLAIN = (list, dict, OrderedDict)
 
 def part_of(value: Any, part: Any) -> Any:
     """Finds the part that `output_index` names, as native code does; None if there is none."""
+    if isinstance(value, tuple) and part in _SUM and len(value) == 2:  # noqa: PLR2004 (a pair)
+        return value[0] + value[1]
     if isinstance(value, tuple | list) and isinstance(part, int):
         return value[part] if -len(value) <= part < len(value) else None
     if isinstance(value, dict | UserDict) and isinstance(part, str):

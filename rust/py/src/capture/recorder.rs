@@ -156,6 +156,9 @@ impl Native for Recorder {
     }
 }
 
+/// `output_index` of the sum of the hidden state and the residual that a layer returns as a pair.
+pub const SUM: &str = "sum";
+
 impl Recorder {
     /// Groups parts that record the same part of a value in the same way.
     fn groups(parts: &[Part<'_, '_>]) -> PyResult<Vec<Vec<usize>>> {
@@ -235,6 +238,12 @@ impl Recorder {
         value: &Bound<'py, PyAny>,
         part: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        if let Ok(pair) = value.cast_exact::<PyTuple>()
+            && pair.len() == 2
+            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
+        {
+            return pair.get_item(0)?.add(pair.get_item(1)?);
+        }
         part_of(value, part).map_err(|cause| {
             let error = error::selection_error(
                 value.py(),

@@ -11,6 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString, PyTuple};
 
+use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{
     Merged, Merging, Native, NativeHook, Outcome, Part, SharedValue, Traced, Turn,
@@ -91,9 +92,6 @@ impl Casts {
         }
     }
 }
-
-/// Part that stands for the sum of an output of two tensors: hidden state and residual.
-const SUM: &str = "sum";
 
 #[pymethods]
 impl InterventionBase {

@@ -1,0 +1,20 @@
+"""Plans for requests of vLLM: a plug-in that vLLM finds by its entry point.
+
+Examples:
+    >>> from ferrohook.engines.vllm import activations, extra_args
+    >>> plan = fh.Plan(fh.on("model.layers.5", fh.Add(vector)), fh.keep("model.layers.*"))
+    >>> (output,) = llm.generate(prompt, SamplingParams(extra_args=extra_args(plan)))
+    >>> activations(llm, output).acts["model.layers.3"].shape
+    torch.Size([31, 4096])
+"""
+
+from __future__ import annotations
+
+from ferrohook.engines.vllm.captures import Captured as Captured
+from ferrohook.engines.vllm.clients import activations as activations
+from ferrohook.engines.vllm.clients import drop_vectors as drop_vectors
+from ferrohook.engines.vllm.clients import extra_args as extra_args
+from ferrohook.engines.vllm.clients import put_vectors as put_vectors
+from ferrohook.engines.vllm.supported import CAPABILITIES as CAPABILITIES
+
+__all__ = ["CAPABILITIES", "Captured", "activations", "drop_vectors", "extra_args", "put_vectors"]

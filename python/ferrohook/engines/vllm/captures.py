@@ -1,0 +1,69 @@
+"""Captures of a request on their way from the worker to its client: safetensors, never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import safetensors.torch
+import torch
+
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class Captured(NamedTuple):
+    """Activations of one request."""
+
+    acts: dict[str, Tensor]
+    """By name, in order of position: (tokens, ...)."""
+    positions: dict[str, Tensor]
+    """Position in the request of each row, by name."""
+
+
+def packed(
+    acts: Mapping[str, Tensor], positions: Mapping[str, Tensor], *, error: str | None = None
+) -> bytes:
+    """Packs captures as safetensors; positions and an error are its metadata."""
+    metadata = {"positions": json.dumps({name: spans_of(it) for name, it in positions.items()})}
+    if error is not None:
+        metadata["error"] = error
+    return safetensors.torch.save(dict(acts), metadata)
+
+
+def unpacked(data: bytes) -> Captured:
+    """Reads what `packed` packed.
+
+    Raises:
+        HookError: the request failed, or its captures are not whole; tells the reason.
+    """
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    if (error := metadata.get("error")) is not None:
+        raise HookError(error)
+    spans = json.loads(metadata["positions"])
+    positions = {
+        name: torch.cat([torch.arange(*span) for span in found]) for name, found in spans.items()
+    }
+    return Captured(safetensors.torch.load(data), positions)
+
+
+def spans_of(positions: Tensor) -> list[tuple[int, int]]:
+    """Returns the runs of sorted positions, as (start, stop)."""
+    spans: list[tuple[int, int]] = []
+    for position in positions.tolist():
+        if spans and spans[-1][1] == position:
+            spans[-1] = spans[-1][0], position + 1
+        else:
+            spans.append((position, position + 1))
+    return spans
+
+
+def digest_of(vector: Tensor) -> str:
+    """Returns the digest of a vector's content."""
+    return hashlib.blake2b(safetensors.torch.save({"": vector}), digest_size=16).hexdigest()

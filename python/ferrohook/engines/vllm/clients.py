@@ -1,0 +1,113 @@
+"""Calls of clients in the process of an engine's front end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ferrohook.arguments import expect
+from ferrohook.engines.vllm.captures import digest_of, unpacked
+from ferrohook.engines.vllm.plugin import connect, front_end_of
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ferrohook.engines.vllm.captures import Captured
+    from ferrohook.engines.vllm.requests import FrontEnd, Ticket
+    from ferrohook.plans import Plan
+
+
+def extra_args(plan: Plan) -> dict[str, Any]:
+    """Returns the `extra_args` of `SamplingParams` that give a request a plan.
+
+    Raises:
+        HookTypeError: a Python function, typed hook or class in the plan.
+    """
+    return {"ferrohook": plan.to_json()}
+
+
+def activations(llm: Any, output: Any) -> Captured:
+    """Returns what a finished request captured, once.
+
+    Args:
+        llm: `LLM` or `LLMEngine` that served it.
+        output: its `RequestOutput`, or its id.
+
+    Raises:
+        HookError: the plan of the request failed, or its captures are missing or were dropped.
+        KeyError: the request captures nothing, or its captures were fetched.
+        ValueError: several requests have the id.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    front_end = front_end_of(engine)
+    ticket = front_end.find(getattr(output, "request_id", output))
+    tokens = tokens_of(ticket)
+    (data, *_) = engine.collective_rpc("ferrohook_take", args=(ticket.key, tokens))
+    front_end.forget(ticket)
+    return unpacked(data)
+
+
+def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
+    """Uploads vectors that plans name, as in `{"tensor": "joy"}`.
+
+    A name that was used before means the new vector in the requests to come.
+
+    Raises:
+        HookError: plans are refused in this engine, with the reason.
+        HookTypeError: a vector is no tensor.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    front_end = connect(engine)
+    data, digests = packed_vectors(vectors)
+    engine.collective_rpc("ferrohook_put", args=(data,))
+    name_vectors(front_end, vectors, digests)
+
+
+def drop_vectors(llm: Any, names: Iterable[str]) -> None:
+    """Drops uploaded vectors.
+
+    Raises:
+        KeyError: no vector has the name.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    front_end = front_end_of(engine)
+    for name in names:
+        if (digest := front_end.vectors.drop(name)) is not None:
+            engine.collective_rpc("ferrohook_drop", args=(digest,))
+
+
+def tokens_of(ticket: Ticket) -> int:
+    """Returns the number of tokens of a finished request.
+
+    Raises:
+        HookError: it is not finished, or was cancelled.
+    """
+    if ticket.tokens is None:
+        msg = f"the request {ticket.request_id!r} is not finished, or was cancelled"
+        raise HookError(msg)
+    return ticket.tokens
+
+
+def packed_vectors(vectors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
+    """Returns vectors as safetensors, and their digests by name.
+
+    Raises:
+        HookTypeError: a vector is no tensor.
+    """
+    for name, vector in vectors.items():
+        expect(vector, Tensor, f"the vector {name!r} is a tensor")
+    plain = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
+    digests = {name: digest_of(vector) for name, vector in plain.items()}
+    by_digest = {digests[name]: vector.clone() for name, vector in plain.items()}
+    return safetensors.torch.save(by_digest), digests
+
+
+def name_vectors(
+    front_end: FrontEnd, vectors: Mapping[str, Tensor], digests: Mapping[str, str]
+) -> None:
+    """Names vectors that the worker has."""
+    for name, vector in vectors.items():
+        front_end.vectors.put(name, vector.detach().cpu().clone(), digests[name])

@@ -1,0 +1,186 @@
+"""Entry point `vllm.endpoint_plugins`: vectors and captures over HTTP, beside vLLM's own routes.
+
+Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key guards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import safetensors
+import safetensors.torch
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+
+from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
+from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fastapi import FastAPI
+
+    from ferrohook.engines.vllm.requests import FrontEnd, Ticket
+
+_BINARY: Final = "application/octet-stream"
+_MOST_BYTES: Final = 2**28
+_PAUSE: Final = 0.05
+
+
+class Routes:
+    """Routes of an API server, as vLLM loads them."""
+
+    name = "ferrohook"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+
+    async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
+        """Takes the engine, once the server has it."""
+        self._engine = engine_client
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Adds the routes to a server."""
+        router = APIRouter(prefix="/v1/ferrohook")
+        router.get("/capabilities")(self.capabilities)
+        router.get("/vectors")(self.vectors)
+        router.put("/vectors")(self.put_vectors)
+        router.delete("/vectors/{name}")(self.drop_vector)
+        router.get("/captures/{response_id}")(self.captures)
+        router.get("/captures/{response_id}/stream")(self.stream)
+        app.include_router(router)
+
+    async def _front_end(self) -> FrontEnd:
+        if self._engine is None:
+            raise HTTPException(503, "this server has no engine")
+        try:
+            return await connect_async(self._engine)
+        except HookError as error:
+            raise HTTPException(501, str(error)) from error
+
+    async def capabilities(self) -> dict[str, Any]:
+        """Tells what plans may do here; 501 if they are refused, with the reason."""
+        front_end = await self._front_end()
+        return {
+            "engine": CAPABILITIES.engine,
+            "version": CAPABILITIES.version,
+            "served": CAPABILITIES.served,
+            "refused": dict(CAPABILITIES.refused),
+            "capture_bytes": front_end.options.capture_bytes,
+            "modules": {
+                name: {"width": site.width, "refused": site.refused}
+                for name, site in front_end.sites.table.items()
+            },
+        }
+
+    async def vectors(self) -> dict[str, list[int]]:
+        """Lists the uploaded vectors, with their shapes."""
+        vectors = (await self._front_end()).vectors
+        return {name: list(vectors[name].shape) for name in vectors}
+
+    async def put_vectors(self, request: Request) -> dict[str, list[int]]:
+        """Takes vectors as a safetensors body; 422 for any other."""
+        front_end = await self._front_end()
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
+        try:
+            vectors = safetensors.torch.load(body)
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise HTTPException(422, f"the body is no safetensors: {error}") from error
+        data, digests = packed_vectors(vectors)
+        await self._engine.collective_rpc("ferrohook_put", args=(data,))
+        name_vectors(front_end, vectors, digests)
+        return {name: list(vector.shape) for name, vector in vectors.items()}
+
+    async def drop_vector(self, name: str) -> None:
+        """Drops a vector; 404 without one of the name."""
+        front_end = await self._front_end()
+        try:
+            digest = front_end.vectors.drop(name)
+        except KeyError:
+            raise HTTPException(404, f"no vector {name!r} was uploaded") from None
+        if digest is not None:
+            await self._engine.collective_rpc("ferrohook_drop", args=(digest,))
+
+    async def captures(self, response_id: str, index: int = 0) -> Response:
+        """Returns what a finished request captured, as safetensors, once.
+
+        404 for an unknown id, 409 while it runs, 422 if its plan failed.
+
+        Args:
+            response_id: `id` of vLLM's response.
+            index: of the prompt, where the request had several.
+        """
+        front_end = await self._front_end()
+        ticket = _ticket(front_end, response_id, index)
+        if ticket.tokens is None:
+            raise HTTPException(409, "the request is not finished, or was cancelled")
+        data = await self._call("ferrohook_take", ticket.key, ticket.tokens)
+        front_end.forget(ticket)
+        _check(data)
+        return Response(data, media_type=_BINARY)
+
+    async def stream(self, response_id: str, index: int = 0) -> StreamingResponse:
+        """Returns captures while the request runs: frames of safetensors, each behind its length.
+
+        Length: 8 bytes, little-endian. A row comes once, as soon as its token is settled; the last
+        frame has length 0. What was streamed is gone with it.
+        """
+        front_end = await self._front_end()
+        ticket = _ticket(front_end, response_id, index)
+        return StreamingResponse(self._frames(front_end, ticket), media_type=_BINARY)
+
+    async def _frames(self, front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
+        since = 0
+        while ticket.tokens is None:
+            tokens = self._tokens(ticket.request_id)
+            if tokens is None and ticket.tokens is None:
+                return  # cancelled: no last frame
+            if tokens is not None and tokens - 1 > since:
+                data = await self._call("ferrohook_peek", ticket.key, tokens, since)
+                _check(data)
+                yield len(data).to_bytes(8, "little") + data
+                since = tokens - 1
+            await asyncio.sleep(_PAUSE)
+        data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+        front_end.forget(ticket)
+        _check(data)
+        yield len(data).to_bytes(8, "little") + data + bytes(8)
+
+    def _tokens(self, request_id: str) -> int | None:
+        """Returns the number of tokens that a running request has so far."""
+        for state in [*self._engine.output_processor.request_states.values()]:
+            if state.external_req_id == request_id:
+                return int(state.prompt_len + state.detokenizer.num_output_tokens())
+        return None
+
+    async def _call(self, name: str, *args: Any) -> bytes:
+        answers: list[bytes] = await self._engine.collective_rpc(name, args=args)
+        return answers[0]
+
+
+def _ticket(front_end: FrontEnd, response_id: str, index: int) -> Ticket:
+    for request_id in (response_id, f"{response_id}-{index}"):
+        try:
+            return front_end.find(request_id)
+        except KeyError:
+            continue
+        except ValueError as error:
+            raise HTTPException(409, str(error)) from error
+    raise HTTPException(404, f"no request {response_id!r} captures, or its captures were fetched")
+
+
+def _check(data: bytes) -> None:
+    """Refuses an answer that is an error."""
+    length = int.from_bytes(data[:8], "little")
+    error = json.loads(data[8 : 8 + length])["__metadata__"].get("error")
+    if error is not None:
+        raise HTTPException(422, error)

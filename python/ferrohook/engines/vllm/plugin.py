@@ -1,0 +1,270 @@
+"""Entry point `vllm.general_plugins`: what vLLM calls in each of its processes.
+
+Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
+and `assign_request_id`, `OutputProcessor._finish_request` and `abort_requests`, `add_request` of
+both engines. Engine: `Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
+those of `runners`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrohook.engines.vllm.requests import NAME, FrontEnd, Options
+from ferrohook.engines.vllm.runners import attach
+from ferrohook.engines.vllm.sites import Sites
+from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOG: Final = logging.getLogger("ferrohook")
+UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
+"""Environment variable that lets an untried release of vLLM be used."""
+_MARK: Final = "_ferrohook"
+_front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
+"""Front ends by `InputProcessor`."""
+_keys: dict[str, str] = {}
+"""Keys of captures by the engine's id of a request that runs."""
+_MOST_KEYS: Final = 10_000
+
+
+def register() -> None:
+    """Attaches to this process of vLLM; idempotent.
+
+    With a release that was not tried, plans are refused and nothing else changes.
+    """
+    processor = _named("v1.engine.input_processor", "InputProcessor")
+    try:
+        CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
+    except HookError as error:
+        _LOG.warning("ferrohook: %s", error)
+        reason = str(error).replace("pass untried=True", f"set {UNTRIED}=1")
+        _wrap(processor, "process_inputs", functools.partial(_refusing, reason))
+        return
+    _wrap(processor, "process_inputs", _processing)
+    _wrap(processor, "assign_request_id", _assigning)
+    outputs = _named("v1.engine.output_processor", "OutputProcessor")
+    _wrap(outputs, "_finish_request", _finishing)
+    _wrap(outputs, "abort_requests", _aborting)
+    _wrap(_named("v1.engine.llm_engine", "LLMEngine"), "add_request", _adding)
+    _wrap(_named("v1.engine.async_llm", "AsyncLLM"), "add_request", _adding_async)
+    _wrap(_named("v1.core.sched.scheduler", "Scheduler"), "update_from_output", _updating)
+    wrapper = _named("v1.worker.worker_base", "WorkerWrapperBase")
+    _wrap(wrapper, "init_device", _initializing)
+    for name in ("describe", "put", "drop", "state", "take", "peek"):
+        setattr(wrapper, f"ferrohook_{name}", _remote(name))
+    for path in ("completion", "chat_completion"):
+        module = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")
+        name = {"completion": "CompletionRequest"}.get(path, "ChatCompletionRequest")
+        _wrap(getattr(module, name), "to_beam_search_params", _beaming)
+
+
+def front_end_of(engine: Any) -> FrontEnd:
+    """Returns the front end of an `LLM`, `LLMEngine` or `AsyncLLM` that has one.
+
+    Raises:
+        HookError: no plan was used with it, or it is no engine.
+    """
+    engine = getattr(engine, "llm_engine", engine)
+    found = _front_ends.get(getattr(engine, "input_processor", None))
+    if found is None:
+        msg = "no request of this engine has used a plan"
+        raise HookError(msg)
+    return found
+
+
+def connect(engine: Any) -> FrontEnd:
+    """Returns the front end of an `LLM` or `LLMEngine`, made at first use.
+
+    Raises:
+        HookError: plans are refused in this engine, with the reason.
+    """
+    engine = getattr(engine, "llm_engine", engine)
+    found = _front_ends.get(engine.input_processor)
+    return found or _connected(engine, engine.collective_rpc("ferrohook_describe"))
+
+
+async def connect_async(engine: Any) -> FrontEnd:
+    """Returns the front end of an `AsyncLLM`, made at first use.
+
+    Raises:
+        HookError: plans are refused in this engine, with the reason.
+    """
+    found = _front_ends.get(engine.input_processor)
+    return found or _connected(engine, await engine.collective_rpc("ferrohook_describe"))
+
+
+def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
+    described = json.loads(answers[0])
+    if "refused" in described:
+        raise HookError(described["refused"])
+    servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
+    options = Options.of(engine.vllm_config)
+    made = FrontEnd(Sites.from_json(described["sites"]), options, max(servers, 1))
+    return _front_ends.setdefault(engine.input_processor, made)
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"vllm.{module}"), name)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a method by one around it, once."""
+    original = vars(owner)[name]
+    plain = original.__func__ if isinstance(original, staticmethod) else original
+    if hasattr(plain, _MARK):
+        return
+    made = functools.wraps(plain)(make(plain))
+    setattr(made, _MARK, True)
+    setattr(owner, name, staticmethod(made) if isinstance(original, staticmethod) else made)
+
+
+def _has_plan(params: Any) -> bool:
+    return NAME in (getattr(params, "extra_args", None) or ())
+
+
+# --- front end -----------------------------------------------------------------------------------
+
+
+def _refusing(reason: str, original: Any) -> Any:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _has_plan(params):
+            raise ValueError(reason)
+        return original(self, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
+
+
+def _processing(original: Any) -> Any:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        if _has_plan(params):
+            front_end = _front_ends.get(self)
+            if front_end is None:
+                msg = "a plan came by a way on which ferrohook does not see the engine"
+                raise ValueError(msg)
+            if request.sampling_params is None:
+                msg = "a plan is for requests with SamplingParams"
+                raise ValueError(msg)
+            front_end.prepare(request)
+        return request
+
+    return process_inputs
+
+
+def _adding(original: Any) -> Any:
+    def add_request(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _has_plan(params):
+            try:
+                connect(self)
+            except HookError as error:
+                raise ValueError(str(error)) from error
+        return original(self, request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+def _adding_async(original: Any) -> Any:
+    async def add_request(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _has_plan(params):
+            try:
+                await connect_async(self)
+            except HookError as error:
+                raise ValueError(str(error)) from error
+        return await original(self, request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+def _assigning(original: Any) -> Any:
+    def assign_request_id(request: Any) -> None:
+        original(request)
+        if _has_plan(request.sampling_params):
+            _keys[request.request_id] = request.sampling_params.extra_args[NAME]["key"]
+            if len(_keys) > _MOST_KEYS:  # cancelled requests
+                _keys.pop(next(iter(_keys)), None)
+
+    return assign_request_id
+
+
+def _finishing(original: Any) -> Any:
+    def _finish_request(self: Any, state: Any) -> Any:
+        key = _keys.pop(state.request_id, None)
+        if key is not None and state.detokenizer is not None:
+            tokens = state.prompt_len + state.detokenizer.num_output_tokens()
+            for front_end in [*_front_ends.values()]:
+                front_end.finished(key, tokens)
+        return original(self, state)
+
+    return _finish_request
+
+
+def _aborting(original: Any) -> Any:
+    def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        aborted = original(self, *args, **kwargs)
+        for request_id in aborted:
+            if (key := _keys.pop(request_id, None)) is not None:
+                for front_end in [*_front_ends.values()]:
+                    front_end.cancelled(key)
+        return aborted
+
+    return abort_requests
+
+
+def _beaming(original: Any) -> Any:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if NAME in (self.vllm_xargs or ()):
+            msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
+            raise ValueError(msg)
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
+
+
+# --- engine --------------------------------------------------------------------------------------
+
+
+def _updating(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
+        # The scheduler ends these requests with an error: no text goes out under a plan that failed.
+        if failed := getattr(output, "ferrohook_failed", None):
+            self.grammar_compile_error_reqs |= failed.keys()
+        return original(self, scheduler_output, output)
+
+    return update_from_output
+
+
+# --- worker --------------------------------------------------------------------------------------
+
+
+def _initializing(original: Any) -> Any:
+    def init_device(self: Any) -> Any:
+        result = original(self)
+        self.ferrohook = attach(self.worker.model_runner, self.vllm_config)
+        return result
+
+    return init_device
+
+
+def _remote(name: str) -> Callable[..., bytes]:
+    def call(self: Any, *args: Any) -> bytes:
+        return getattr(self.ferrohook, name)(*args)  # type: ignore[no-any-return]
+
+    call.__name__ = f"ferrohook_{name}"
+    return call

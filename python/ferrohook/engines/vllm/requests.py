@@ -1,0 +1,290 @@
+"""Front end: plans in the parameters of a request, and the tickets for their captures."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ferrohook.engines.vllm.sites import Sites
+from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.errors import HookTypeError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.positions import Prompt, Tokens, mask_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ferrohook.plans.positions import At
+
+NAME: Final = "ferrohook"
+"""Key of a plan in `SamplingParams.extra_args`, and of the options in `additional_config`."""
+_MOST_TICKETS: Final = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of an engine: `additional_config={"ferrohook": {...}}`.
+
+    Args:
+        capture_bytes: most bytes that one request captures.
+        results_bytes: bytes of captures of finished requests that wait for their client; beyond
+            them the oldest are dropped.
+        sites: selector of the modules that a compiled engine serves, laid before it compiles;
+            None for none.
+    """
+
+    capture_bytes: int = 64 * 2**20
+    results_bytes: int = 2**30
+    sites: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> Options:
+        """Reads the options of a `VllmConfig`.
+
+        Raises:
+            ValueError: an unknown option, or one of the wrong type.
+        """
+        additional = config.additional_config
+        found = additional.get(NAME, {}) if isinstance(additional, dict) else {}
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(found, dict) or (unknown := found.keys() - {*names}):
+            got = min(unknown) if isinstance(found, dict) else found
+            msg = f"additional_config[{NAME!r}] has the options {', '.join(names)}; got {got!r}"
+            raise ValueError(msg)
+        for name in ("capture_bytes", "results_bytes"):
+            value = found.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                msg = f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
+                raise ValueError(msg)
+        return cls(**found)
+
+
+@dataclasses.dataclass
+class Ticket:
+    """A request that captures, as its client and the worker know it."""
+
+    key: str
+    """Name of the captures in the worker; random, so nobody else's."""
+    request_id: str
+    """Of the client."""
+    tokens: int | None = None
+    """Tokens of prompt and answer, once it is finished."""
+
+
+class Vectors(Mapping[str, "Tensor"]):
+    """Vectors that were uploaded, by name."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, tuple[Tensor, str]] = {}
+        self.used: dict[str, str] | None = None
+        """Digests of the vectors that are looked up, by name; None to forget them."""
+
+    def put(self, name: str, tensor: Tensor, digest: str) -> None:
+        """Names a vector."""
+        self._named[name] = tensor, digest
+
+    def drop(self, name: str) -> str | None:
+        """Drops a name; returns its digest if no other name has it.
+
+        Raises:
+            KeyError: no vector has the name.
+        """
+        _, digest = self._named.pop(name)
+        kept = any(digest == other for _, other in self._named.values())
+        return None if kept else digest
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._named:
+            there = f"there are {', '.join(self._named)}" if self._named else "there is none"
+            msg = f"no vector {name!r} was uploaded: {there}"
+            raise ValueError(msg)
+        tensor, digest = self._named[name]
+        if self.used is not None:
+            self.used[name] = digest
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._named])
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __bool__(self) -> bool:
+        return True  # asked for names, although it has none
+
+
+class FrontEnd:
+    """Plans of the requests of one engine, in the process that takes them.
+
+    Args:
+        sites: the modules of the worker's model.
+        options: of the engine.
+        servers: number of API servers.
+    """
+
+    def __init__(self, sites: Sites, options: Options, servers: int = 1) -> None:
+        self.sites = sites
+        self.options = options
+        self.vectors = Vectors()
+        self._servers = servers
+        self._lock = threading.Lock()
+        self._tickets: dict[str, list[Ticket]] = {}
+        self._by_key: dict[str, Ticket] = {}
+
+    def prepare(self, request: Any) -> None:
+        """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
+
+        Raises:
+            ValueError: the plan is bad, or refused; the request must not be scheduled.
+        """
+        params = request.sampling_params
+        value = params.extra_args[NAME]
+        text = value if isinstance(value, str) else _dumped(value)
+        with self._lock:
+            self.vectors.used = used = {}
+            try:
+                plan = Plan.from_json(text, self.vectors)
+            except HookTypeError as error:
+                raise ValueError(str(error)) from error
+            finally:
+                self.vectors.used = None
+        plan = self.sites.rewritten(plan)
+        if request.resumable:
+            _refuse("streamed inputs")
+        key = uuid.uuid4().hex
+        digest = _digest(text, used)
+        if any(isinstance(entry, KeepEntry) for entry in plan.entries):
+            self._check_captures(plan, request, params)
+            # Positions that a cache has are run again, where they are wanted.
+            if any(isinstance(it, KeepEntry) and _reaches_back(it.at) for it in plan.entries):
+                params.skip_reading_prefix_cache = True
+            self._issue(Ticket(key, request.request_id))
+        if changes := [entry for entry in plan.entries if isinstance(entry, HookEntry)]:
+            # Keys and values that a plan changed are for requests of the same plan alone; of the
+            # same length of prompt, where the plan counts from its end.
+            salt = f"{NAME}:{digest}"
+            if any(_counts_from_prompt(entry.at) for entry in changes):
+                salt += f":{len(request.prompt_token_ids)}"
+            request.cache_salt = f"{request.cache_salt or ''}{salt}"
+        payload = {"plan": text, "vectors": used, "digest": digest, "key": key}
+        params.extra_args = {**params.extra_args, NAME: payload}
+
+    def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
+        if params.n > 1:
+            _refuse("n > 1 with captures")
+        if self._servers > 1:
+            _refuse("captures with several API servers")
+        prompt = len(request.prompt_token_ids)
+        most = prompt + params.max_tokens - 1
+        size = sum(
+            row * _captured(entry, prompt, most) for entry, row in self.sites.row_bytes(plan)
+        )
+        if size > self.options.capture_bytes:
+            msg = (
+                f"the captures of {most:,} tokens may take {size:,} bytes, more than "
+                f"capture_bytes={self.options.capture_bytes:,}: capture fewer modules or "
+                "positions, or lower max_tokens"
+            )
+            raise ValueError(msg)
+
+    def _issue(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._tickets.setdefault(ticket.request_id, []).append(ticket)
+            self._by_key[ticket.key] = ticket
+            while len(self._by_key) > _MOST_TICKETS:  # of clients that never asked
+                self._forget(next(iter(self._by_key.values())))
+
+    def finished(self, key: str, tokens: int) -> None:
+        """Notes the number of tokens of a finished request."""
+        with self._lock:
+            if (ticket := self._by_key.get(key)) is not None:
+                ticket.tokens = tokens
+
+    def cancelled(self, key: str) -> None:
+        """Forgets the ticket of a cancelled request."""
+        with self._lock:
+            if (ticket := self._by_key.get(key)) is not None:
+                self._forget(ticket)
+
+    def find(self, request_id: str) -> Ticket:
+        """Returns the ticket of a client's request.
+
+        Raises:
+            KeyError: no request of the id captured, or it was cancelled, or they were fetched.
+            ValueError: several have the id.
+        """
+        with self._lock:
+            tickets = self._tickets.get(request_id, [])
+        if not tickets:
+            msg = f"no request {request_id!r} captures; or it was cancelled, or they were fetched"
+            raise KeyError(msg)
+        if len(tickets) > 1:
+            msg = f"{len(tickets)} requests have the id {request_id!r}: choose ids that differ"
+            raise ValueError(msg)
+        return tickets[0]
+
+    def forget(self, ticket: Ticket) -> None:
+        """Forgets a ticket whose captures were fetched."""
+        with self._lock:
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._by_key.pop(ticket.key, None)
+        tickets = self._tickets.get(ticket.request_id, [])
+        if ticket in tickets:
+            tickets.remove(ticket)
+        if not tickets:
+            self._tickets.pop(ticket.request_id, None)
+
+
+def _refuse(feature: str) -> None:
+    msg = f"{feature} is refused with vllm: {CAPABILITIES.refused[feature]}"
+    raise ValueError(msg)
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        msg = f"a plan in extra_args is the JSON of Plan.to_json: {error}"
+        raise ValueError(msg) from error
+
+
+def _digest(text: str, vectors: Mapping[str, str]) -> str:
+    content = json.dumps([text, sorted(vectors.items())])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _counts_from_prompt(at: At) -> bool:
+    """True if positions depend on the length of the prompt."""
+    if at is None or callable(at):
+        return False
+    if isinstance(at, slice):
+        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
+    return isinstance(at, str) or at < 0
+
+
+def _reaches_back(at: At) -> bool:
+    """True if positions may be in a cache: the last of the prompt never is."""
+    return at not in {"generated", "last_prompt", -1} if not isinstance(at, slice) else True
+
+
+def _captured(entry: KeepEntry, prompt: int, most: int) -> int:
+    """Returns the most tokens that an entry captures."""
+    return int(wanted(entry.at, prompt, most).sum())
+
+
+def wanted(at: At, prompt: int, tokens: int) -> Tensor:
+    """Returns which of the first positions of a request an entry names: bools, (tokens,)."""
+    if at is None:
+        return torch.ones(tokens, dtype=torch.bool)
+    lengths = Prompt(torch.tensor([prompt]), None)
+    return mask_of(at, Tokens(torch.arange(tokens)[None], lengths))[0]

@@ -1,0 +1,159 @@
+"""Seams of vLLM's model runners, V1 and V2.
+
+Wrapped on the instance, after it was made and before the model is loaded. The row map is read where
+the runner has settled its batch and the model is called next: in V1 behind `_prepare_inputs`, in V2
+from the `InputBatch` that `prepare_inputs` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.vllm.worker import Worker
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def attach(runner: Any, config: Any) -> Worker:
+    """Attaches to a model runner before it loads its model.
+
+    Raises:
+        HookError: the runner has neither the methods of V1 nor those of V2.
+    """
+    worker = Worker(runner, config)
+    if all(hasattr(runner, name) for name in _V1):
+        _attach_v1(runner, worker)
+    elif all(hasattr(runner, name) for name in _V2):
+        warnings.warn(V2_WARNING, stacklevel=2)
+        _attach_v2(runner, worker)
+    else:
+        msg = f"{type(runner).__name__} of vLLM {CAPABILITIES.version} is an unknown model runner"
+        raise HookError(msg)
+    _around(runner, "load_model", lambda original: _loading(original, worker))
+    _around(runner, "sample_tokens", lambda original: _sampling(original, worker))
+    return worker
+
+
+_V1: Final = ("_update_states", "_prepare_inputs", "_model_forward")
+_V2: Final = ("add_requests", "prepare_inputs", "execute_model")
+V2_WARNING: Final = (
+    "vLLM's model runner V2 was tested against recorded shapes of its objects, not run on a GPU: "
+    "set VLLM_USE_V2_MODEL_RUNNER=0 for the runner that was"
+)
+
+
+def _around(runner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    original = getattr(runner, name)
+    setattr(runner, name, functools.wraps(original)(make(original)))
+
+
+def _loading(original: Any, worker: Worker) -> Callable[..., Any]:
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        worker.loaded()
+        return result
+
+    return load_model
+
+
+def _sampling(original: Any, worker: Worker) -> Callable[..., Any]:
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if failed := worker.failures():
+            _mark(output, failed)
+        return output
+
+    return sample_tokens
+
+
+def _mark(output: Any, failed: dict[str, str]) -> None:
+    """Passes failures on with the output of a step, to the scheduler in its process."""
+    if not hasattr(output, "get_output"):
+        output.ferrohook_failed = failed
+        return
+    resolve = output.get_output
+
+    def get_output() -> Any:
+        resolved = resolve()
+        resolved.ferrohook_failed = failed
+        return resolved
+
+    output.get_output = get_output
+
+
+def _attach_v1(runner: Any, worker: Worker) -> None:
+    def updating(original: Any) -> Callable[..., Any]:
+        def _update_states(scheduler_output: Any) -> Any:
+            result = original(scheduler_output)
+            worker.reconcile(runner.requests)
+            for new in scheduler_output.scheduled_new_reqs:
+                state = runner.requests[new.req_id]
+                worker.admit(new.req_id, new.sampling_params, state.num_prompt_tokens)
+            return result
+
+        return _update_states
+
+    def preparing(original: Any) -> Callable[..., Any]:
+        def _prepare_inputs(scheduler_output: Any, counts: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scheduler_output, counts, *args, **kwargs)
+            batch = runner.input_batch
+            positions = batch.num_computed_tokens_cpu[: batch.num_reqs]
+            worker.settle(batch.req_ids[: batch.num_reqs], counts, positions)
+            return result
+
+        return _prepare_inputs
+
+    def calling(original: Any) -> Callable[..., Any]:
+        def _model_forward(
+            input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            with worker.running(positions.shape[-1]):
+                return original(input_ids, positions, *args, **kwargs)
+
+        return _model_forward
+
+    _around(runner, "_update_states", updating)
+    _around(runner, "_prepare_inputs", preparing)
+    _around(runner, "_model_forward", calling)
+
+
+def _attach_v2(runner: Any, worker: Worker) -> None:
+    entered = contextlib.ExitStack()
+
+    def adding(original: Any) -> Callable[..., Any]:
+        def add_requests(scheduler_output: Any) -> Any:
+            # Finished and preempted ones are gone by now; those that resume come as new ones.
+            worker.reconcile(runner.req_states.req_id_to_index)
+            result = original(scheduler_output)
+            for new in scheduler_output.scheduled_new_reqs:
+                worker.admit(new.req_id, new.sampling_params, new.prompt_len)
+            return result
+
+        return add_requests
+
+    def preparing(original: Any) -> Callable[..., Any]:
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            batch = original(*args, **kwargs)
+            positions = batch.num_computed_tokens_np[: batch.num_reqs]
+            worker.settle(batch.req_ids, batch.num_scheduled_tokens, positions)
+            entered.enter_context(worker.running(batch.num_tokens_after_padding))
+            return batch
+
+        return prepare_inputs
+
+    def executing(original: Any) -> Callable[..., Any]:
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            with entered:
+                return original(*args, **kwargs)
+
+        return execute_model
+
+    _around(runner, "add_requests", adding)
+    _around(runner, "prepare_inputs", preparing)
+    _around(runner, "execute_model", executing)

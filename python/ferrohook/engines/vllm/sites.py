@@ -1,0 +1,294 @@
+"""Modules of a model in vLLM: which can be hooked, and which tensor of their output is meant.
+
+The worker observes one forward of a few tokens as it loads the model. The front end, which has no
+model, validates plans by the table; the worker rewrites them by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.selection import select
+from ferrohook.steering import Intervention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
+"""Output of a module: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
+
+OBSERVED_ROWS: Final = 7
+"""Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
+_ENGINE_OPTIONS: Final = frozenset({"dtype", "slice", "output_index", "max_bytes", "inputs"})
+"""Options of `keep` that an engine serves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A module of the model."""
+
+    kind: Kind
+    width: int = 0
+    """Last dimension of the tensor."""
+    row_bytes: int = 0
+    """Bytes of the tensor per token."""
+    refused: str | None = None
+    """Reason why it cannot be hooked."""
+
+
+class Sites:
+    """Table of the modules of a model, by path.
+
+    Args:
+        table: the modules.
+        fused: names of modules that vLLM fuses, by the name of the fused one.
+    """
+
+    def __init__(self, table: Mapping[str, Site], fused: Mapping[str, Sequence[str]]) -> None:
+        self.table = dict(table)
+        self.fused = {part: whole for whole, parts in fused.items() for part in parts}
+        self._fused = {whole: [*parts] for whole, parts in fused.items()}
+        # `select` works on modules.
+        self._skeleton = _skeleton(self.table)
+
+    def to_json(self) -> str:
+        """Writes the table as JSON."""
+        table = {name: dataclasses.astuple(site) for name, site in self.table.items()}
+        return json.dumps({"table": table, "fused": self._fused})
+
+    @classmethod
+    def from_json(cls, text: str) -> Sites:
+        """Reads a table that `to_json` wrote."""
+        found = json.loads(text)
+        return cls({name: Site(*it) for name, it in found["table"].items()}, found["fused"])
+
+    def selected(self, what: Any) -> dict[str, Site]:
+        """Returns the modules that a selector of a plan names.
+
+        Raises:
+            ValueError: it matches none, or one that cannot be hooked.
+        """
+        for path in _paths(what):
+            site = self.table.get(path)
+            if site is not None and site.refused is not None:
+                msg = f"{path!r} cannot be hooked in vLLM: {site.refused}"
+                raise ValueError(msg)
+            *_, last = path.rpartition(".")
+            if site is None and (whole := self.fused.get(last)) is not None:
+                fused = path.removesuffix(last) + whole
+                msg = f"{path!r} is part of a module that vLLM fuses: {fused!r}"
+                raise ValueError(msg)
+        try:
+            names = [*select(self._skeleton, what, called=True)]
+        except (SelectionError, HookTypeError) as error:
+            raise ValueError(str(error)) from error
+        found = {name: self.table[name] for name in names}
+        for name, site in found.items():
+            if site.refused is not None:
+                msg = f"{name!r} cannot be hooked in vLLM: {site.refused}"
+                raise ValueError(msg)
+        return found
+
+    def rewritten(self, plan: Plan) -> Plan:
+        """Rewrites a plan for the outputs of vLLM's modules, and validates it.
+
+        An entry without an `output_index` means the stream of a layer that returns
+        (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
+
+        Raises:
+            ValueError: the plan has what an engine does not serve; names the entry.
+        """
+        entries: list[HookEntry | KeepEntry] = []
+        for number, entry in enumerate(plan.entries):
+            try:
+                entries += self._rewritten(entry)
+            except ValueError as error:
+                msg = f"entries[{number}]: {error}"
+                raise ValueError(msg) from None
+        return Plan(*entries)
+
+    def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
+        if callable(entry.at):
+            msg = "at is a function, and a plan for an engine is data"
+            raise ValueError(msg)
+        found = self.selected(entry.what)
+        if isinstance(entry, KeepEntry):
+            _check_options(entry)
+            index = entry.options.get("output_index")
+            if entry.options.get("inputs"):
+                return [entry]
+        else:
+            _check_hook(entry)
+            index = entry.hook.output_index
+            if entry.phase != "forward":
+                return [entry]
+        groups: dict[Any, list[str]] = {}
+        for name, site in found.items():
+            if isinstance(entry, HookEntry):
+                _check_width(entry.hook, name, site)
+            groups.setdefault(_index(site, name, index), []).append(name)
+        return [_with_index(entry, names, index) for index, names in groups.items()]
+
+    def row_bytes(self, plan: Plan) -> list[tuple[KeepEntry, int]]:
+        """Returns for each capture of a rewritten plan the bytes per token."""
+        sizes = []
+        for entry in plan.entries:
+            if isinstance(entry, KeepEntry):
+                dtype = entry.options.get("dtype")
+                found = self.selected(entry.what).values()
+                sizes.append((entry, sum(_bytes(site, dtype) for site in found)))
+        return sizes
+
+
+def _check_options(entry: KeepEntry) -> None:
+    if refused := entry.options.keys() - _ENGINE_OPTIONS:
+        msg = (
+            f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
+        )
+        raise ValueError(msg)
+
+
+def _check_hook(entry: HookEntry) -> None:
+    if not isinstance(entry.hook, Intervention):
+        name = getattr(entry.hook, "__qualname__", None) or repr(entry.hook)
+        msg = f"{name} is a Python function or object, and a plan crosses processes as JSON"
+        raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
+    if entry.phase not in {"forward", "forward_pre"}:
+        msg = f"an engine has no {entry.phase} phase"
+        raise ValueError(msg)
+    if entry.options:
+        msg = f"on in an engine takes no option {min(entry.options)!r}"
+        raise ValueError(msg)
+
+
+def _check_width(hook: Intervention, name: str, site: Site) -> None:
+    vector = hook.vector
+    if vector is not None and vector.dim() > 1:
+        msg = f"{hook!r}: a vector in an engine has one dimension, as tokens come in chunks"
+        raise ValueError(msg)
+    if hook.width not in {None, 1, site.width} and hook.output_index is None:
+        msg = f"{hook!r} has a width of {hook.width}, the output of {name!r} one of {site.width}"
+        raise ValueError(msg)
+
+
+def _index(site: Site, name: str, index: Any) -> Any:
+    """Returns the `output_index` that is meant at a module."""
+    if index is not None or site.kind == "tensor":
+        return index
+    if site.kind == "other":
+        msg = f"{name!r} returns several tensors: name one by output_index"
+        raise ValueError(msg)
+    return "sum" if site.kind == "stream" else 0
+
+
+def _with_index(
+    entry: HookEntry | KeepEntry, names: list[str], index: Any
+) -> HookEntry | KeepEntry:
+    if isinstance(entry, KeepEntry):
+        options = {name: it for name, it in entry.options.items() if name != "output_index"}
+        if index is not None:
+            options["output_index"] = index
+        return dataclasses.replace(entry, what=names, options=options)
+    hook = entry.hook
+    if hook.output_index != index:
+        hook = type(hook)(*hook.values, output_index=index)
+    return dataclasses.replace(entry, what=names, hook=hook)
+
+
+def _bytes(site: Site, dtype: torch.dtype | None) -> int:
+    return site.row_bytes if dtype is None else site.width * dtype.itemsize
+
+
+def _paths(what: Any) -> list[str]:
+    """Returns the strings in a selector."""
+    if isinstance(what, str):
+        return [what]
+    members = what if isinstance(what, list | tuple | set | frozenset) else ()
+    return [path for member in members for path in _paths(member)]
+
+
+class Model(nn.Module):
+    """Stands for a module that runs in a forward; errors of `select` name the class."""
+
+    def forward(self) -> None:
+        """Marks the module as one that is called, for `select`."""
+
+
+def _skeleton(table: Mapping[str, Site]) -> nn.Module:
+    """Makes modules of the names in a table; those that never ran are containers."""
+    made: dict[str, nn.Module] = {}
+    for name, site in table.items():
+        made[name] = nn.Module() if site == NEVER_RAN else Model()
+        if name:
+            parent, _, last = name.rpartition(".")
+            made[parent].add_module(last, made[name])
+    return made[""]
+
+
+NEVER_RAN: Final = Site("other", refused="it never runs in the forward of vLLM's model")
+
+
+def observe(model: nn.Module, forward: Callable[[], object]) -> Sites:
+    """Observes the outputs of all modules in one forward of `OBSERVED_ROWS` tokens.
+
+    Raises:
+        HookError: no module ran.
+    """
+    outputs: dict[str, list[Any]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def noted(_module: nn.Module, _args: Any, output: Any) -> None:
+            outputs.setdefault(name, []).append(_shapes(output))
+
+        return noted
+
+    modules = dict(model.named_modules())
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not outputs:
+        msg = "no module of vLLM's model ran in the observed forward"
+        raise HookError(msg)
+    table = {name: _site(it, outputs.get(name, [])) for name, it in modules.items()}
+    return Sites(table, getattr(model, "packed_modules_mapping", None) or {})
+
+
+def _shapes(output: Any) -> Any:
+    """Returns shape and dtype in place of tensors."""
+    if isinstance(output, Tensor):
+        return output.shape, output.element_size()
+    if isinstance(output, tuple | list):
+        return [_shapes(each) for each in output]
+    return None
+
+
+def _site(module: nn.Module, calls: list[Any]) -> Site:
+    if not calls:
+        return NEVER_RAN
+    if len(calls) > 1:
+        return Site("other", refused=f"it runs {len(calls)} times in a forward, for several layers")
+    (output,) = calls
+    parts = output if isinstance(output, list) else [output]
+    tensors = [part for part in parts if isinstance(part, tuple)]
+    if not tensors or any(len(shape) < 1 or shape[0] != OBSERVED_ROWS for shape, _ in tensors):
+        return Site("other", refused="its output is no tensor of a row per token")
+    shape, size = tensors[0]
+    site = Site("tensor", shape[-1], shape[1:].numel() * size)
+    if output is not parts:
+        return site
+    norm = "Norm" in type(module).__name__
+    if len(tensors) == 1 or norm:
+        return dataclasses.replace(site, kind="first")
+    layer = len(tensors) == 2 and tensors[0] == tensors[1] and any(True for _ in module.children())  # noqa: PLR2004 (hidden, residual)
+    return dataclasses.replace(site, kind="stream" if layer else "other")

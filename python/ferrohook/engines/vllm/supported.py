@@ -1,0 +1,68 @@
+"""Releases of vLLM that were tried, and the configurations that are refused."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+from ferrohook.engines.support import Capabilities
+
+CAPABILITIES: Final = Capabilities(
+    engine="vllm",
+    version=importlib.import_module("vllm").__version__,
+    tried=("0.32",),
+    served=(
+        "interventions and captures of a request, at positions",
+        "eager engines, any module that runs once per forward",
+        "chunked prefill, prefix caching, preemption, aborts, async scheduling",
+        "in process, and over HTTP through vllm_xargs",
+    ),
+    refused={
+        "python functions": "a plan crosses processes as JSON",
+        "tensor parallelism": "modules return shards; not tested",
+        "pipeline parallelism": "a worker has a part of the layers; not tested",
+        "data parallelism": "captures would come from several engines; not tested",
+        "context parallelism": "a worker has a part of the rows; not tested",
+        "sequence parallelism": "a worker has a part of the rows; not tested",
+        "microbatches": "a forward has a part of the rows; not tested",
+        "speculative decoding": "rows of rejected drafts are no tokens; not tested",
+        "KV transfer": "a connector may ignore the cache salt of a plan; not tested",
+        "fast prefill with shared KV": "layers skip rows of the prompt",
+        "encoders and decoders": "rows of the encoder are no positions of the request",
+        "pooling models": "plans travel in SamplingParams",
+        "diffusion": "a forward reruns tokens that are not settled",
+        "n > 1 with captures": "the children have one id: send n requests",
+        "beam search": "vLLM drops extra_args on the way to the beams",
+        "streamed inputs": "the length of the prompt is not settled",
+        "captures with several API servers": "the server that is asked need not be the one",
+    },
+)
+"""See `ferrohook.engines.capabilities`."""
+
+
+def refusals(config: Any) -> dict[str, str]:
+    """Returns the refused features that a `VllmConfig` uses, with the reasons."""
+    parallel = config.parallel_config
+    model, cache = config.model_config, config.cache_config
+    used = {
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "sequence parallelism": bool(parallel.use_sequence_parallel_moe),
+        "microbatches": bool(parallel.use_ubatching),
+        "speculative decoding": config.speculative_config is not None,
+        "KV transfer": config.kv_transfer_config is not None,
+        "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),
+        "encoders and decoders": bool(model.is_encoder_decoder),
+        "pooling models": model.runner_type != "generate",
+        "diffusion": bool(model.is_diffusion),
+    }
+    return {feature: CAPABILITIES.refused[feature] for feature, is_used in used.items() if is_used}
+
+
+def explain(found: dict[str, str]) -> str:
+    """Returns the error of an engine that uses refused features."""
+    reasons = "; ".join(f"{feature} ({reason})" for feature, reason in found.items())
+    return f"this engine of vLLM serves no plans, as it uses {reasons}"

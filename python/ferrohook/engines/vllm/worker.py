@@ -1,0 +1,346 @@
+"""Worker: the plans of an engine's requests, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
+
+import safetensors.torch
+import torch
+
+from ferrohook.engines.planned import PlannedRequests, Result
+from ferrohook.engines.steps import Span, Step
+from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
+from ferrohook.engines.vllm.requests import NAME, Options, wanted
+from ferrohook.engines.vllm.sites import OBSERVED_ROWS, Sites, observe
+from ferrohook.engines.vllm.supported import explain, refusals
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import KeepEntry, keep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+_LOG: Final = logging.getLogger("ferrohook")
+_MOST_PLANS: Final = 256
+_MOST_DROPPED: Final = 10_000
+
+
+@dataclasses.dataclass
+class _Admitted:
+    """A request of the engine that has a plan."""
+
+    key: str
+    """Name of its captures."""
+    prompt_length: int
+    plan: Plan
+    """Rewritten."""
+    captures: bool
+
+
+@dataclasses.dataclass
+class _Finished:
+    """Captures that wait for their client."""
+
+    admitted: _Admitted
+    result: Result
+    size: int
+    """Bytes."""
+
+
+class Worker:
+    """Plans of the requests of one model runner.
+
+    Args:
+        runner: of V1 or V2.
+        config: the `VllmConfig`.
+    """
+
+    def __init__(self, runner: Any, config: Any) -> None:
+        self._runner = runner
+        self._config = config
+        self.options = Options.of(config)
+        self.sites: Sites | None = None
+        self.refused = refusals(config)
+        self._planned: PlannedRequests | None = None
+        self._vectors: dict[str, Tensor] = {}
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._admitted: dict[str, _Admitted] = {}
+        self._finished: OrderedDict[str, _Finished] = OrderedDict()
+        self._finished_bytes = 0
+        self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._spans: list[Span] = []
+        self._failures: dict[str, BaseException] = {}
+        self._reported: set[str] = set()
+        self.steps = 0
+        """Forwards in which a request with a plan had rows."""
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def loaded(self) -> None:
+        """Takes over a model that was loaded, before it is compiled or called."""
+        if self.refused:
+            _LOG.warning("ferrohook: %s", explain(self.refused))
+            return
+        model = self._runner.get_model()
+        self.sites = observe(model, functools.partial(self._forward, model))
+        self._planned = PlannedRequests(model)
+        self._test_itself(model)
+
+    def _forward(self, model: Any) -> None:
+        """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
+        context = importlib.import_module("vllm.forward_context")
+        device = self._runner.device
+        ids = torch.zeros(OBSERVED_ROWS, dtype=torch.int32, device=device)
+        positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)
+        with (
+            torch.inference_mode(),
+            context.set_forward_context(
+                None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
+            ),
+        ):
+            model(
+                input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+            )
+
+    def _test_itself(self, model: Any) -> None:
+        """Runs a known step, and compares the rows that two requests capture.
+
+        Raises:
+            HookError: they are not the rows of the step.
+        """
+        assert self.sites is not None
+        assert self._planned is not None
+        names = [name for name, site in self.sites.table.items() if site.kind == "tensor" and name]
+        if not names:
+            return
+        whole: list[Tensor] = []
+        hook = model.get_submodule(names[0]).register_forward_hook(
+            lambda _module, _args, output: whole.append(output.clone())
+        )
+        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
+        plan = Plan(keep(names[0]))
+        try:
+            for span in spans:
+                with self._planned.admitting(span.request_id, plan):
+                    pass
+            with self._planned.running(Step(spans, OBSERVED_ROWS)):
+                self._forward(model)
+        finally:
+            hook.remove()
+            results = [self._planned.retire(span.request_id) for span in spans]
+        for span, result in zip(spans, results, strict=True):
+            rows = whole[0][span.first_row : span.first_row + span.rows]
+            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
+                msg = f"the self-test of ferrohook in vLLM failed: {names[0]!r} has other rows"
+                raise HookError(msg)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def admit(self, request_id: str, params: Any, prompt_length: int) -> None:
+        """Opens the plan of a request that the runner has taken, if it has one."""
+        payload = ((params and params.extra_args) or {}).get(NAME)
+        if payload is None:
+            return
+        self._retire(request_id)
+        try:
+            if self._planned is None or not isinstance(payload, dict):
+                msg = "a plan came to a worker that serves none, past the front end"
+                raise HookError(msg)  # noqa: TRY301 (fails the request, as any error here does)
+            plan = self._plan(payload)
+            with self._planned.admitting(request_id, plan):
+                pass
+        except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
+            self._failures[request_id] = error
+            return
+        captures = any(isinstance(entry, KeepEntry) for entry in plan.entries)
+        self._discard(payload["key"])
+        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, captures)
+
+    def _plan(self, payload: Mapping[str, Any]) -> Plan:
+        digest = payload["digest"]
+        plan = self._plans.get(digest)
+        if plan is None:
+            assert self.sites is not None
+            missing = [it for it in payload["vectors"].values() if it not in self._vectors]
+            if missing:
+                msg = f"vectors were dropped before the request ran: {missing}"
+                raise HookError(msg)
+            vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
+            plan = self.sites.rewritten(Plan.from_json(payload["plan"], vectors))
+            self._plans[digest] = plan
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.popitem(last=False)
+        return plan
+
+    def reconcile(self, live: Mapping[str, Any]) -> None:
+        """Closes the requests that are not among those that live in the runner."""
+        for request_id in self._admitted.keys() - live.keys():
+            self._retire(request_id)
+        if self._reported:
+            self._reported &= live.keys()
+
+    def _retire(self, request_id: str) -> None:
+        admitted = self._admitted.pop(request_id, None)
+        if admitted is None:
+            return
+        assert self._planned is not None
+        result = self._planned.retire(request_id)
+        if result is not None and admitted.captures:
+            size = sum(act.nbytes for act in result.acts.values())
+            self._keep(_Finished(admitted, result, size))
+
+    def _keep(self, finished: _Finished) -> None:
+        self._finished[finished.admitted.key] = finished
+        self._finished_bytes += finished.size
+        while self._finished_bytes > self.options.results_bytes:
+            key, dropped = self._finished.popitem(last=False)
+            self._finished_bytes -= dropped.size
+            self._dropped[key] = None
+            if len(self._dropped) > _MOST_DROPPED:
+                self._dropped.popitem(last=False)
+
+    def _discard(self, key: str) -> _Finished | None:
+        finished = self._finished.pop(key, None)
+        if finished is not None:
+            self._finished_bytes -= finished.size
+        return finished
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def settle(
+        self, request_ids: Sequence[str], counts: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        """Takes the row map of the next forward.
+
+        Args:
+            request_ids: in order of their rows.
+            counts: rows of each.
+            positions: position of the first row of each.
+        """
+        self._spans = []
+        if not self._admitted:
+            return
+        row = 0
+        for request_id, count, position in zip(request_ids, counts, positions, strict=True):
+            admitted = self._admitted.get(request_id)
+            if admitted is not None:
+                self._spans.append(
+                    Span(request_id, row, int(count), int(position), admitted.prompt_length)
+                )
+            row += int(count)
+
+    @contextlib.contextmanager
+    def running(self, rows: int) -> Iterator[None]:
+        """Enters the batch of the settled step around its forward of `rows` rows."""
+        spans, self._spans = self._spans, []
+        if not spans or self._planned is None:
+            yield
+            return
+        self.steps += 1
+        with self._planned.running(Step(spans, rows)):
+            yield
+        for span in spans:
+            error = self._planned.failure_of(span.request_id)
+            if error is not None and span.request_id not in self._reported:
+                self._failures[span.request_id] = error
+
+    def failures(self) -> dict[str, str]:
+        """Returns the requests that failed since it was called last, with the reasons."""
+        if not self._failures:
+            return {}
+        failed, self._failures = self._failures, {}
+        self._reported |= failed.keys()
+        for request_id, error in failed.items():
+            _LOG.error("ferrohook: the plan of request %s failed: %r", request_id, error)
+        return {request_id: str(error) for request_id, error in failed.items()}
+
+    # --- calls from the front end: bytes, so that nothing is pickled -------------------------
+
+    def describe(self) -> bytes:
+        """Returns the table of the modules, or the reason why plans are refused."""
+        if self.sites is None:
+            reason = explain(self.refused) if self.refused else "the model is not loaded"
+            return json.dumps({"refused": reason}).encode()
+        return json.dumps({"sites": self.sites.to_json()}).encode()
+
+    def put(self, data: bytes) -> bytes:
+        """Stores vectors, by their digests."""
+        vectors = safetensors.torch.load(data)
+        self._vectors |= {digest_of(vector): vector for vector in vectors.values()}
+        return b""
+
+    def drop(self, digest: str) -> bytes:
+        """Drops a vector. A request that needs it and has not begun fails."""
+        self._vectors.pop(digest, None)
+        return b""
+
+    def state(self) -> bytes:
+        """Returns numbers of requests and captures, for tests and metrics."""
+        numbers = {
+            "requests": len(self._admitted),
+            "results": len(self._finished),
+            "results_bytes": self._finished_bytes,
+            "steps": self.steps,
+        }
+        return json.dumps(numbers).encode()
+
+    def take(self, key: str, tokens: int, since: int = 0) -> bytes:
+        """Returns the captures of a finished request, and forgets them.
+
+        Args:
+            key: of its ticket.
+            tokens: tokens of prompt and answer. Rows of the last one and behind it are cut off:
+                an engine that schedules ahead runs them for nothing.
+            since: first position that is wanted.
+        """
+        if (request_id := self._live(key)) is not None:
+            self._retire(request_id)
+        finished = self._discard(key)
+        if finished is None:
+            reason = "dropped for results_bytes" if key in self._dropped else "not there"
+            return packed({}, {}, error=f"the captures of the request are {reason}")
+        return self._packed(finished.admitted, finished.result, since, tokens)
+
+    def peek(self, key: str, tokens: int, since: int) -> bytes:
+        """Returns captures of a request that runs, as `take` does, and keeps them."""
+        request_id = self._live(key)
+        result = None
+        if request_id is not None and self._planned is not None:
+            result = self._planned.peek(request_id)
+        if request_id is None or result is None:
+            return packed({}, {}, error="the request does not run")
+        return self._packed(self._admitted[request_id], result, since, tokens)
+
+    def _live(self, key: str) -> str | None:
+        return next((name for name, it in self._admitted.items() if it.key == key), None)
+
+    def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
+        if result.error is not None:
+            return packed({}, {}, error=f"the plan of the request failed: {result.error}")
+        assert self.sites is not None
+        acts, positions = {}, {}
+        for entry in admitted.plan.entries:
+            if not isinstance(entry, KeepEntry):
+                continue
+            expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
+            expected = expected[expected >= since]
+            for path in self.sites.selected(entry.what):
+                name = path if entry.label is None else f"{entry.label}:{path}"
+                found = result.positions(name).cpu()
+                if len(missing := expected[~torch.isin(expected, found)]):
+                    error = f"{name!r} never ran for the positions {spans_of(missing)}"
+                    return packed({}, {}, error=error)
+                if len(expected):
+                    inside = torch.isin(found, expected)
+                    acts[name] = result.acts[name][inside].cpu().contiguous()
+                    positions[name] = expected
+        return packed(acts, positions)

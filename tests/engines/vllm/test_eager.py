@@ -1,0 +1,403 @@
+"""vLLM in this process, eager: each answer is what transformers gives for the request alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import support.engines
+from support.engines import Change, Job
+from support.vllm_engine import (
+    EOS,
+    LAYERS,
+    WIDTH,
+    Answer,
+    random_jobs,
+    sampling,
+    serve,
+    start,
+    state,
+    stop,
+)
+
+import ferrohook as fh
+from ferrohook.engines import capabilities, vllm
+from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.engines.vllm.plugin import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+def answer(llm: Any, job: Job, new_tokens: int = NEW) -> tuple[Answer, Any]:
+    """Serves one request; returns the answer, and vLLM's output."""
+    params = sampling(job.plan, new_tokens)
+    (output,) = llm.generate({"prompt_token_ids": job.prompt}, params, use_tqdm=False)
+    acts = vllm.activations(llm, output).acts if job.kept else {}
+    return Answer([*output.outputs[0].token_ids], acts), output
+
+
+def wrong(model: Any, jobs: Sequence[Job], answers: dict[int, Answer]) -> list[tuple[Job, str]]:
+    """Returns the jobs whose answers are not those that they give alone."""
+    found = []
+    for number, given in answers.items():
+        try:
+            jobs[number].check(model, given, NEW)
+        except AssertionError as error:
+            found.append((jobs[number], str(error)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "preempts"),
+    [
+        ("llama", {"enable_prefix_caching": False}, False),
+        # Blocks for a few of the requests: the others are preempted.
+        ("llama", {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 40}, True),
+        ("qwen2", {"max_num_batched_tokens": 32}, False),
+        ("moe", {}, False),
+    ],
+)
+def test_random_requests(
+    models: Any,
+    kind: str,
+    options: dict[str, Any],
+    preempts: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, model = models[kind]
+    jobs = random_jobs(request.config.getoption("requests"), seed=7)
+    engine = start(folder, **options)
+    try:
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+        monkeypatch.setattr(
+            scheduler,
+            "_preempt_request",
+            lambda it, *args, **kwargs: (preempted.append(it), preempt(it, *args, **kwargs))[1],
+        )
+        answers = serve(engine, jobs, seed=11)
+        numbers = state(engine)
+    finally:
+        stop(engine)
+    assert wrong(model, jobs, answers) == []
+    assert len(answers) == len(jobs)
+    assert bool(preempted) == preempts
+    assert numbers["requests"] <= 1  # the last: vLLM has told nobody that it is finished
+    assert numbers["results"] == 0
+
+
+def test_rows_are_those_of_the_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step the rows of a span have the tokens of its request at its positions."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    worker = llm.llm_engine.model_executor.driver_worker.ferrohook
+    inner = runner._model_forward
+    seen = []
+
+    def checked(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for span in worker._spans:
+            request = runner.requests[span.request_id]
+            tokens = [*request.prompt_token_ids, *request.output_token_ids]
+            rows = slice(span.first_row, span.first_row + span.rows)
+            wanted = tokens[span.position : span.position + span.rows]
+            assert input_ids[rows].tolist() == wanted
+            assert positions[rows].tolist() == [*range(span.position, span.position + span.rows)]
+            seen.append(span.rows)
+        return inner(input_ids, positions, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "_model_forward", checked)
+    jobs = [job for job in random_jobs(40, seed=5) if job.plan is not None]
+    serve(llm, jobs, seed=3)
+    assert max(seen) > 32  # noqa: PLR2004
+    assert min(seen) == 1
+
+
+def test_cancelled_requests_leave_nothing(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    jobs = random_jobs(40, seed=23)
+    answers = serve(llm, jobs, seed=29, aborted=0.2)
+    assert wrong(model, jobs, answers) == []
+    assert 0 < len(answers) < len(jobs)
+    answer(llm, Job([5, 6]))
+    assert state(llm)["requests"] == 0
+
+
+def test_requests_without_a_plan_are_as_without_the_plug_in(models: Any, llm: Any) -> None:
+    folder, _ = models["llama"]
+    jobs = [Job(job.prompt) for job in random_jobs(24, seed=41)]
+    before = state(llm)["steps"]
+    with_plans = {**serve(llm, [*jobs, *random_jobs(24, seed=43)], seed=47)}
+    answers = serve(llm, jobs, seed=53)
+    steps = state(llm)["steps"]
+    code = f"""
+import json, sys
+sys.path.insert(0, "tests")
+from support.vllm_engine import sampling, start
+if __name__ == "__main__":
+    llm = start({str(folder)!r})
+    prompts = [{{"prompt_token_ids": ids}} for ids in json.load(sys.stdin)]
+    outputs = llm.generate(prompts, sampling(None, {NEW}), use_tqdm=False)
+    assert not hasattr(llm.llm_engine.model_executor.driver_worker.worker, "ferrohook")
+    print(json.dumps([list(it.outputs[0].token_ids) for it in outputs]))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps([job.prompt for job in jobs]),
+        env={**os.environ, "VLLM_PLUGINS": "none"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    plain = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert [answers[number].generated_tokens for number in range(len(jobs))] == plain
+    assert [with_plans[number].generated_tokens for number in range(len(jobs))] == plain
+    assert steps > before
+
+
+PROMPT = [*range(10, 110)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+
+
+def steering(at: Any = None, layer: int = 1) -> Job:
+    return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
+
+
+def test_a_cache_is_shared_within_a_plan_only(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    llm.reset_prefix_cache()
+    cached = []
+    for job in (steering(), Job(PROMPT), steering(), steering(layer=2), Job(PROMPT)):
+        given, output = answer(llm, job)
+        job.check(model, given, NEW)
+        cached.append(output.num_cached_tokens)
+    assert cached[0] == cached[1] == cached[3] == 0
+    assert cached[2] > 0
+    assert cached[4] > 0
+
+
+@pytest.mark.parametrize("at", [-1, "last_prompt", "generated", "prompt", slice(-4, None)])
+def test_positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
+    models: Any, llm: Any, at: Any
+) -> None:
+    _, model = models["llama"]
+    llm.reset_prefix_cache()
+    first = Job(PROMPT[:64], (Change(1, fh.Add(VECTOR), at),))
+    given, _ = answer(llm, first, 40)
+    longer = Job([*PROMPT[:64], *given.generated_tokens[:-1]], first.changes)
+    again, _ = answer(llm, longer)
+    if at == -1 or isinstance(at, slice):
+        absolute = "last_prompt" if at == -1 else slice(len(longer.prompt) - 4, 10**6)
+        longer = Job(longer.prompt, (Change(1, fh.Add(VECTOR), absolute),))
+    longer.check(model, again, NEW)
+
+
+def test_a_capture_runs_cached_positions_again(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    answer(llm, Job(PROMPT))
+    job = Job(PROMPT, (), ("model.layers.2",))
+    given, output = answer(llm, job)
+    job.check(model, given, NEW)
+    assert output.num_cached_tokens == 0
+    plan = fh.Plan(fh.keep("model.layers.2", at="generated"))
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    assert output.num_cached_tokens > 0
+    captured = vllm.activations(llm, output)
+    rows = len(given.generated_tokens) - 1
+    torch.testing.assert_close(
+        captured.acts["model.layers.2"], given.acts["model.layers.2"][-rows:], rtol=1e-3, atol=1e-3
+    )
+    assert captured.positions["model.layers.2"].tolist() == [
+        *range(len(PROMPT), len(PROMPT) + rows)
+    ]
+
+
+def test_captures_have_labels_dtypes_and_parts(llm: Any) -> None:
+    plan = fh.Plan(
+        fh.keep("model.layers.1", at="last_prompt", label="half", dtype=torch.float16),
+        fh.keep("model.layers.1", output_index=0, at="last_prompt"),
+        fh.keep("model.layers.1.self_attn.qkv_proj", at=slice(0, 3)),
+    )
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    acts = vllm.activations(llm, output).acts
+    assert acts["half:model.layers.1"].dtype == torch.float16
+    assert acts["model.layers.1"].shape == (1, WIDTH)
+    assert not torch.allclose(acts["half:model.layers.1"].float(), acts["model.layers.1"])
+    assert acts["model.layers.1.self_attn.qkv_proj"].shape == (3, 3 * WIDTH)
+    with pytest.raises(KeyError, match="were fetched"):
+        vllm.activations(llm, output)
+
+
+def test_a_stop_string_cuts_captures_off(llm: Any) -> None:
+    plain, _ = answer(llm, Job(PROMPT))
+    word = f"w{plain.generated_tokens[4]}"
+    plan = fh.Plan(fh.keep("model.layers.0"))
+    params = sampling(plan, stop=[word])
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    (text,) = output.outputs
+    assert text.finish_reason == "stop"
+    acts = vllm.activations(llm, output).acts
+    assert len(acts["model.layers.0"]) == len(PROMPT) + len(text.token_ids) - 1
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"version": 1, "entries": [fields]}
+
+
+ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AACAPw=="}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ("{", "no JSON"),
+        (5, "object is expected"),
+        ({1: object()}, "JSON of Plan.to_json"),
+        (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
+        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
+        (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "fuses.*qkv_proj"),
+        (entry(type="keep", what="lm_head"), "never runs"),
+        (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
+        (entry(type="keep", what="model.layers.1", stop=True), "not 'stop'"),
+        (entry(type="keep", what="model.layers.1", keep="all"), "not 'keep'"),
+        (entry(type="on", what="model.layers.1", hook=ADD, timed=True), "no option 'timed'"),
+        (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
+        (
+            entry(
+                type="on",
+                what="model.layers.1",
+                hook={"type": "Add", "vector": {"tensor": "nobody"}},
+            ),
+            "no vector 'nobody' was uploaded",
+        ),
+    ],
+)
+def test_a_bad_plan_is_refused_before_it_is_scheduled(llm: Any, plan: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
+    plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
+    with pytest.raises(ValueError, match="width of 3.*one of 64"):
+        llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+
+
+def test_captures_are_limited(models: Any, llm: Any) -> None:
+    plan = fh.Plan(fh.keep(["model.layers.*", "model.norm"]))
+    front_end = connect(llm)
+    needed = (len(PROMPT) + NEW - 1) * (LAYERS + 1) * WIDTH * 4
+    object.__setattr__(front_end.options, "capture_bytes", needed - 1)
+    try:
+        with pytest.raises(ValueError, match=f"{needed:,} bytes, more than capture_bytes"):
+            llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+        object.__setattr__(front_end.options, "capture_bytes", needed)
+        (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+        assert len(vllm.activations(llm, output).acts) == LAYERS + 1
+    finally:
+        object.__setattr__(front_end.options, "capture_bytes", 2**26)
+
+
+def test_captures_that_nobody_fetches_are_dropped(llm: Any) -> None:
+    worker = llm.llm_engine.model_executor.driver_worker.ferrohook
+    plan = fh.Plan(fh.keep("model.layers.0"))
+    object.__setattr__(worker.options, "results_bytes", 3 * len(PROMPT) * WIDTH * 4)
+    try:
+        outputs = [
+            llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)[0]
+            for _ in range(5)
+        ]
+        answer(llm, Job([5]))
+        assert state(llm)["results_bytes"] <= worker.options.results_bytes
+        with pytest.raises(fh.HookError, match="dropped for results_bytes"):
+            vllm.activations(llm, outputs[0])
+        assert len(vllm.activations(llm, outputs[-1]).acts["model.layers.0"]) > len(PROMPT)
+        for output in outputs[1:-1]:
+            with pytest.raises((fh.HookError, KeyError)):
+                vllm.activations(llm, output)
+                vllm.activations(llm, output)
+    finally:
+        object.__setattr__(worker.options, "results_bytes", 2**30)
+
+
+def test_several_children_capture_nothing(llm: Any) -> None:
+    plan = fh.Plan(fh.keep("model.layers.0"))
+    params = sampling(plan)
+    params.temperature, params.n = 1.0, 2
+    with pytest.raises(ValueError, match="n > 1 with captures"):
+        llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+
+
+def test_vectors_have_names(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    vllm.put_vectors(llm, {"calm": VECTOR})
+    hook = {"type": "Add", "vector": {"tensor": "calm"}, "scale": 2.0}
+    named = entry(type="on", what="model.layers.1", hook=hook)
+
+    def check(vector: torch.Tensor) -> None:
+        (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(named), use_tqdm=False)
+        job = Job(PROMPT, (Change(1, fh.Add(vector, scale=2.0), None),))
+        job.check(model, Answer([*output.outputs[0].token_ids], {}), NEW)
+
+    check(VECTOR)
+    # Another vector of the name: what the cache has is of the former.
+    vllm.put_vectors(llm, {"calm": VECTOR.flip(0)})
+    check(VECTOR.flip(0))
+    vllm.drop_vectors(llm, ["calm"])
+    with pytest.raises(ValueError, match="no vector 'calm'"):
+        check(VECTOR)
+    with pytest.raises(KeyError):
+        vllm.drop_vectors(llm, ["calm"])
+    with pytest.raises(fh.HookTypeError, match="'calm' is a tensor"):
+        vllm.put_vectors(llm, {"calm": [1.0]})  # type: ignore[dict-item]
+
+
+def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    vllm.put_vectors(llm, {"gone": VECTOR})
+    hook = {"type": "Add", "vector": {"tensor": "gone"}}
+    named = {
+        "version": 1,
+        "entries": [
+            {"type": "on", "what": "model.layers.1", "hook": hook},
+            {"type": "keep", "what": "model.layers.1"},
+        ],
+    }
+    engine = llm.llm_engine
+    engine.add_request("failing", {"prompt_token_ids": PROMPT}, sampling(named))
+    engine.collective_rpc("ferrohook_drop", args=(digest_of(VECTOR.clone()),))
+    engine.add_request("other", {"prompt_token_ids": PROMPT}, sampling(steering().plan))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {it.request_id: it for it in engine.step() if it.finished}
+    assert finished["failing"].outputs[0].finish_reason == "error"
+    steering().check(model, Answer([*finished["other"].outputs[0].token_ids], {}), NEW)
+
+
+def test_python_functions_do_not_travel() -> None:
+    plan = fh.Plan(fh.on("model.layers.0", lambda _module, _args, output: output))
+    with pytest.raises(fh.HookTypeError, match="no Python functions"):
+        vllm.extra_args(plan)
+
+
+def test_capabilities() -> None:
+    found = capabilities("vllm")
+    assert found.works
+    assert "pipeline parallelism" in found.refused

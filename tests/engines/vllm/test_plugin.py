@@ -1,0 +1,277 @@
+"""The plug-in without an engine: options, refusals, and the model runner V2 by recorded shapes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+from ferrohook.engines.vllm import plugin, runners, supported
+from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
+from ferrohook.engines.vllm.requests import Options
+from ferrohook.engines.vllm.sites import Site, Sites
+from ferrohook.engines.vllm.worker import Worker
+
+WIDTH = 4
+
+
+def config(**changes: Any) -> Any:
+    """The parts of a `VllmConfig` that are read."""
+    parallel = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "use_sequence_parallel_moe": False,
+        "use_ubatching": False,
+    }
+    return types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(
+            **{name: changes.pop(name, value) for name, value in parallel.items()}
+        ),
+        model_config=types.SimpleNamespace(
+            is_encoder_decoder=False, runner_type="generate", is_diffusion=False
+        ),
+        cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
+        compilation_config=types.SimpleNamespace(mode=0, cudagraph_mode=0),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=32),
+        **{
+            "speculative_config": None,
+            "kv_transfer_config": None,
+            "additional_config": {},
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"use_sequence_parallel_moe": True}, "sequence parallelism"),
+        ({"use_ubatching": True}, "microbatches"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "KV transfer"),
+    ],
+)
+def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: str) -> None:
+    assert supported.refusals(config()) == {}
+    found = supported.refusals(config(**changes))
+    assert found == {feature: supported.CAPABILITIES.refused[feature]}
+    assert f"it uses {feature} (" in supported.explain(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"capture_byte": 1}, "got 'capture_byte'"),
+        ({"capture_bytes": 0}, "at least 1; got 0"),
+        ({"results_bytes": "many"}, "at least 1; got 'many'"),
+        ([], r"got \[\]"),
+    ],
+)
+def test_options_are_validated(options: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Options.of(config(additional_config={"ferrohook": options}))
+
+
+def test_the_plug_in_attaches_once() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
+
+    plugin.register()
+    before = InputProcessor.process_inputs
+    plugin.register()
+    assert InputProcessor.process_inputs is before
+
+
+def test_an_untried_release_serves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    untried = fh.engines.Capabilities("vllm", "9.9.1", ("0.32",), (), {})
+    monkeypatch.setattr(plugin, "CAPABILITIES", untried)
+    monkeypatch.delenv(plugin.UNTRIED, raising=False)
+
+    class Processor:
+        def process_inputs(self, request_id: str, prompt: Any, params: Any) -> str:
+            return "processed"
+
+    monkeypatch.setattr(plugin, "_named", lambda _module, _name: Processor)
+    plugin.register()
+    params = types.SimpleNamespace(extra_args=None)
+    assert Processor().process_inputs("a", [1], params) == "processed"
+    params.extra_args = {"ferrohook": "{}"}
+    with pytest.raises(ValueError, match="vllm 9.9.1 was not tried.*only 0.32"):
+        Processor().process_inputs("a", [1], params)
+
+
+def test_an_unknown_model_runner_is_refused() -> None:
+    with pytest.raises(fh.HookError, match="object of vLLM .* is an unknown model runner"):
+        runners.attach(object(), config())
+
+
+def test_captures_travel_as_safetensors() -> None:
+    acts = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(2, 1, dtype=torch.bfloat16)}
+    positions = {"a": torch.tensor([0, 1, 5]), "b": torch.tensor([3, 4])}
+    found = unpacked(packed(acts, positions))
+    for name, act in acts.items():
+        assert torch.equal(found.acts[name], act)
+        assert torch.equal(found.positions[name], positions[name])
+    assert spans_of(positions["a"]) == [(0, 2), (5, 6)]
+    with pytest.raises(fh.HookError, match="never ran"):
+        unpacked(packed({}, {}, error="'a' never ran"))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Any, positions: Any, **_others: Any) -> torch.Tensor:
+        return self.layer(self.embed(input_ids) + positions[:, None])
+
+
+def fields(**values: Any) -> Any:
+    return types.SimpleNamespace(**values)
+
+
+class RunnerV2:
+    """The names of V2 that are used, as vllm/v1/worker/gpu/model_runner.py has them."""
+
+    def __init__(self) -> None:
+        self.model = Layers().requires_grad_(False)
+        self.req_states = fields(req_id_to_index={})
+        self.outputs: list[torch.Tensor] = []
+
+    def load_model(self) -> None: ...
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        for name in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
+            self.req_states.req_id_to_index.pop(name, None)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self.req_states.req_id_to_index[new.req_id] = len(self.req_states.req_id_to_index)
+
+    def prepare_inputs(self, scheduler_output: Any, *_others: Any) -> Any:
+        return scheduler_output.input_batch
+
+    def execute_model(self, scheduler_output: Any, dummy_run: bool = False) -> Any:
+        if not dummy_run:
+            self.finish_requests(scheduler_output)
+            self.add_requests(scheduler_output)
+        batch = scheduler_output.input_batch
+        if not dummy_run:
+            batch = self.prepare_inputs(scheduler_output, None)
+        self.outputs.append(self.model(input_ids=batch.input_ids, positions=batch.positions))
+
+    def sample_tokens(self, _grammar: Any) -> Any:
+        return fields()
+
+
+def step(spans: list[tuple[str, list[int], int]], padded: int, **lists: Any) -> Any:
+    """A scheduler's output and its `InputBatch`: (request, tokens, position of the first)."""
+    tokens = [token for _, ids, _ in spans for token in ids]
+    positions = [first + place for _, ids, first in spans for place in range(len(ids))]
+    padding = [0] * (padded - len(tokens))
+    batch = fields(
+        req_ids=[name for name, _, _ in spans],
+        num_reqs=len(spans),
+        num_scheduled_tokens=np.array([len(ids) for _, ids, _ in spans], dtype=np.int32),
+        num_computed_tokens_np=np.array([first for *_, first in spans] + [0], dtype=np.int32),
+        num_tokens=len(tokens),
+        num_tokens_after_padding=padded,
+        input_ids=torch.tensor(tokens + padding),
+        positions=torch.tensor(positions + padding),
+    )
+    defaults = {
+        "finished_req_ids": set(),
+        "preempted_req_ids": set(),
+        "scheduled_new_reqs": [],
+        "input_batch": batch,
+    }
+    return fields(**(defaults | lists))
+
+
+def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
+    payload = None
+    if plan is not None:
+        payload = {
+            "plan": plan.to_json(),
+            "vectors": {},
+            "digest": str(hash(plan)),
+            "key": f"key of {name}",
+        }
+    params = fields(extra_args=None if payload is None else {"ferrohook": payload})
+    return fields(req_id=name, sampling_params=params, prompt_len=prompt)
+
+
+def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reordered batches, chunks, padding, a dummy run, preemption and a resumed request."""
+    table = {
+        "": Site("tensor", WIDTH, 16),
+        "embed": Site("tensor", WIDTH, 16),
+        "layer": Site("tensor", WIDTH, 16),
+    }
+
+    def loaded(self: Worker) -> None:
+        from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
+
+        self.sites = Sites(table, {})
+        self._planned = PlannedRequests(self._runner.get_model())
+
+    monkeypatch.setattr(Worker, "loaded", loaded)
+    runner = RunnerV2()
+    plain = runner.model
+    with pytest.warns(UserWarning, match="V2 was tested against recorded shapes.*not run on a GPU"):
+        worker = runners.attach(runner, config())
+    runner.load_model()
+    vector = torch.arange(1.0, 1 + WIDTH)
+    steer = fh.Plan(fh.on("layer", fh.Add(vector), at="generated"), fh.keep("layer"))
+    keep = fh.Plan(fh.keep("embed"))
+
+    a, b = [1, 2, 3, 4, 5], [9, 8]
+    steps = [
+        step(
+            [("b", b, 0), ("a", a[:3], 0), ("c", [7], 0)],
+            8,
+            scheduled_new_reqs=[new("a", steer, 4), new("b", keep, 2), new("c", None, 1)],
+        ),
+        step([("a", a[3:4], 3), ("c", [6], 1)], 4, preempted_req_ids={"b"}),
+        step([("a", a[4:], 4), ("b", b, 0)], 3, scheduled_new_reqs=[new("b", keep, 2)]),
+    ]
+    for each in steps:
+        runner.execute_model(each)
+        assert not hasattr(runner.sample_tokens(None), "ferrohook_failed")
+        runner.execute_model(step([("dummy", [0, 0], 0)], 2), dummy_run=True)
+    worker.reconcile({})
+
+    def alone(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor(tokens)
+        return plain.embed(ids), plain(ids, torch.arange(len(tokens)))
+
+    _, right = alone(a)
+    right[4] += vector
+    captured = unpacked(worker.take("key of a", len(a) + 1))
+    torch.testing.assert_close(captured.acts["layer"], right)
+    assert captured.positions["layer"].tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(
+        unpacked(worker.take("key of b", len(b) + 1)).acts["embed"], alone(b)[0]
+    )
+    # Rows of c, of padding and of the dummy runs are as they were.
+    torch.testing.assert_close(runner.outputs[0][5:6], alone([7])[1])
+    torch.testing.assert_close(runner.outputs[2][0:1], alone(a)[1][3:4])
+    torch.testing.assert_close(runner.outputs[4][0], right[4])
+    for dummy in runner.outputs[1::2]:
+        torch.testing.assert_close(dummy, plain(torch.tensor([0, 0]), torch.tensor([0, 1])))
