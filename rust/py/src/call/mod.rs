@@ -386,6 +386,7 @@ impl<'py> Call<'_, 'py> {
         let (mut simple, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in segment.members() {
             if layout.rows(batch, number).len() == 0 {
+                rows::note_run(&batch.all()[number]);
                 continue;
             }
             let merging = if covered {

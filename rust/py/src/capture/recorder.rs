@@ -93,6 +93,10 @@ impl Native for Recorder {
 
     const KEEPS: bool = true;
 
+    fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
+        slf.get().source.collector.get().keeps_gradients()
+    }
+
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         _phase: Phase,

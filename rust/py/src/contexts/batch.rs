@@ -237,7 +237,11 @@ impl BatchBase {
             return Err(rows_error(py, message));
         }
         for (at, member) in this.members.iter().enumerate() {
-            Frame::join(member.frame.bind(py)).inspect_err(|_| this.part(at))?;
+            let frame = member.frame.bind(py);
+            Frame::join(frame).inspect_err(|error| {
+                this.part(at);
+                let _ = error.value(py).setattr("member", frame);
+            })?;
         }
         let enter = || {
             slf.call_method0(intern!(py, "_begin"))?;
