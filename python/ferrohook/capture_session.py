@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from ferrohook.errors import SelectionError
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
-from ferrohook.tensors import as_leaf, map_tensors
+from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,57 @@ class Recorded(NamedTuple):
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values
+
+
+class RecordedSteps(Recorded):
+    """Outputs or inputs of a request in batches, put together by position."""
+
+    __slots__ = ()
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place: a list of one, if the positions of all are known."""
+        values = super().read(place, stale=stale)
+        collected = self.collector.positions(place)[: len(values)]
+        known = [each for each in collected if each is not None]
+        if not values or len(known) < len(values):
+            return values
+        rows = [row for positions, _ in known for row in positions]
+        last = {position: row for row, position in enumerate(rows) if position >= 0}
+        order = [last[position] for position in sorted(last)]
+
+        def put_together(*calls: Any) -> Any:
+            tokens = [
+                _tokens_first(tensor, dim, len(positions))
+                for tensor, (positions, dim) in zip(calls, known, strict=True)
+            ]
+            if any(each is None for each in tokens):
+                return calls[-1]
+            together = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+            if order == list(range(len(together))):
+                return together
+            return together[torch.tensor(order, dtype=torch.long, device=together.device)]
+
+        return [_map_together(put_together, values)]
+
+
+def _tokens_first(tensor: Any, dim: int | None, tokens: int) -> Any:
+    """Returns a tensor of (tokens, ...); None if it does not have them."""
+    shape = tuple(tensor.shape)
+    if dim is None:  # a padded row
+        return tensor.flatten(0, 1) if shape[:2] == (1, tokens) else None
+    if len(shape) <= dim or shape[dim] != tokens:
+        return None
+    tensor = tensor.movedim(dim, 0)
+    return tensor.squeeze(1) if dim == 1 and shape[0] == 1 else tensor
+
+
+def _map_together(change: Callable[..., Any], values: list[Any]) -> Any:
+    """Rebuilds the structure of the last value around the tensors of all of them."""
+    leaves = [[*tensors_in(value)] for value in values]
+    if len({len(each) for each in leaves}) > 1:
+        return values[-1]
+    columns = iter([*zip(*leaves, strict=True)])
+    return map_tensors(lambda _tensor: change(*next(columns)), values[-1])
 
 
 class RecordedGradients(Recorded):
@@ -232,7 +283,8 @@ class CaptureSession:
         if root is not None:
             mark_calls(root, RootCalls(collector), scope)
         gradients = self._view(RecordedGradients) if options.collector["grads"] else None
-        return self._view(Recorded), gradients
+        only_last = self._options.only_last
+        return self._view(RecordedSteps if only_last else Recorded), gradients
 
     def _view(self, recorded: type[Recorded]) -> Activations:
         return Activations(

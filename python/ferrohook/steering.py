@@ -82,6 +82,23 @@ class Intervention(InterventionBase):
         with torch.inference_mode(mode=False):  # a later call may record a graph
             return prepared_vector(self.kind, vector, scale).to(device, dtype)
 
+    def _tables(
+        self, others: list[Intervention], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Returns tensors with a row for each of some interventions of this class."""
+        vectors = [each._cast(dtype, device) for each in others if each.vector is not None]
+        if self.kind == "clamp":
+            low, high = -math.inf, math.inf
+            bounds = [[low if each.values[1] is None else each.values[1] for each in others]]
+            bounds += [[high if each.values[2] is None else each.values[2] for each in others]]
+        else:
+            bounds = [[each.values[0] for each in others]] if self.kind == "scale" else []
+            # As exact as a number that multiplies a tensor.
+            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        with torch.inference_mode(mode=False):  # a later call may record a graph
+            columns = [torch.tensor(each, dtype=dtype, device=device)[:, None] for each in bounds]
+            return (torch.stack(vectors), *columns) if vectors else tuple(columns)
+
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(self, "values"):
             msg = f"{type(self).__name__} is immutable: make another"
@@ -112,6 +129,7 @@ class Intervention(InterventionBase):
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(Intervention, "_cast", "native code calls it")
+never_trace(Intervention, "_tables", "native code calls it")
 
 
 def _make(cls: type[Intervention], values: tuple[Any, ...], output_index: Any) -> Intervention:

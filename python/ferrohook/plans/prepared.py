@@ -28,7 +28,9 @@ from ferrohook.capture_session import (
     Options,
     Recorded,
     RecordedGradients,
+    RecordedSteps,
     mark_calls,
+    not_captured,
     options_of,
 )
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
@@ -287,8 +289,39 @@ class Request(RequestBase, Scope):
         """The names in `acts` of all modules that the plan keeps, those that never ran included."""
         return [name for capture in self._plan.captures for name in capture.places]
 
+    def positions(self, name: str) -> list[int]:
+        """The positions whose activations `acts[name]` has, in order; one for each of its rows.
+
+        Known for requests in batches with positions.
+
+        Raises:
+            SelectionError: the plan keeps nothing of this name.
+            HookError: the positions of a captured call were not known.
+        """
+        for place, capture in enumerate(self._plan.captures):
+            if (index := capture.places.get(name)) is not None:
+                collected = self._collector(place).positions(index)
+                known = [each for each in collected if each is not None]
+                if len(known) < len(collected):
+                    msg = f"the positions of {name!r} are not known: give positions to the batch"
+                    raise HookError(msg)
+                return sorted({each for calls, _ in known for each in calls if each >= 0})
+        raise not_captured(name, "is not among", self.kept)
+
+    @property
+    def silent(self) -> list[str]:
+        """The names of the modules that the plan keeps and that never ran for this request."""
+        return [
+            name
+            for place, capture in enumerate(self._plan.captures)
+            for name, index in capture.places.items()
+            if index not in self._collector(place).ran()
+        ]
+
     def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
         options = capture.options
+        if recorded is Recorded and options.only_last:
+            recorded = RecordedSteps
         values = recorded(self._collector(place), options.copies)
         return Activations(capture.places, values, only_last=options.only_last)
 
@@ -316,12 +349,7 @@ class Request(RequestBase, Scope):
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as the request is left."""
         plan = self._plan
-        silent = [
-            name
-            for place, capture in enumerate(plan.captures)
-            for name, index in capture.places.items()
-            if index not in self._collector(place).ran()
-        ]
+        silent = self.silent
         idle = never_fired(plan.handles)
         plan.fired = not idle
         model = plan.model()

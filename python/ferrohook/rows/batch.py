@@ -14,7 +14,7 @@ from ferrohook.activations import Capture
 from ferrohook.arguments import at_least_one, expect
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
-from ferrohook.rows.positions import masks_of
+from ferrohook.rows.positions import masks_of, places_of
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -35,36 +35,67 @@ class Batch(BatchBase, Scope):
     other threads.
     """
 
-    ONCE = "a batch is entered once: make another for the next step"
-    _positions: Tensor | None = None
-    _lengths: Lengths
+    _positions: tuple[Tensor, Lengths] | None = None
+    warns = True
+    """Warns as it is left of members no module of which ran; `silent` lists them."""
 
     def _begin(self) -> None:
         """Sets the positions of the requests; called as the batch is entered."""
-        positions = self._positions
-        for number, request in enumerate(self.members):
-            if not isinstance(request, Request) or not request.plan_positions:
-                continue
-            if positions is None:
+        if self._positions is not None:
+            self.move(*self._positions)
+            return
+        for request in self.members:
+            if isinstance(request, Request) and request.plan_positions:
                 request.set_positions(None)
+
+    def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
+        """Sets the positions of the rows for the calls from now on, see `batch`.
+
+        For a batch around several calls whose rows stay the same, such as a generation: call it
+        before each of them, or in a `forward_pre` hook on the model ahead of all.
+
+        Raises:
+            HookTypeError: `positions` is no tensor of ints.
+            RowsError: it has another shape than the batch, or the length of a prompt is needed and
+                not known.
+        """
+        size = _check_positions(positions, self.dim, self.size)
+        flat = positions.dim() == 1
+        columns = None if flat else positions.shape[1]
+        values = positions.flatten().tolist()
+        if self.size is None and self._named > size:
+            msg = f"row {self._named - 1} is out of range: positions has {size} rows"
+            raise RowsError(msg)
+        self._set_positions(values, columns)
+        lengths = {} if lengths is None else lengths
+        for number, request in enumerate(self.members):
+            if not isinstance(request, Request):
                 continue
-            length = self._lengths.get(request)
-            if length is not None:
+            if (length := lengths.get(request)) is not None:
                 request.prompt_lengths = length
-            own = self._narrow(number, positions)
-            masks = masks_of(request.plan_positions, own, request.prompt_lengths, self.dim)
-            request.set_positions(masks)
+            if ats := request.plan_positions:
+                rows = self._rows(number)
+                if flat:
+                    own = [values[row] for row in rows]
+                    masks = places_of(ats, own, request.prompt_lengths, self.dim)
+                else:
+                    masks = masks_of(ats, positions[rows], request.prompt_lengths)
+                request.set_positions(masks)
 
     @property
     def errors(self) -> dict[Frame, BaseException]:
         """The exceptions of the members that failed."""
         return {each: each.error for each in self.members if each.failed and each.error is not None}
 
-    def _warn_of_silence(self) -> None:
-        """Warns of members no module of which ran; called as the batch is left."""
+    @property
+    def silent(self) -> list[Frame]:
+        """The members with hooks that did not fail and no module of which ran in it."""
         ran = zip(self.members, self._ran, strict=True)
-        silent = [each for each, ran in ran if not ran and each.hooked and not each.failed]
-        if silent:
+        return [each for each, ran in ran if not ran and each.hooked and not each.failed]
+
+    def _warn_of_silence(self) -> None:
+        """Warns of silent members; called as the batch is left."""
+        if self.warns and (silent := self.silent):
             others = f", nor of {len(silent) - 1} others" if len(silent) > 1 else ""
             msg = (
                 f"no module with a hook of {silent[0]!r} ran in the batch{others}: call the model "
@@ -85,6 +116,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     positions: Tensor | None = None,
     lengths: Lengths | None = None,
     gathered: Gathered | None = None,
+    warns: bool = True,
 ) -> Batch:
     """Makes a context whose calls serve many requests, each with rows of its own.
 
@@ -117,6 +149,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
             tensors is row `index[i]` of the batch, or nobody's if negative. Or a function `(module,
             args, kwargs, output)` that returns it, with output None before the module runs. Or a
             tuple of one of these and the dimension of the rows.
+        warns: warn as it is left of members no module of which ran; `Batch.silent` lists them.
 
     Raises:
         HookTypeError: an argument has the wrong type.
@@ -141,9 +174,10 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     members = dict(rows)
     models = _models(members)
     indices = [] if gathered is None else _resolved(gathered, models)
-    made = Batch(members, dim, size, positions is not None, indices)
-    made._positions = positions
-    made._lengths = {} if lengths is None else lengths
+    made = Batch(members, dim, size, indices)
+    if positions is not None:
+        made._positions = (positions, {} if lengths is None else lengths)
+    made.warns = warns
     return made
 
 

@@ -18,29 +18,61 @@ if TYPE_CHECKING:
 
 
 def masks_of(
-    ats: Sequence[At], positions: Tensor, lengths: int | Sequence[int] | None, dim: int
+    ats: Sequence[At], positions: Tensor, lengths: int | Sequence[int] | None
 ) -> tuple[Any, ...]:
-    """Returns which rows of a request are at each of its plan's positions.
-
-    Each is None for none, or a tensor of bools: (rows,), for dim=1 (1, rows), or (rows, columns).
+    """Returns which tokens of a request's padded rows are at each of its plan's positions.
 
     Raises:
         RowsError: the length of its prompt is needed and not known.
     """
-    flat = positions.dim() == 1
-    if flat:
-        positions = positions[None]
-    if lengths is None:
-        for at in ats:
-            if needs_prompt(at):
-                msg = f"positions {at!r} need the length of the request's prompt: give lengths"
-                raise RowsError(msg)
-        lengths = 0
-    prompts = torch.as_tensor(lengths, device=positions.device).expand(positions.shape[0])
-    tokens = Tokens(positions, Prompt(prompts, None))
-    masks = [mask_of(at, tokens) for at in ats]
-    if positions.device.type == "cpu":
-        masks = [mask if mask.any() else None for mask in masks]
-    if flat and dim == 0:
-        masks = [None if mask is None else mask[0] for mask in masks]
-    return tuple(masks)
+    _check_lengths(ats, lengths)
+    prompts = torch.as_tensor(0 if lengths is None else lengths, device=positions.device)
+    tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
+    return tuple(mask_of(at, tokens) for at in ats)
+
+
+def places_of(
+    ats: Sequence[At], positions: list[int], lengths: Any, dim: int
+) -> tuple[tuple[list[int], int, int], ...]:
+    """Returns which rows of a request are at each of its plan's positions.
+
+    Each is a tuple of their places among the rows, the number of rows and their dimension, as the
+    core takes it.
+
+    Raises:
+        RowsError: the length of its prompt is needed and not known.
+    """
+    _check_lengths(ats, lengths)
+    length = 0 if lengths is None else int(lengths)
+    return tuple((_places(at, positions, length), len(positions), dim) for at in ats)
+
+
+def _check_lengths(ats: Sequence[At], lengths: object) -> None:
+    for at in ats:
+        if lengths is None and needs_prompt(at):
+            msg = f"positions {at!r} need the length of the request's prompt: give lengths"
+            raise RowsError(msg)
+
+
+def _places(at: At, positions: list[int], length: int) -> list[int]:
+    if at == "prompt":
+        chosen = range(length)
+    elif at == "last_prompt":
+        chosen = range(length - 1, length)
+    elif at == "generated":
+        return [place for place, position in enumerate(positions) if position >= length]
+    elif isinstance(at, int):
+        wanted = at if at >= 0 else length + at
+        chosen = range(wanted, wanted + 1)
+    elif isinstance(at, slice):
+        start, stop = (
+            bound if bound is None or bound >= 0 else max(length + bound, 0)
+            for bound in (at.start, at.stop)
+        )
+        last = max(positions, default=0) + 1
+        chosen = range(start or 0, last if stop is None else stop, at.step or 1)
+    else:
+        tokens = Tokens(torch.tensor([positions]), Prompt(torch.tensor([length]), None))
+        mask = mask_of(at, tokens)[0]
+        return mask.nonzero().flatten().tolist()
+    return [place for place, position in enumerate(positions) if position in chosen and position >= 0]

@@ -197,6 +197,7 @@ impl<'py> Walk<'_, 'py> {
                 grad_output: self.grad_output,
                 took: None,
                 frames: &|| Ok(self.frames.entered(py)?.cloned()),
+                positions: None,
                 repeat,
                 describe: &|| site.describe(),
             };

@@ -12,13 +12,15 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::backward::Tap;
-use crate::call::rows::{MemberHooks, Needs, Segment, Value};
+use crate::call::rows::{Hooks, MemberHooks, Needs, Segment, Simple, Value};
+use crate::contexts::batch::Layout;
 use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{AnyNative, Turn, input_of};
 use crate::hooks::site::{Repeats, Site};
 use crate::registry::Registry;
+use crate::torch::rows::TokenPositions;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
 use crate::torch::target::Target;
 
@@ -37,6 +39,7 @@ pub fn call<'py>(
         args: args.clone(),
         kwargs: kwargs.cloned(),
         took: None,
+        positions: None,
         repeats: Repeats::default(),
     };
     call.run(target)
@@ -51,6 +54,8 @@ struct Call<'a, 'py> {
     kwargs: Option<Bound<'py, PyDict>>,
     /// Run time of the module, if a hook needs it and the module returned.
     took: Option<Duration>,
+    /// Positions of the tokens, in a member's part of a batch that knows them.
+    positions: Option<TokenPositions>,
     repeats: Repeats,
 }
 
@@ -268,9 +273,12 @@ impl<'py> Call<'_, 'py> {
         segment: &Segment<'_, 'py>,
         member: usize,
         arguments: &Bound<'py, PyAny>,
+        layout: &Layout,
     ) -> PyResult<Self> {
         let py = self.module.py();
-        let member = &segment.batch.get().all()[member];
+        let batch = segment.batch.get();
+        let positions = batch.positions_of(layout, member);
+        let member = &batch.all()[member];
         rows::note_run(member);
         let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
         Ok(Self {
@@ -280,6 +288,7 @@ impl<'py> Call<'_, 'py> {
             args,
             kwargs: self.kwargs.is_some().then_some(kwargs),
             took: self.took,
+            positions,
             repeats: Repeats::default(),
         })
     }
@@ -298,21 +307,56 @@ impl<'py> Call<'_, 'py> {
             }
         }
         let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), None)?;
-        let mut value = Value::new(&before, &layout, batch);
+        let only = match self.args.get_item(0) {
+            Ok(only) if self.args.len() == 1 => Value::new(&only, &layout, batch).covered()?,
+            _ => false,
+        };
+        let (simple, others) = Self::split(py, segment, Phase::ForwardPre, &layout, only)?;
+        self.forward_pre_of_each(segment, others, &layout, target)?;
+        if simple.is_empty() {
+            return Ok(());
+        }
+        let value = self.args.get_item(0)?;
+        match self.run_simple(segment, &simple, &layout, &value)? {
+            Ok(Some(changed)) => self.args = PyTuple::new(py, [changed])?,
+            Ok(None) => {}
+            Err(_each_alone) => {
+                let simple = simple.iter().map(Simple::entries).collect();
+                self.forward_pre_of_each(segment, simple, &layout, target)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows.
+    fn forward_pre_of_each(
+        &mut self,
+        segment: &Segment<'_, 'py>,
+        members: Vec<Hooks<'_>>,
+        layout: &Layout,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        if members.is_empty() {
+            return Ok(());
+        }
+        let py = self.module.py();
+        let batch = segment.batch.get();
+        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
+        let mut value = Value::new(&before, layout, batch);
         let covered = value.covered()?;
-        for (number, entries) in segment.members() {
+        for (number, entries) in members {
             let mut run = || {
                 let needs = Needs::of(py, &entries, batch.positioned())?;
                 let describe = || self.site(entries[0]).describe();
                 if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before)?;
+                    let mut call = self.of_member(segment, number, &before, layout)?;
                     return call.forward_pre(entries.iter().copied(), target);
                 }
                 if !covered {
                     return Err(value.not_covered(&describe()));
                 }
                 let narrowed = value.narrow(number, &needs)?;
-                let mut call = self.of_member(segment, number, &narrowed.value)?;
+                let mut call = self.of_member(segment, number, &narrowed.value, layout)?;
                 call.forward_pre(entries.iter().copied(), target)?;
                 let after = rows::arguments(&call.args, call.kwargs.as_ref())?;
                 value.take(number, &narrowed, &after, needs.python, &describe())
@@ -329,6 +373,56 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
+    /// Splits members with rows into those whose hooks merge, if the value has the rows, and the
+    /// others.
+    fn split<'s>(
+        py: Python<'py>,
+        segment: &Segment<'s, 'py>,
+        phase: Phase,
+        layout: &Layout,
+        covered: bool,
+    ) -> PyResult<(Vec<Simple<'s, 'py>>, Vec<Hooks<'s>>)> {
+        let batch = segment.batch.get();
+        let (mut simple, mut others) = (Vec::new(), Vec::new());
+        for (number, entries) in segment.members() {
+            if layout.rows(batch, number).len() == 0 {
+                continue;
+            }
+            let merging = if covered {
+                Simple::of(py, phase, batch, number, &entries)?
+            } else {
+                None
+            };
+            match merging {
+                Some(merging) => simple.push(merging),
+                None => others.push((number, entries)),
+            }
+        }
+        Ok((simple, others))
+    }
+
+    /// Runs the hooks of members that merge.
+    fn run_simple(
+        &self,
+        segment: &Segment<'_, 'py>,
+        members: &[Simple<'_, 'py>],
+        layout: &Layout,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
+        let py = self.module.py();
+        let batch = segment.batch.get();
+        let describe = |entry: &Entry<Hook>| self.site(entry).describe();
+        let mut fail = |number: usize, entry: &Entry<Hook>, error| {
+            let arguments = rows::arguments(&self.args, self.kwargs.as_ref())?;
+            let call = self.of_member(segment, number, &arguments, layout)?;
+            match call.apply_on_error(entry, error) {
+                Ok(()) => Ok(true),
+                Err(error) => rows::settle(py, &batch.all()[number], error).map(|()| false),
+            }
+        };
+        rows::run_simple(members, batch, layout, value, &describe, &mut fail)
+    }
+
     /// Runs forward hooks of the members; `output` is None if the module did not return: those
     /// with `always_call` run then.
     #[cold]
@@ -339,27 +433,55 @@ impl<'py> Call<'_, 'py> {
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.module.py();
         let batch = segment.batch.get();
-        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
+        let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), output)?;
         let Some(output) = output else {
+            let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
             for (number, entries) in segment.members() {
-                let mut call = self.of_member(segment, number, &before)?;
+                let mut call = self.of_member(segment, number, &before, &layout)?;
                 call.run_always_called(&mut entries.into_iter().map(Step::Own), None);
             }
             return Ok(None);
         };
-        let layout = {
-            let kwargs = self.kwargs.as_ref();
-            batch.layout(self.module, &self.args, kwargs, Some(output))?
+        let covered = Value::new(output, &layout, batch).covered()?;
+        let (simple, others) = Self::split(py, segment, Phase::Forward, &layout, covered)?;
+        let changed = self.forward_of_each(segment, others, &layout, output)?;
+        if simple.is_empty() {
+            return Ok(changed);
+        }
+        let now = changed.as_ref().unwrap_or(output);
+        let more = match self.run_simple(segment, &simple, &layout, now)? {
+            Ok(more) => more,
+            Err(_each_alone) => {
+                let simple = simple.iter().map(Simple::entries).collect();
+                self.forward_of_each(segment, simple, &layout, now)?
+            }
         };
-        let inputs = Value::new(&before, &layout, batch);
-        let mut value = Value::new(output, &layout, batch);
+        Ok(more.or(changed))
+    }
+
+    /// Runs the hooks of each member alone, on tensors narrowed to its rows.
+    fn forward_of_each(
+        &self,
+        segment: &Segment<'_, 'py>,
+        members: Vec<Hooks<'_>>,
+        layout: &Layout,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if members.is_empty() {
+            return Ok(None);
+        }
+        let py = self.module.py();
+        let batch = segment.batch.get();
+        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
+        let inputs = Value::new(&before, layout, batch);
+        let mut value = Value::new(output, layout, batch);
         let covered = value.covered()?;
-        for (number, entries) in segment.members() {
+        for (number, entries) in members {
             let mut run = || {
                 let needs = Needs::of(py, &entries, batch.positioned())?;
                 let describe = || self.site(entries[0]).describe();
                 if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before)?;
+                    let mut call = self.of_member(segment, number, &before, layout)?;
                     let steps = entries.iter().copied().map(Step::Own);
                     return call.forward(steps, output.clone()).map(drop);
                 }
@@ -368,9 +490,10 @@ impl<'py> Call<'_, 'py> {
                 }
                 let narrowed = value.narrow(number, &needs)?;
                 let mut call = if needs.python {
-                    self.of_member(segment, number, &inputs.narrow(number, &needs)?.value)?
+                    let arguments = inputs.narrow(number, &needs)?.value;
+                    self.of_member(segment, number, &arguments, layout)?
                 } else {
-                    self.of_member(segment, number, &before)?
+                    self.of_member(segment, number, &before, layout)?
                 };
                 let steps = entries.iter().copied().map(Step::Own);
                 let result = call.forward(steps, narrowed.value.clone())?;
@@ -549,6 +672,7 @@ impl<'py> Call<'_, 'py> {
             grad_output: None,
             took: self.took,
             frames: &|| Ok(self.frames.entered(self.module.py())?.cloned()),
+            positions: self.positions.as_ref(),
             repeat: self.repeats.of(entry),
             describe: &|| self.site(entry).describe(),
         };

@@ -1,22 +1,24 @@
 //! Hooks of the members of a batch in one phase of one call: each sees and changes its own rows.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use ferrohook_core::{Entry, Phase, Snapshot};
+use ferrohook_core::{Entry, Inside, Phase, Snapshot};
 use pyo3::exceptions::{PyException, PyTimeoutError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::stop::Stop;
-use crate::contexts::batch::{BatchBase, Layout, Member, Rows};
+use crate::contexts::batch::{BatchBase, Layout, Member};
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::native::AnyNative;
+use crate::hooks::native::{AnyNative, Merging, NativeHook, Part, SharedValue};
 use crate::hooks::site::log_error;
 use crate::registry::Registry;
+use crate::torch::rows::{Rows, TokenPositions};
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version};
 
 /// Hooks of a batch's members for one phase of one module.
@@ -105,7 +107,7 @@ impl<'a, 'py> Segment<'a, 'py> {
     }
 
     /// The members, and the hooks of each.
-    pub fn members(&self) -> impl Iterator<Item = (usize, Vec<&'a Entry<Hook>>)> {
+    pub fn members(&self) -> impl Iterator<Item = Hooks<'a>> {
         self.members.iter().map(|(number, snapshot, entries)| {
             let entries = snapshot.iter().skip(entries.start).take(entries.len());
             (*number, entries.collect())
@@ -338,6 +340,183 @@ fn check_same<'py>(
         }
     }
     Ok(())
+}
+
+/// Number of a member, and its hooks.
+pub type Hooks<'a> = (usize, Vec<&'a Entry<Hook>>);
+
+/// Member all of whose hooks merge with those of others: those that change, then those that keep.
+pub struct Simple<'a, 'py> {
+    number: usize,
+    hooks: Vec<(&'a Entry<Hook>, Merging<'py>)>,
+}
+
+impl<'a, 'py> Simple<'a, 'py> {
+    /// The member and its hooks, to be run alone.
+    pub fn entries(&self) -> Hooks<'a> {
+        let entries = self.hooks.iter().map(|(entry, _)| *entry);
+        (self.number, entries.collect())
+    }
+
+    /// Returns the merging hooks of a member; None if one of them runs for each member alone.
+    pub fn of(
+        py: Python<'py>,
+        phase: Phase,
+        batch: &BatchBase,
+        number: usize,
+        entries: &[&'a Entry<Hook>],
+    ) -> PyResult<Option<Self>> {
+        let frames = batch.all()[number].frames.bind(py);
+        let mut hooks = Vec::with_capacity(entries.len());
+        let mut keeps = false;
+        for entry in entries {
+            let hook = entry.hook();
+            let Some(native) = hook.native().filter(|_| hook.seconds().is_none()) else {
+                return Ok(None);
+            };
+            if keeps && !native.keeps() {
+                return Ok(None);
+            }
+            keeps |= native.keeps();
+            let Some(merging) = native.merges(hook.object().bind(py), phase, frames)? else {
+                return Ok(None);
+            };
+            hooks.push((*entry, merging));
+        }
+        Ok(Some(Self { number, hooks }))
+    }
+}
+
+/// Makes the part of one hook of a member.
+fn part_of<'a, 'py>(
+    simple: &'a Simple<'_, 'py>,
+    at: usize,
+    batch: &'a BatchBase,
+    layout: &'a Layout,
+    describe: &'a dyn Fn() -> String,
+) -> Part<'a, 'py> {
+    let merging = &simple.hooks[at].1;
+    let py = merging.hook.py();
+    let all = layout.rows(batch, simple.number);
+    let positions = batch.positions_of(layout, simple.number);
+    let (rows, positions) = match &merging.at {
+        None => (Cow::Borrowed(all), positions),
+        Some((_, places)) => {
+            let at = |of: TokenPositions| TokenPositions { dim: of.dim, ..of.at(places) };
+            (Cow::Owned(all.at(places)), positions.map(at))
+        }
+    };
+    Part {
+        hook: merging.hook.clone(),
+        key: (simple.number, merging.at.as_ref().map_or(0, |(at, _)| at + 1)),
+        rows,
+        frames: batch.all()[simple.number].frames.bind(py).clone(),
+        positions,
+        describe,
+    }
+}
+
+/// Runs the hooks of members stage by stage, those of all members at once. `fail` takes the error
+/// of a hook of the member with a number, and returns true if the member goes on. Returns the value, None if nothing
+/// changed it; an error means that nothing ran.
+pub fn run_simple<'py>(
+    members: &[Simple<'_, 'py>],
+    batch: &BatchBase,
+    layout: &Layout,
+    value: &Bound<'py, PyAny>,
+    describe: &dyn Fn(&Entry<Hook>) -> String,
+    fail: &mut dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool>,
+) -> PyResult<Result<Option<Bound<'py, PyAny>>, PyErr>> {
+    let inside = Inside::here();
+    let mut running: Vec<Option<usize>> = vec![Some(0); members.len()];
+    let mut skipped = Vec::new();
+    let class = |merging: &Merging<'py>| Ok::<_, PyErr>(merging.hook.cast::<NativeHook>()?.get().class());
+    // All are checked first: the rows of a member that fails stay as they are.
+    for (member, simple) in members.iter().enumerate() {
+        note_run(&batch.all()[simple.number]);
+        for (at, (entry, merging)) in simple.hooks.iter().enumerate() {
+            let describe = || describe(entry);
+            let checked = class(merging)?.check_part(&part_of(simple, at, batch, layout, &describe), value);
+            if let Err(error) = checked {
+                if !fail(simple.number, entry, error)? {
+                    running[member] = None;
+                    break;
+                }
+                skipped.push((member, at));
+            }
+        }
+    }
+    let (mut now, mut changed) = (value.clone(), false);
+    loop {
+        // Hooks that change go first; then those that keep, of all members at once.
+        let next = |keeps: bool| -> Vec<(usize, usize)> {
+            let at = running.iter().enumerate();
+            let at = at.filter_map(|(member, at)| Some((member, (*at)?)));
+            at.filter(|(member, at)| {
+                let hook = members[*member].hooks.get(*at);
+                hook.is_some_and(|(entry, _)| {
+                    entry.hook().native().is_some_and(|it| it.keeps() == keeps)
+                })
+            })
+            .collect()
+        };
+        let mut stage = next(false);
+        let keeps = stage.is_empty();
+        if keeps {
+            stage = next(true);
+        }
+        if stage.is_empty() {
+            return Ok(Ok(changed.then_some(now)));
+        }
+        for (member, at) in &stage {
+            running[*member] = Some(at + 1);
+        }
+        stage.retain(|it| !skipped.contains(it));
+        let mut invocations = Vec::with_capacity(stage.len());
+        stage.retain(|(member, at)| {
+            let invocation = members[*member].hooks[*at].0.enter(&inside);
+            invocation.map(|it| invocations.push(it)).is_some()
+        });
+        let describes: Vec<_> = stage
+            .iter()
+            .map(|(member, at)| {
+                let entry = members[*member].hooks[*at].0;
+                move || describe(entry)
+            })
+            .collect();
+        let parts = stage.iter().zip(&describes);
+        let mut parts: Vec<_> = parts
+            .map(|((member, at), describe)| part_of(&members[*member], *at, batch, layout, describe))
+            .collect();
+        let order: Vec<_> = (0..parts.len()).filter(|at| parts[*at].rows.len() > 0).collect();
+        parts.retain(|part| part.rows.len() > 0);
+        let Some(first) = parts.first() else {
+            continue;
+        };
+        let shared = SharedValue {
+            value: &now,
+            dim: layout.dim,
+            size: layout.size,
+            written: batch.runs_python(),
+            selections: batch.selections(layout),
+        };
+        let class = first.hook.cast::<NativeHook>()?.get().class();
+        match class.run_parts(&parts, &shared) {
+            Err(error) => return Ok(Err(error)),
+            Ok(merged) => {
+                for (number, error) in merged.failed {
+                    let (member, at) = stage[order[number]];
+                    let simple = &members[member];
+                    if !fail(simple.number, simple.hooks[at].0, error)? {
+                        running[member] = None;
+                    }
+                }
+                if let Some(value) = merged.value {
+                    (now, changed) = (value, true);
+                }
+            }
+        }
+    }
 }
 
 /// Returns the arguments of a call as one structure.

@@ -15,6 +15,7 @@ use crate::call::stop::Stop;
 use crate::capture::store::{Gradient, Kept, KeptTensor, RootCall, Store, TensorSlot};
 use crate::error;
 use crate::torch;
+use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::{requires_grad, version};
 
 /// Protection of a captured tensor against later changes in place.
@@ -112,9 +113,8 @@ impl Collector {
                     versions.push((each.value.bind(py).clone(), version));
                 }
             }
-            kept.iter()
-                .map(|kept| kept.value.bind(py).clone())
-                .collect()
+            let value = |kept: &Kept| (kept.value.bind(py).clone(), kept.rows.clone());
+            kept.iter().map(value).collect::<Vec<_>>()
         };
         for (tensor, captured) in versions {
             if version(&tensor)? != captured {
@@ -128,7 +128,20 @@ impl Collector {
                 ));
             }
         }
-        Ok(values)
+        let narrowed = values.into_iter().map(|(value, rows)| match rows {
+            Some(rows) => rows.narrow(&value),
+            None => Ok(value),
+        });
+        narrowed.collect()
+    }
+
+    /// Positions of the tokens of each of these values, and their dimension, None for a padded row;
+    /// None where they are not known.
+    fn positions(&self, index: usize) -> Vec<Option<(Vec<i64>, Option<usize>)>> {
+        let store = self.store.lock();
+        let positions = store.kept[index].iter().map(|kept| &kept.positions);
+        let found = |it: &TokenPositions| (it.values.to_vec(), it.dim);
+        positions.map(|it| it.as_ref().map(found)).collect()
     }
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its
@@ -252,7 +265,9 @@ impl Collector {
         let mut store = self.store.lock();
         let slot = &mut store.kept[index];
         let first = slot.is_empty();
-        let replaced = if slot.len() >= self.keep {
+        // The last value of a request in batches has all positions.
+        let part_of_last = self.keep == 1 && kept.positions.is_some();
+        let replaced = if slot.len() >= self.keep && !part_of_last {
             slot.pop_front()
         } else {
             None
@@ -313,6 +328,22 @@ impl Collector {
     /// gradients.
     pub fn records_in_graph(&self) -> bool {
         self.detach && !self.gradients
+    }
+
+    /// True if values of many members of a batch can be stored together: tensors are stored as they
+    /// are, without a graph.
+    pub fn merges(&self) -> bool {
+        self.records_in_graph() && self.convert.is_none()
+    }
+
+    /// True if reading a tensor checks its version.
+    pub fn checks(&self) -> bool {
+        self.copy == CopyMode::Checked
+    }
+
+    /// True if each value is copied.
+    pub fn clones(&self) -> bool {
+        self.copy == CopyMode::Clone
     }
 
     /// The names of the captured modules.

@@ -6,6 +6,7 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::{Collector, OverBudget};
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
+use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::{map_tensors, requires_grad};
 
 /// Stores `value` under a name.
@@ -13,6 +14,7 @@ pub fn record<'py>(
     collector: &Bound<'py, Collector>,
     index: usize,
     value: &Bound<'py, PyAny>,
+    positions: Option<&TokenPositions>,
 ) -> PyResult<()> {
     let mut keeping = Keeping::of(collector, index);
     let value = keeping.keep(value)?.unbind();
@@ -21,6 +23,8 @@ pub fn record<'py>(
         value,
         tensors: keeping.tensors,
         bytes: keeping.bytes,
+        rows: None,
+        positions: positions.cloned(),
     };
     collector.get().store(collector.py(), index, kept)
 }

@@ -13,3 +13,4 @@ pub mod recorder;
 pub mod request;
 pub mod root_calls;
 mod store;
+mod together;

@@ -10,14 +10,18 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
 use crate::capture::request::{Place, Source};
+use crate::capture::together::Together;
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{
+    Merged, Merging, Native, NativeHook, Outcome, Part, SharedValue, Traced, Turn,
+};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::hooks::site::Repeats;
+use crate::torch::rows::TokenPositions;
 
 /// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
@@ -79,13 +83,62 @@ impl Native for Recorder {
             Some(_) => (turn.frames)()?,
             None => None,
         };
-        slf.get().record(frames.as_ref(), turn.repeat, turn.value)?;
+        let this = slf.get();
+        this.record(frames.as_ref(), turn.repeat, turn.value, turn.positions)?;
         Ok(None)
     }
 
     const OPERATOR: bool = true;
 
     const KEEPS: bool = true;
+
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        _phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        let this = slf.get();
+        if !this.source.collector.get().merges() {
+            return Ok(None);
+        }
+        let at = this.source.places(frames)?;
+        let hook = slf.as_any().clone();
+        Ok(at.map(|at| Merging { hook, at }))
+    }
+
+    fn run_parts<'py>(
+        parts: &[Part<'_, 'py>],
+        value: &SharedValue<'_, 'py>,
+    ) -> PyResult<Merged<'py>> {
+        let mut merged = Merged::default();
+        for group in Self::groups(parts)? {
+            let first = parts[group[0]].hook.cast::<Self>()?.get();
+            let of_group: Vec<_> = group.iter().map(|part| &parts[*part]).collect();
+            let copy = first.source.collector.get().clones();
+            let together = first
+                .part_of(value.value)
+                .and_then(|part| Together::of(&of_group, value, &part, copy));
+            let mut start = 0;
+            for (number, part) in group.iter().zip(of_group) {
+                let this = part.hook.cast::<Self>()?.get();
+                let store = |together: &Together<'py>| {
+                    let collector = this.source.of_member(part.hook.py(), &part.frames)?;
+                    collector.map_or(Ok(()), |collector| {
+                        together.store(&collector, this.index, part, start, value.dim)
+                    })
+                };
+                let stored = match &together {
+                    Ok(together) => store(together),
+                    Err(error) => Err(error.clone_ref(part.hook.py())),
+                };
+                start += part.rows.len();
+                if let Err(error) = stored {
+                    merged.failed.push((*number, error));
+                }
+            }
+        }
+        Ok(merged)
+    }
 
     /// Traces the operator of the recorded part, which is the same for every capture.
     fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
@@ -103,6 +156,34 @@ impl Native for Recorder {
 }
 
 impl Recorder {
+    /// Groups parts that record the same part of a value in the same way.
+    fn groups(parts: &[Part<'_, '_>]) -> PyResult<Vec<Vec<usize>>> {
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let py = part.hook.py();
+            let this = part.hook.cast::<Self>()?.get();
+            let mut found = None;
+            for group in &mut groups {
+                let first = parts[group[0]].hook.cast::<Self>()?.get();
+                let same = match (&first.part, &this.part) {
+                    (None, None) => true,
+                    (Some(first), Some(this)) => first.bind(py).eq(this)?,
+                    _ => false,
+                };
+                let clones = |it: &Self| it.source.collector.get().clones();
+                if same && clones(first) == clones(this) {
+                    found = Some(group);
+                    break;
+                }
+            }
+            match found {
+                Some(group) => group.push(number),
+                None => groups.push(vec![number]),
+            }
+        }
+        Ok(groups)
+    }
+
     fn name(&self) -> &str {
         &self.source.collector.get().names()[self.index]
     }
@@ -133,12 +214,18 @@ impl Recorder {
         frames: Option<&Bound<'py, PyTuple>>,
         repeat: usize,
         value: &Bound<'py, PyAny>,
+        positions: Option<&TokenPositions>,
     ) -> PyResult<()> {
-        let Some(part) = &self.part else {
-            return self.source.keep(frames, repeat, self.index, value);
-        };
-        let part = self.part(value, part.bind(value.py()))?;
-        self.source.keep(frames, repeat, self.index, &part)
+        let part = self.part_of(value)?;
+        self.source.keep(frames, repeat, self.index, &part, positions)
+    }
+
+    /// Returns the part of a value that it records.
+    fn part_of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.part {
+            Some(part) => self.part(value, part.bind(value.py())),
+            None => Ok(value.clone()),
+        }
     }
 
     fn part<'py>(
@@ -203,13 +290,13 @@ pub fn record(
         {
             let (recorder, repeat) = (recorder.get(), repeats.of(entry));
             if whole {
-                recorder.record(Some(frames), repeat, value)?;
+                recorder.record(Some(frames), repeat, value, None)?;
                 continue;
             }
             let detached = value.call_method0(intern!(py, "detach"))?;
             let copy = detached.call_method0(intern!(py, "clone"))?;
             let source = &recorder.source;
-            source.keep(Some(frames), repeat, recorder.index, &copy)?;
+            source.keep(Some(frames), repeat, recorder.index, &copy, None)?;
         }
     }
     Ok(())

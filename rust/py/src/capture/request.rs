@@ -1,7 +1,7 @@
 //! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -15,6 +15,7 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
 use crate::torch::is_tensor;
+use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -29,7 +30,7 @@ pub struct RequestBase {
     /// Copies of the templates, each made when it is first needed.
     collectors: Box<[OnceLock<Py<Collector>>]>,
     /// For each of the plan's positions, those of the running forward: True for all, None for none,
-    /// or a tensor of bools.
+    /// a tensor of bools, or places among the rows, their number and dimension.
     masks: Mutex<Option<Py<PyTuple>>>,
 }
 
@@ -153,7 +154,34 @@ impl RequestBase {
                     .to_owned(),
             ));
         };
-        masks.bind(py).get_item(place)
+        let mask = masks.bind(py).get_item(place)?;
+        let Ok(rows) = mask.cast::<PyTuple>() else {
+            return Ok(mask);
+        };
+        let (places, count, dim): (Vec<usize>, usize, usize) = rows.extract()?;
+        let torch = py.import(intern!(py, "torch"))?;
+        let mut bools = vec![false; count];
+        places.into_iter().for_each(|place| bools[place] = true);
+        let mask = torch.call_method1(intern!(py, "tensor"), (bools,))?;
+        let mask = mask.call_method1(intern!(py, "to"), (torch.getattr(intern!(py, "bool"))?,))?;
+        if dim == 0 {
+            return Ok(mask);
+        }
+        mask.call_method1(intern!(py, "unsqueeze"), (0,))
+    }
+
+    /// Returns one of the plan's positions as places among the rows of a batch; None if they are
+    /// not known as such.
+    pub fn places(&self, py: Python<'_>, place: usize) -> PyResult<Option<Vec<usize>>> {
+        let masks = self.masks.lock().as_ref().map(|masks| masks.clone_ref(py));
+        let Some(masks) = masks else {
+            return Ok(None);
+        };
+        let mask = masks.bind(py).get_item(place)?;
+        match mask.cast::<PyTuple>() {
+            Ok(rows) => rows.get_item(0)?.extract().map(Some),
+            Err(_) => Ok(None),
+        }
     }
 }
 
@@ -183,10 +211,11 @@ impl Source {
         repeat: usize,
         index: usize,
         value: &Bound<'py, PyAny>,
+        positions: Option<&TokenPositions>,
     ) -> PyResult<()> {
         let py = value.py();
         let Some(place) = &self.place else {
-            return keeping::record(self.collector.bind(py), index, value);
+            return keeping::record(self.collector.bind(py), index, value, positions);
         };
         let plan = place.plan.bind(py);
         let request = frames.and_then(|frames| RequestBase::find(frames, plan, repeat));
@@ -194,13 +223,21 @@ impl Source {
             return Ok(());
         };
         let collector = request.get().collector(py, place.capture)?;
-        let Some(mask) = place.mask else {
-            return keeping::record(&collector, index, value);
+        let Some(at) = place.mask else {
+            return keeping::record(&collector, index, value, positions);
         };
-        let mask = request.get().mask(py, mask)?;
+        let mask = request.get().mask(py, at)?;
         if mask.is_none() {
             return Ok(());
         }
+        let mut places = request.get().places(py, at)?;
+        if places.is_none() && positions.is_some() && is_tensor(&mask)? {
+            let found = mask.call_method0(intern!(py, "flatten"))?;
+            let found = found.call_method0(intern!(py, "nonzero"))?;
+            let found = found.call_method0(intern!(py, "flatten"))?;
+            places = Some(found.call_method0(intern!(py, "tolist"))?.extract()?);
+        }
+        let positions = positions.zip(places).map(|(all, places)| all.at(&places));
         let all = !is_tensor(&mask)?;
         let at = map_tensors(value, &mut |tensor| {
             if all {
@@ -208,7 +245,42 @@ impl Source {
             }
             tensor.get_item(&mask)
         })?;
-        keeping::record(&collector, index, &at)
+        keeping::record(&collector, index, &at, positions.as_ref())
+    }
+
+    /// Returns the collector of the member of a batch with these frames.
+    pub fn of_member<'py>(
+        &self,
+        py: Python<'py>,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Bound<'py, Collector>>> {
+        let Some(place) = &self.place else {
+            return Ok(Some(self.collector.bind(py).clone()));
+        };
+        let request = RequestBase::find(frames, place.plan.bind(py), 0);
+        request.map_or(Ok(None), |request| {
+            request.get().collector(py, place.capture).map(Some)
+        })
+    }
+
+    /// Returns the places of the captured positions among the rows of a member, and their index;
+    /// None in the inner option if they are not known as such.
+    pub fn places(
+        &self,
+        frames: &Bound<'_, PyTuple>,
+    ) -> PyResult<Option<Option<(usize, Vec<usize>)>>> {
+        let py = frames.py();
+        let Some(place) = &self.place else {
+            return Ok(Some(None));
+        };
+        let Some(at) = place.mask else {
+            return Ok(Some(None));
+        };
+        let Some(request) = RequestBase::find(frames, place.plan.bind(py), 0) else {
+            return Ok(None);
+        };
+        let places = request.get().places(py, at)?;
+        Ok(places.map(|places| Some((at, places))))
     }
 
     /// Finds the collector of the request that an invocation is for.

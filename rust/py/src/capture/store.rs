@@ -1,10 +1,14 @@
 //! Recorded values by name, and the budget of their bytes.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
+
+use crate::torch::rows::{Rows, TokenPositions, length};
+use crate::torch::tensors::map_tensors;
 
 /// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
@@ -24,6 +28,30 @@ pub struct Kept {
     pub value: Py<PyAny>,
     pub tensors: Vec<KeptTensor>,
     pub bytes: usize,
+    /// Rows of the tensors that are the value's, narrowed when it is read; None: all.
+    pub rows: Option<Arc<KeptRows>>,
+    /// Positions of the tokens in their request, if known.
+    pub positions: Option<TokenPositions>,
+}
+
+/// Rows of stored tensors that belong to one member of a batch.
+pub struct KeptRows {
+    pub rows: Rows,
+    pub dim: usize,
+    /// Number of rows of the tensors that have them.
+    pub size: usize,
+}
+
+impl KeptRows {
+    /// Narrows a value to the rows.
+    pub fn narrow<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        map_tensors(value, &mut |tensor| {
+            if length(tensor, self.dim)? != Some(self.size) || self.rows.all(self.size) {
+                return Ok(tensor.clone());
+            }
+            self.rows.narrow(tensor, self.dim)
+        })
+    }
 }
 
 /// Place of a tensor in a store.

@@ -1,7 +1,7 @@
 //! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
@@ -16,207 +16,7 @@ use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_type_error, rows_error, type_name};
 use crate::torch::is_tensor;
-
-/// Rows of a dimension.
-pub enum Rows {
-    /// `length` rows from `start`.
-    Range {
-        start: usize,
-        length: usize,
-    },
-    Index(Index),
-}
-
-/// Rows in any order.
-pub struct Index {
-    pub rows: Box<[usize]>,
-    /// Tensors of the rows, one for each device.
-    tensors: Mutex<Vec<(Py<PyAny>, Py<PyAny>)>>,
-}
-
-impl Index {
-    /// Returns the rows as a tensor on the device of another.
-    pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let py = tensor.py();
-        let device = tensor.getattr(intern!(py, "device"))?;
-        {
-            let tensors = self.tensors.lock();
-            for (of, index) in tensors.iter() {
-                if of.bind(py).eq(&device)? {
-                    return Ok(index.bind(py).clone());
-                }
-            }
-        }
-        let options = PyDict::new(py);
-        options.set_item(intern!(py, "device"), &device)?;
-        let torch = py.import(intern!(py, "torch"))?;
-        let rows = self.rows.to_vec();
-        let index = torch.call_method(intern!(py, "tensor"), (rows,), Some(&options))?;
-        let made = (device.unbind(), index.clone().unbind());
-        self.tensors.lock().push(made);
-        Ok(index)
-    }
-}
-
-impl Rows {
-    /// Makes rows from their numbers.
-    pub fn of(rows: Vec<usize>) -> Self {
-        let start = rows.first().copied().unwrap_or_default();
-        if rows.iter().enumerate().all(|(at, row)| *row == start + at) {
-            return Self::Range {
-                start,
-                length: rows.len(),
-            };
-        }
-        Self::Index(Index {
-            rows: rows.into(),
-            tensors: Mutex::default(),
-        })
-    }
-
-    pub fn len(&self) -> usize {
-        match self {
-            Self::Range { length, .. } => *length,
-            Self::Index(index) => index.rows.len(),
-        }
-    }
-
-    /// The row behind the last one.
-    fn end(&self) -> usize {
-        match self {
-            Self::Range { length: 0, .. } => 0,
-            Self::Range { start, length } => start.saturating_add(*length),
-            Self::Index(index) => index.rows.iter().max().map_or(0, |last| last + 1),
-        }
-    }
-
-    pub fn iter(&self) -> Box<dyn Iterator<Item = usize> + '_> {
-        match self {
-            Self::Range { start, length } => Box::new(*start..start + length),
-            Self::Index(index) => Box::new(index.rows.iter().copied()),
-        }
-    }
-
-    /// True if [`Self::narrow`] copies.
-    pub fn copies(&self) -> bool {
-        matches!(self, Self::Index(_))
-    }
-
-    /// Takes the rows of a tensor: a view of a range, a copy else.
-    pub fn narrow<'py>(
-        &self,
-        tensor: &Bound<'py, PyAny>,
-        dim: usize,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = tensor.py();
-        match self {
-            Self::Range { start, length } => {
-                tensor.call_method1(intern!(py, "narrow"), (dim, *start, *length))
-            }
-            Self::Index(index) => {
-                let index = index.on_device_of(tensor)?;
-                tensor.call_method1(intern!(py, "index_select"), (dim, index))
-            }
-        }
-    }
-
-    /// Writes the rows of a tensor in place.
-    pub fn write<'py>(
-        &self,
-        tensor: &Bound<'py, PyAny>,
-        dim: usize,
-        values: &Bound<'py, PyAny>,
-    ) -> PyResult<()> {
-        let py = tensor.py();
-        match self {
-            Self::Range { .. } => {
-                let rows = self.narrow(tensor, dim)?;
-                rows.call_method1(intern!(py, "copy_"), (values,))?;
-            }
-            Self::Index(index) => {
-                let index = index.on_device_of(tensor)?;
-                tensor.call_method1(intern!(py, "index_copy_"), (dim, index, values))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads rows as they are given to `fh.batch`; `size`: number of rows of the batch, if known.
-    fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Self> {
-        let py = rows.py();
-        let unknown = || {
-            let message = "negative rows and slices without an end count from the number of rows: \
-                           give positions or size";
-            rows_error(py, message.to_owned())
-        };
-        if let Ok(slice) = rows.cast::<PySlice>() {
-            let bound = |name| slice.getattr(name)?.extract::<Option<i64>>();
-            let (start, stop) = (bound("start")?, bound("stop")?);
-            let step = bound("step")?.unwrap_or(1);
-            if step < 1 {
-                let message = format!("the step of a slice of rows is at least 1, got {step}");
-                return Err(PyValueError::new_err(message));
-            }
-            let place = |bound: i64| match usize::try_from(bound) {
-                Ok(bound) => Ok(bound),
-                Err(_) => {
-                    let from_end = usize::try_from(-bound).unwrap_or(usize::MAX);
-                    Ok(size.ok_or_else(unknown)?.saturating_sub(from_end))
-                }
-            };
-            let start = start.map_or(Ok(0), place)?;
-            let stop = stop.map_or_else(|| size.ok_or_else(unknown), place)?;
-            if step == 1 {
-                let length = stop.saturating_sub(start);
-                return Ok(Self::Range { start, length });
-            }
-            let step = usize::try_from(step).unwrap_or(usize::MAX);
-            return Ok(Self::of((start..stop).step_by(step).collect()));
-        }
-        let one = rows.is_instance_of::<PyInt>();
-        let wrong = |_| {
-            let message = format!(
-                "rows are an int, a slice, a sequence of ints or an index tensor, got {}",
-                type_name(rows)
-            );
-            hook_type_error(py, message)
-        };
-        let numbers: Vec<i64> = if one {
-            vec![rows.extract().map_err(wrong)?]
-        } else if is_tensor(rows)? {
-            let dims: usize = rows.call_method0(intern!(py, "dim"))?.extract()?;
-            let boolean = rows
-                .getattr("dtype")?
-                .is(&py.import("torch")?.getattr("bool")?);
-            let floating = rows.call_method0("is_floating_point")?.is_truthy()?;
-            if dims != 1 || boolean || floating {
-                let message = "rows are an index tensor of ints with one dimension".to_owned();
-                return Err(hook_type_error(py, message));
-            }
-            rows.call_method0(intern!(py, "tolist"))?.extract()?
-        } else {
-            rows.extract().map_err(wrong)?
-        };
-        let place = |row: i64| match usize::try_from(row) {
-            Ok(row) => Ok(row),
-            Err(_) => {
-                let from_end = usize::try_from(-row).unwrap_or(usize::MAX);
-                let size = size.ok_or_else(unknown)?;
-                size.checked_sub(from_end).ok_or_else(|| {
-                    rows_error(
-                        py,
-                        format!("row {row} is out of range: the batch has {size}"),
-                    )
-                })
-            }
-        };
-        numbers
-            .into_iter()
-            .map(place)
-            .collect::<PyResult<_>>()
-            .map(Self::of)
-    }
-}
+use crate::torch::rows::{Rows, Selections, TokenPositions, length};
 
 /// Limit for the number of rows.
 const MOST_ROWS: usize = 1 << 24;
@@ -235,8 +35,8 @@ pub struct Member {
 pub struct Layout {
     pub dim: usize,
     pub size: usize,
-    /// Rows of each member; None: those of the batch.
-    gathered: Option<Box<[Rows]>>,
+    /// Rows of each member, and the row of the batch that each row is; None: those of the batch.
+    gathered: Option<(Box<[Rows]>, Vec<usize>)>,
 }
 
 /// Index of the rows of a module, and their dimension.
@@ -244,6 +44,29 @@ struct Gathered {
     /// Index tensor, or the function that makes it.
     index: Py<PyAny>,
     dim: usize,
+}
+
+/// Positions of the rows of a batch.
+struct Positions {
+    /// Those of the first row, then those of the next.
+    values: Vec<i64>,
+    /// Number of columns of a padded batch; None if each row is one token.
+    columns: Option<usize>,
+    /// Those of each member, made when first needed.
+    members: Box<[OnceLock<Arc<[i64]>>]>,
+}
+
+impl Positions {
+    /// Returns the positions of a member's tokens; None for several padded rows.
+    fn of(&self, number: usize, member: &Member) -> Option<Arc<[i64]>> {
+        if let Some(columns) = self.columns {
+            let row = member.rows.iter().next().filter(|_| member.rows.len() == 1)?;
+            let found = || self.values[row * columns..(row + 1) * columns].into();
+            return Some(Arc::clone(self.members[number].get_or_init(found)));
+        }
+        let found = || member.rows.iter().map(|row| self.values[row]).collect();
+        Some(Arc::clone(self.members[number].get_or_init(found)))
+    }
 }
 
 /// Base of batches.
@@ -254,8 +77,10 @@ pub struct BatchBase {
     size: OnceLock<usize>,
     /// Number of rows up to the last one of a member.
     named: usize,
-    /// True if the positions of the rows are known.
-    positioned: bool,
+    /// Positions of the rows in the calls from now on; None if they are not known.
+    positions: Mutex<Option<Arc<Positions>>>,
+    /// Rows of members together.
+    selections: Selections,
     /// True if a member has hooks that run Python, which may write in place.
     python: bool,
     /// Modules with rows of their own, by address.
@@ -267,12 +92,11 @@ pub struct BatchBase {
 #[pymethods]
 impl BatchBase {
     #[new]
-    #[pyo3(signature = (rows, dim, size, positioned, gathered, *_others))]
+    #[pyo3(signature = (rows, dim, size, gathered, *_others))]
     fn new(
         rows: &Bound<'_, PyDict>,
         dim: usize,
         size: Option<usize>,
-        positioned: bool,
         gathered: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>, Option<usize>)>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, Frame)> {
@@ -293,7 +117,7 @@ impl BatchBase {
                 let message = "a batch is no member of another".to_owned();
                 return Err(rows_error(py, message));
             }
-            let rows = Rows::read(&rows, size)?;
+            let rows = read_rows(&rows, size)?;
             named = named.max(rows.end());
             members.push(Member {
                 frames: PyTuple::new(py, [&frame])?.unbind(),
@@ -327,7 +151,8 @@ impl BatchBase {
             dim,
             size: size.map_or_else(OnceLock::new, OnceLock::from),
             named,
-            positioned,
+            positions: Mutex::default(),
+            selections: Selections::default(),
             gathered: by_address,
             modules,
             joined: AtomicBool::new(false),
@@ -335,19 +160,34 @@ impl BatchBase {
         Ok((batch, Frame::new(None)))
     }
 
+    /// Sets the positions of the rows in the calls from now on, row by row, and the number of columns
+    /// of a padded batch.
+    #[pyo3(signature = (values, columns = None))]
+    fn _set_positions(&self, values: Vec<i64>, columns: Option<usize>) {
+        let members = self.members.iter().map(|_| OnceLock::new()).collect();
+        let positions = Positions {
+            values,
+            columns,
+            members,
+        };
+        let _former = self.positions.lock().replace(Arc::new(positions));
+    }
+
+    /// Number of rows up to the last one of a member.
+    #[getter]
+    fn _named(&self) -> usize {
+        self.named
+    }
+
+    /// Rows of a member.
+    fn _rows(&self, member: usize) -> Vec<usize> {
+        self.members[member].rows.iter().collect()
+    }
+
     /// Dimension of the rows.
     #[getter]
     fn dim(&self) -> usize {
         self.dim
-    }
-
-    /// Takes the rows of a member from a tensor of the batch's rows.
-    fn _narrow<'py>(
-        &self,
-        member: usize,
-        tensor: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        self.members[member].rows.narrow(tensor, 0)
     }
 
     /// Number of rows; None before it is known.
@@ -461,7 +301,30 @@ impl BatchBase {
     }
 
     pub fn positioned(&self) -> bool {
-        self.positioned
+        self.positions.lock().is_some()
+    }
+
+    /// Returns the positions of a member's tokens in the tensors of a module, if they are known.
+    pub fn positions_of(&self, layout: &Layout, member: usize) -> Option<TokenPositions> {
+        let positions = Arc::clone(self.positions.lock().as_ref()?);
+        let Some((rows, origins)) = &layout.gathered else {
+            let dim = positions.columns.is_none().then_some(layout.dim);
+            let values = positions.of(member, &self.members[member])?;
+            return Some(TokenPositions { values, dim });
+        };
+        if positions.columns.is_some() {
+            return None;
+        }
+        let rows = rows[member].iter();
+        Some(TokenPositions {
+            values: rows.map(|row| positions.values[origins[row]]).collect(),
+            dim: Some(layout.dim),
+        })
+    }
+
+    /// Selections of the rows in a module's tensors; None if it has rows of its own.
+    pub fn selections(&self, layout: &Layout) -> Option<&Selections> {
+        layout.gathered.is_none().then_some(&self.selections)
     }
 
     /// True if a member has hooks that run Python, which may write in place.
@@ -520,16 +383,20 @@ impl BatchBase {
         let index: Vec<i64> = index.call_method0(intern!(py, "tolist"))?.extract()?;
         let owners = owners(py, &self.members, self.named)?;
         let mut rows = vec![Vec::new(); self.members.len()];
+        let mut origins = vec![0; index.len()];
         for (at, row) in index.iter().enumerate() {
-            let owner = usize::try_from(*row).ok().and_then(|row| owners.get(row));
-            if let Some(Some(member)) = owner {
+            let Ok(row) = usize::try_from(*row) else {
+                continue;
+            };
+            if let Some(Some(member)) = owners.get(row) {
                 rows[*member].push(at);
+                origins[at] = row;
             }
         }
         Ok(Layout {
             dim: gathered.dim,
             size: index.len(),
-            gathered: Some(rows.into_iter().map(Rows::of).collect()),
+            gathered: Some((rows.into_iter().map(Rows::of).collect(), origins)),
         })
     }
 
@@ -544,7 +411,7 @@ impl Layout {
     /// Rows of a member.
     pub fn rows<'a>(&'a self, batch: &'a BatchBase, member: usize) -> &'a Rows {
         match &self.gathered {
-            Some(gathered) => &gathered[member],
+            Some((rows, _)) => &rows[member],
             None => &batch.members[member].rows,
         }
     }
@@ -553,16 +420,6 @@ impl Layout {
     pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(length(tensor, self.dim)? == Some(self.size))
     }
-}
-
-/// Length of a dimension of a tensor; None if it has fewer.
-fn length(tensor: &Bound<'_, PyAny>, dim: usize) -> PyResult<Option<usize>> {
-    let shape = tensor.getattr(intern!(tensor.py(), "shape"))?;
-    let shape = shape.cast::<PyTuple>()?;
-    if shape.len() <= dim {
-        return Ok(None);
-    }
-    shape.get_borrowed_item(dim)?.extract().map(Some)
 }
 
 /// Member of each row, None for a row of nobody.
@@ -581,4 +438,80 @@ fn owners(py: Python<'_>, members: &[Member], named: usize) -> PyResult<Vec<Opti
         }
     }
     Ok(owners)
+}
+
+/// Reads rows as they are given to `fh.batch`; `size`: number of rows of the batch, if known.
+fn read_rows(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
+    let py = rows.py();
+    let unknown = || {
+        let message = "negative rows and slices without an end count from the number of rows: \
+                       give positions or size";
+        rows_error(py, message.to_owned())
+    };
+    if let Ok(slice) = rows.cast::<PySlice>() {
+        let bound = |name| slice.getattr(name)?.extract::<Option<i64>>();
+        let (start, stop) = (bound("start")?, bound("stop")?);
+        let step = bound("step")?.unwrap_or(1);
+        if step < 1 {
+            let message = format!("the step of a slice of rows is at least 1, got {step}");
+            return Err(PyValueError::new_err(message));
+        }
+        let place = |bound: i64| match usize::try_from(bound) {
+            Ok(bound) => Ok(bound),
+            Err(_) => {
+                let from_end = usize::try_from(-bound).unwrap_or(usize::MAX);
+                Ok(size.ok_or_else(unknown)?.saturating_sub(from_end))
+            }
+        };
+        let start = start.map_or(Ok(0), place)?;
+        let stop = stop.map_or_else(|| size.ok_or_else(unknown), place)?;
+        if step == 1 {
+            let length = stop.saturating_sub(start);
+            return Ok(Rows::Range { start, length });
+        }
+        let step = usize::try_from(step).unwrap_or(usize::MAX);
+        return Ok(Rows::of((start..stop).step_by(step).collect()));
+    }
+    let one = rows.is_instance_of::<PyInt>();
+    let wrong = |_| {
+        let message = format!(
+            "rows are an int, a slice, a sequence of ints or an index tensor, got {}",
+            type_name(rows)
+        );
+        hook_type_error(py, message)
+    };
+    let numbers: Vec<i64> = if one {
+        vec![rows.extract().map_err(wrong)?]
+    } else if is_tensor(rows)? {
+        let dims: usize = rows.call_method0(intern!(py, "dim"))?.extract()?;
+        let boolean = rows
+            .getattr("dtype")?
+            .is(&py.import("torch")?.getattr("bool")?);
+        let floating = rows.call_method0("is_floating_point")?.is_truthy()?;
+        if dims != 1 || boolean || floating {
+            let message = "rows are an index tensor of ints with one dimension".to_owned();
+            return Err(hook_type_error(py, message));
+        }
+        rows.call_method0(intern!(py, "tolist"))?.extract()?
+    } else {
+        rows.extract().map_err(wrong)?
+    };
+    let place = |row: i64| match usize::try_from(row) {
+        Ok(row) => Ok(row),
+        Err(_) => {
+            let from_end = usize::try_from(-row).unwrap_or(usize::MAX);
+            let size = size.ok_or_else(unknown)?;
+            size.checked_sub(from_end).ok_or_else(|| {
+                rows_error(
+                    py,
+                    format!("row {row} is out of range: the batch has {size}"),
+                )
+            })
+        }
+    };
+    numbers
+        .into_iter()
+        .map(place)
+        .collect::<PyResult<_>>()
+        .map(Rows::of)
 }

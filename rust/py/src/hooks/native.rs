@@ -1,6 +1,8 @@
 //! Native hooks: hooks that run in Rust; Python classes that implement [`Native`].
 
+use std::borrow::Cow;
 use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ferrohook_core::Phase;
@@ -9,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
+use crate::torch::rows::{Rows, Selection, Selections, TokenPositions, length};
 
 /// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
@@ -27,6 +30,8 @@ pub struct Turn<'a, 'py> {
     pub took: Option<Duration>,
     /// Looks up the frames that the call's context entered.
     pub frames: &'a dyn Fn() -> PyResult<Option<Bound<'py, PyTuple>>>,
+    /// Positions of the tokens of the value, if it is that of a member of a batch that knows them.
+    pub positions: Option<&'a TokenPositions>,
     /// How often this hook has run in this phase of this call: hooks of a plan run once for each
     /// entered request of it.
     pub repeat: usize,
@@ -48,6 +53,66 @@ impl<'py> Turn<'_, 'py> {
             type_name(got)
         );
         hook_type_error(got.py(), message)
+    }
+}
+
+/// Form of a hook that runs for many members of a batch at once.
+pub struct Merging<'py> {
+    /// The hook whose class runs it.
+    pub hook: Bound<'py, PyAny>,
+    /// Index of its positions among those of its plan, and the places of these among the member's
+    /// rows; None for all rows.
+    pub at: Option<(usize, Vec<usize>)>,
+}
+
+/// Merged hook of one member.
+pub struct Part<'a, 'py> {
+    pub hook: Bound<'py, PyAny>,
+    /// Number of the member, and 0 or 1 more than the index of its positions.
+    pub key: (usize, usize),
+    /// Rows that it is for.
+    pub rows: Cow<'a, Rows>,
+    /// The frame of the member.
+    pub frames: Bound<'py, PyTuple>,
+    /// Positions of their tokens, if known.
+    pub positions: Option<TokenPositions>,
+    /// Describes hook, phase and module, for errors.
+    pub describe: &'a dyn Fn() -> String,
+}
+
+/// Value of the whole batch that merged hooks run for.
+pub struct SharedValue<'a, 'py> {
+    pub value: &'a Bound<'py, PyAny>,
+    pub dim: usize,
+    pub size: usize,
+    /// True if a member may write in place.
+    pub written: bool,
+    /// None if the module has rows of its own.
+    pub selections: Option<&'a Selections>,
+}
+
+/// Result of merged hooks.
+#[derive(Default)]
+pub struct Merged<'py> {
+    /// Replacement of the value.
+    pub value: Option<Bound<'py, PyAny>>,
+    /// Parts that failed.
+    pub failed: Vec<(usize, PyErr)>,
+}
+
+impl SharedValue<'_, '_> {
+    /// Returns the rows of some parts together.
+    pub fn select(&self, parts: &[&Part<'_, '_>]) -> Arc<Selection> {
+        let rows: Vec<&Rows> = parts.iter().map(|part| &*part.rows).collect();
+        match self.selections {
+            Some(made) => made.get(parts.iter().map(|part| part.key).collect(), &rows),
+            None => Arc::new(Selection::of(&rows)),
+        }
+    }
+
+    /// True if the tensor has the rows.
+    pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(length(tensor, self.dim)? == Some(self.size))
     }
 }
 
@@ -136,6 +201,30 @@ pub trait Native: PyClass {
         true
     }
 
+    /// Returns its form that runs for many members of a batch at once; None if it runs for each
+    /// alone. `frames`: that of the member.
+    fn merges<'py>(
+        _slf: &Bound<'py, Self>,
+        _phase: Phase,
+        _frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        Ok(None)
+    }
+
+    /// Raises if the [merged](Self::merges) hook cannot run for a part.
+    fn check_part<'py>(_part: &Part<'_, 'py>, _value: &Bound<'py, PyAny>) -> PyResult<()> {
+        Ok(())
+    }
+
+    /// Runs merged hooks of some members, one of each. An error of one part is that of its member;
+    /// an error of all has each run alone.
+    fn run_parts<'py>(
+        _parts: &[Part<'_, 'py>],
+        _value: &SharedValue<'_, 'py>,
+    ) -> PyResult<Merged<'py>> {
+        Ok(Merged::default())
+    }
+
     /// Runs the hook.
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
@@ -160,6 +249,18 @@ pub trait AnyNative: Send + Sync {
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
+    fn merges<'py>(
+        &self,
+        hook: &Bound<'py, PyAny>,
+        phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>>;
+    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()>;
+    fn run_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &SharedValue<'_, 'py>,
+    ) -> PyResult<Merged<'py>>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -207,6 +308,27 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
         Ok(T::reads(hook.cast()?, positioned))
+    }
+
+    fn merges<'py>(
+        &self,
+        hook: &Bound<'py, PyAny>,
+        phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        T::merges(hook.cast()?, phase, frames)
+    }
+
+    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
+        T::check_part(part, value)
+    }
+
+    fn run_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &SharedValue<'_, 'py>,
+    ) -> PyResult<Merged<'py>> {
+        T::run_parts(parts, value)
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

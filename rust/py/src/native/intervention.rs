@@ -1,16 +1,22 @@
 //! Interventions: native hooks that change one tensor of a module's input or output.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 
 use crate::error::{hook_type_error, selection_error, type_name};
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{
+    Merged, Merging, Native, NativeHook, Outcome, Part, SharedValue, Traced, Turn,
+};
+use crate::native::together::{self, Table, spread};
 use crate::torch;
+use crate::torch::rows::Selection;
 use crate::torch::tensors::with_item;
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
@@ -45,8 +51,14 @@ pub struct InterventionBase {
     trained: bool,
     /// Form of the operation in a trace: kind, part, vector, numbers.
     traced: Py<PyTuple>,
+    /// Number of dimensions of the vector; None without one.
+    dims: Option<usize>,
+    /// Number of the intervention, unique in the process.
+    number: u64,
     /// The vector as tensors of some dtypes and devices take it.
     casts: Mutex<Vec<Cast>>,
+    /// Tables of batches whose first intervention it is.
+    tables: Mutex<Vec<Table>>,
 }
 
 struct Cast {
@@ -71,12 +83,13 @@ impl InterventionBase {
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, NativeHook)> {
         let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
-        let (has_rows, trained) = match vector {
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let (dims, trained) = match vector {
             Some(vector) => (
-                vector.call_method0("dim")?.extract::<usize>()? > 1,
+                Some(vector.call_method0("dim")?.extract::<usize>()?),
                 torch::tensors::requires_grad(&vector)?,
             ),
-            None => (false, false),
+            None => (None, false),
         };
         let operation = match operation {
             "add" => Operation::Add,
@@ -92,10 +105,14 @@ impl InterventionBase {
             numbers,
             part,
             width,
-            has_rows,
+            has_rows: dims.is_some_and(|dims| dims > 1),
             trained,
             traced: traced.unbind(),
+            dims,
+            // Relaxed: the numbers order nothing.
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             casts: Mutex::default(),
+            tables: Mutex::default(),
         };
         Ok((intervention, NativeHook::of::<Self>()))
     }
@@ -107,6 +124,9 @@ impl InterventionBase {
         visit.call(&self.traced)?;
         for cast in self.casts.lock().iter() {
             visit.call(&cast.vector)?;
+        }
+        for table in self.tables.lock().iter() {
+            visit.call(&table.tensors)?;
         }
         Ok(())
     }
@@ -121,7 +141,7 @@ impl InterventionBase {
     ) -> Outcome<'py> {
         let change = Change {
             intervention: slf,
-            turn,
+            describe: turn.describe,
             mask,
         };
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
@@ -137,7 +157,7 @@ impl InterventionBase {
         } else {
             turn.value
         };
-        let changed = change.part_of(value)?;
+        let changed = change.part_of(value, &|x| change.tensor(x))?;
         if turn.phase == Phase::ForwardPre && turn.args.len() == 1 {
             return Ok(Some(PyTuple::new(slf.py(), [changed])?.into_any()));
         }
@@ -148,7 +168,8 @@ impl InterventionBase {
 /// One invocation of an intervention.
 struct Change<'a, 'py> {
     intervention: &'a Bound<'py, InterventionBase>,
-    turn: &'a Turn<'a, 'py>,
+    /// Describes hook, phase and module, for errors.
+    describe: &'a dyn Fn() -> String,
     mask: Option<&'a Bound<'py, PyAny>>,
 }
 
@@ -157,11 +178,15 @@ impl<'py> Change<'_, 'py> {
         self.intervention.py()
     }
 
-    /// Changes the part of a value that the intervention is for.
-    fn part_of(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// Changes the part of a value that the intervention is for; `tensor` changes a tensor.
+    fn part_of(
+        &self,
+        value: &Bound<'py, PyAny>,
+        tensor: &dyn Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let Some(part) = &self.intervention.get().part else {
             if torch::is_tensor(value)? {
-                return self.tensor(value);
+                return tensor(value);
             }
             let expected = "changes a tensor: name one of its parts by output_index, the module's \
                             value is";
@@ -171,7 +196,7 @@ impl<'py> Change<'_, 'py> {
         if let Ok(tuple) = value.cast::<PyTuple>()
             && part.cast::<PyString>().is_ok_and(|part| part == SUM)
         {
-            return self.sum(tuple);
+            return self.sum(tuple, tensor);
         }
         let is_name = part.is_instance_of::<PyString>();
         let found = if is_name && !value.is_instance_of::<PyDict>() {
@@ -185,7 +210,7 @@ impl<'py> Change<'_, 'py> {
                 .map_or_else(|_| "?".to_owned(), |it| it.to_string());
             let message = format!(
                 "{} changes output_index {part}, which the module's value, of type {}, lacks",
-                (self.turn.describe)(),
+                (self.describe)(),
                 type_name(value)
             );
             let error = selection_error(self.py(), message);
@@ -195,11 +220,15 @@ impl<'py> Change<'_, 'py> {
         if !torch::is_tensor(&found)? {
             return Err(self.error("changes a tensor: its output_index names", &found));
         }
-        with_item(value, part, &self.tensor(&found)?)
+        with_item(value, part, &tensor(&found)?)
     }
 
     /// Changes the sum of hidden state and residual: the hidden state takes the difference.
-    fn sum(&self, value: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+    fn sum(
+        &self,
+        value: &Bound<'py, PyTuple>,
+        tensor: &dyn Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let (hidden, residual) = match (value.get_item(0), value.get_item(1)) {
             (Ok(hidden), Ok(residual)) if value.len() == 2 => (hidden, residual),
             _ => {
@@ -208,10 +237,10 @@ impl<'py> Change<'_, 'py> {
             }
         };
         let changed = if self.intervention.get().operation == Operation::Add {
-            self.tensor(&hidden)?
+            tensor(&hidden)?
         } else {
             let sum = hidden.add(&residual)?;
-            self.tensor(&sum)?.sub(&residual)?
+            tensor(&sum)?.sub(&residual)?
         };
         with_item(
             value,
@@ -226,7 +255,7 @@ impl<'py> Change<'_, 'py> {
         let Some(mask) = self.mask else {
             return Ok(changed);
         };
-        merge(self.turn, mask, &changed, x)
+        merge(self.describe, mask, &changed, x)
     }
 
     fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -252,6 +281,118 @@ impl<'py> Change<'_, 'py> {
         }
     }
 
+    /// True if it is of the same operation, on the same part of a value.
+    fn merges_with(&self, other: &InterventionBase) -> PyResult<bool> {
+        let this = self.intervention.get();
+        let same = match (&this.part, &other.part) {
+            (None, None) => true,
+            (Some(part), Some(other)) => part.bind(self.py()).eq(other)?,
+            _ => false,
+        };
+        Ok(same && this.operation == other.operation)
+    }
+
+    /// Applies each of some interventions like this one to rows of a tensor.
+    fn rows(
+        &self,
+        parts: &[&Part<'_, 'py>],
+        shared: &SharedValue<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
+        let floats = x.call_method0(intern!(py, "is_floating_point"))?;
+        if !shared.covers(x)? || dims < shared.dim + 2 || !floats.is_truthy()? {
+            return Err(self.error("changes rows of", x));
+        }
+        let selection = shared.select(parts);
+        if selection.rows.all(shared.size) {
+            return self.of_rows(parts, &selection, x, shared.dim);
+        }
+        let rows = selection.rows.narrow(x, shared.dim)?;
+        let changed = self.of_rows(parts, &selection, &rows, shared.dim)?;
+        let copy = x.call_method0(intern!(py, "clone"))?;
+        selection.rows.write(&copy, shared.dim, &changed)?;
+        Ok(copy)
+    }
+
+    /// Applies each of some interventions like this one to its rows, in the order of a selection.
+    fn of_rows(
+        &self,
+        parts: &[&Part<'_, 'py>],
+        selection: &Selection,
+        x: &Bound<'py, PyAny>,
+        dim: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let operation = self.intervention.get().operation;
+        if parts.len() == 1 || operation == Operation::Zero {
+            return self.everywhere(x);
+        }
+        let tables = self.tables(parts, x)?;
+        let spread = |place| spread(&tables.get_item(place)?, selection, x, dim);
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        match operation {
+            Operation::Add => x.add(spread(0)?),
+            Operation::Scale => x.mul(spread(0)?)?.call_method1(intern!(py, "to"), (dtype,)),
+            Operation::Replace => {
+                let values = spread(0)?.call_method1(intern!(py, "expand_as"), (x,))?;
+                values.call_method0(intern!(py, "clone"))
+            }
+            Operation::Ablate => {
+                let directions = spread(0)?;
+                x.sub(along(x, &directions)?.mul(&directions)?)
+            }
+            Operation::Clamp => {
+                let directions = spread(0)?;
+                let before = along(x, &directions)?;
+                let bounds = (spread(1)?, spread(2)?);
+                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
+                x.add(after.sub(before)?.mul(&directions)?)
+            }
+            Operation::Zero => self.everywhere(x),
+        }
+    }
+
+    /// Returns the tables of some interventions like this one, as `x` takes them.
+    fn tables(
+        &self,
+        parts: &[&Part<'_, 'py>],
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let py = self.py();
+        let this = self.intervention.get();
+        let mut key = Vec::with_capacity(parts.len());
+        for part in parts {
+            key.push(part.hook.cast::<InterventionBase>()?.get().number);
+        }
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        {
+            let tables = this.tables.lock();
+            let found = tables.iter().find(|table| {
+                *table.key == *key
+                    && table.dtype.is(&dtype)
+                    && table.device.bind(py).eq(&device).unwrap_or(false)
+            });
+            if let Some(table) = found {
+                return Ok(table.tensors.bind(py).clone());
+            }
+        }
+        let hooks = PyList::new(py, parts.iter().map(|part| &part.hook))?;
+        let method = intern!(py, "_tables");
+        let tensors = self.intervention.call_method1(method, (hooks, &dtype, &device))?;
+        let tensors = tensors.cast_into::<PyTuple>()?;
+        let table = Table {
+            key: key.into(),
+            dtype: dtype.unbind(),
+            device: device.unbind(),
+            tensors: tensors.clone().unbind(),
+        };
+        let _oldest = together::push(&mut this.tables.lock(), table);
+        Ok(tensors)
+    }
+
     /// Returns the vector in the shape of `x`.
     fn expanded(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
@@ -264,7 +405,7 @@ impl<'py> Change<'_, 'py> {
             };
             let message = format!(
                 "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
-                (self.turn.describe)(),
+                (self.describe)(),
                 shape(&vector),
                 shape(x)
             );
@@ -284,7 +425,7 @@ impl<'py> Change<'_, 'py> {
             if of_x != Some(width) {
                 let message = format!(
                     "{}: its vector has a width of {width}, the module's value has {}",
-                    (self.turn.describe)(),
+                    (self.describe)(),
                     of_x.map_or_else(|| "no dimension".to_owned(), |width| width.to_string())
                 );
                 return Err(hook_type_error(py, message));
@@ -316,7 +457,7 @@ impl<'py> Change<'_, 'py> {
     fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
         let message = format!(
             "{} {expected} a {}",
-            (self.turn.describe)(),
+            (self.describe)(),
             type_name(value)
         );
         hook_type_error(self.py(), message)
@@ -325,7 +466,7 @@ impl<'py> Change<'_, 'py> {
 
 /// Takes `changed` where the mask, of (batch, length), is true, and `x` elsewhere.
 pub fn merge<'py>(
-    turn: &Turn<'_, 'py>,
+    describe: &dyn Fn() -> String,
     mask: &Bound<'py, PyAny>,
     changed: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
@@ -339,11 +480,12 @@ pub fn merge<'py>(
         let message = format!(
             "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value \
              has the shape {of_x:?}",
-            (turn.describe)(),
+            describe(),
         );
         return Err(hook_type_error(py, message));
     }
-    let mut mask = mask.clone();
+    let device = x.getattr(intern!(py, "device"))?;
+    let mut mask = mask.call_method1(intern!(py, "to"), (device,))?;
     for _ in of_mask.len()..of_x.len() {
         mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
     }
@@ -364,6 +506,60 @@ impl Native for InterventionBase {
 
     fn changes(_slf: &Bound<'_, Self>) -> bool {
         true
+    }
+
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        _phase: Phase,
+        _frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        let this = slf.get();
+        // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
+        let row = this.dims.is_none_or(|dims| dims == 1 && this.width.is_some());
+        let hook = slf.as_any().clone();
+        Ok((row && !this.trained).then_some(Merging { hook, at: None }))
+    }
+
+    fn check_part<'py>(part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
+        let change = Change {
+            intervention: part.hook.cast()?,
+            describe: part.describe,
+            mask: None,
+        };
+        let checked = change.part_of(value, &|x| {
+            if change.intervention.get().dims.is_some() {
+                change.vector(x)?;
+            }
+            Ok(x.clone())
+        });
+        checked.map(drop)
+    }
+
+    fn run_parts<'py>(
+        parts: &[Part<'_, 'py>],
+        value: &SharedValue<'_, 'py>,
+    ) -> PyResult<Merged<'py>> {
+        let mut now = value.value.clone();
+        let mut rest: Vec<_> = parts.iter().collect();
+        while let Some(first) = rest.first() {
+            let change = Change {
+                intervention: first.hook.cast()?,
+                describe: first.describe,
+                mask: None,
+            };
+            let mut group = Vec::new();
+            let mut others = Vec::new();
+            for part in &rest {
+                let same = change.merges_with(part.hook.cast::<Self>()?.get())?;
+                if same { &mut group } else { &mut others }.push(*part);
+            }
+            now = change.part_of(&now, &|x| change.rows(&group, value, x))?;
+            rest = others;
+        }
+        Ok(Merged {
+            value: Some(now),
+            failed: Vec::new(),
+        })
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -4,4 +4,5 @@ pub mod detectors;
 pub mod intervention;
 pub mod planned;
 pub mod point;
+mod together;
 pub mod typed;

@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
 use crate::error::hook_error;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Merging, Native, NativeHook, Outcome, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
 use crate::torch;
 use crate::torch::tree::ModuleTree;
@@ -55,6 +55,28 @@ impl Native for MaskedHook {
             .is_err()
     }
 
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging<'py>>> {
+        let (py, this) = (slf.py(), slf.get());
+        let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
+            return Ok(None);
+        };
+        let Some(merging) = InterventionBase::merges(intervention, phase, frames)? else {
+            return Ok(None);
+        };
+        let Some(request) = RequestBase::find(frames, this.plan.bind(py), 0) else {
+            return Ok(None);
+        };
+        let places = request.get().places(py, this.mask)?;
+        Ok(places.map(|places| Merging {
+            at: Some((this.mask, places)),
+            ..merging
+        }))
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let (py, this) = (slf.py(), slf.get());
         let frames = (turn.frames)()?;
@@ -82,7 +104,7 @@ impl Native for MaskedHook {
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }
-        merge(turn, &mask, &result, turn.value).map(Some)
+        merge(turn.describe, &mask, &result, turn.value).map(Some)
     }
 
     fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {

@@ -1,0 +1,219 @@
+//! Rows of one dimension of tensors.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+/// Rows of a dimension.
+#[derive(Clone)]
+pub enum Rows {
+    /// `length` rows from `start`.
+    Range {
+        start: usize,
+        length: usize,
+    },
+    Index(Index),
+}
+
+/// Rows in any order.
+#[derive(Clone)]
+pub struct Index {
+    pub rows: Arc<[usize]>,
+    /// Tensors of the rows, one for each device.
+    tensors: Arc<Mutex<Vec<(Py<PyAny>, Py<PyAny>)>>>,
+}
+
+impl Index {
+    pub fn of(rows: Vec<usize>) -> Self {
+        Self {
+            rows: rows.into(),
+            tensors: Arc::default(),
+        }
+    }
+
+    /// Returns the rows as a tensor on the device of another.
+    pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let device = tensor.getattr(intern!(py, "device"))?;
+        {
+            let tensors = self.tensors.lock();
+            for (of, index) in tensors.iter() {
+                if of.bind(py).eq(&device)? {
+                    return Ok(index.bind(py).clone());
+                }
+            }
+        }
+        let options = PyDict::new(py);
+        options.set_item(intern!(py, "device"), &device)?;
+        let torch = py.import(intern!(py, "torch"))?;
+        let rows = self.rows.to_vec();
+        let index = torch.call_method(intern!(py, "tensor"), (rows,), Some(&options))?;
+        let made = (device.unbind(), index.clone().unbind());
+        self.tensors.lock().push(made);
+        Ok(index)
+    }
+}
+
+impl Rows {
+    /// Makes rows from their numbers.
+    pub fn of(rows: Vec<usize>) -> Self {
+        let start = rows.first().copied().unwrap_or_default();
+        if rows.iter().enumerate().all(|(at, row)| *row == start + at) {
+            return Self::Range {
+                start,
+                length: rows.len(),
+            };
+        }
+        Self::Index(Index::of(rows))
+    }
+
+    /// Those of the rows with these places among them.
+    pub fn at(&self, places: &[usize]) -> Self {
+        let rows: Vec<_> = self.iter().collect();
+        Self::of(places.iter().map(|place| rows[*place]).collect())
+    }
+
+    /// True if they are all of `size` rows, in order.
+    pub fn all(&self, size: usize) -> bool {
+        matches!(self, Self::Range { start: 0, length } if *length == size)
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Range { length, .. } => *length,
+            Self::Index(index) => index.rows.len(),
+        }
+    }
+
+    /// The row behind the last one.
+    pub fn end(&self) -> usize {
+        match self {
+            Self::Range { length: 0, .. } => 0,
+            Self::Range { start, length } => start.saturating_add(*length),
+            Self::Index(index) => index.rows.iter().max().map_or(0, |last| last + 1),
+        }
+    }
+
+    pub fn iter(&self) -> Box<dyn Iterator<Item = usize> + '_> {
+        match self {
+            Self::Range { start, length } => Box::new(*start..start + length),
+            Self::Index(index) => Box::new(index.rows.iter().copied()),
+        }
+    }
+
+    /// True if [`Self::narrow`] copies.
+    pub fn copies(&self) -> bool {
+        matches!(self, Self::Index(_))
+    }
+
+    /// Takes the rows of a tensor: a view of a range, a copy else.
+    pub fn narrow<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        dim: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        match self {
+            Self::Range { start, length } => {
+                tensor.call_method1(intern!(py, "narrow"), (dim, *start, *length))
+            }
+            Self::Index(index) => {
+                let index = index.on_device_of(tensor)?;
+                tensor.call_method1(intern!(py, "index_select"), (dim, index))
+            }
+        }
+    }
+
+    /// Writes the rows of a tensor in place.
+    pub fn write<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        dim: usize,
+        values: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let py = tensor.py();
+        match self {
+            Self::Range { .. } => {
+                let rows = self.narrow(tensor, dim)?;
+                rows.call_method1(intern!(py, "copy_"), (values,))?;
+            }
+            Self::Index(index) => {
+                let index = index.on_device_of(tensor)?;
+                tensor.call_method1(intern!(py, "index_copy_"), (dim, index, values))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of several members of a batch, and the member of each.
+pub struct Selection {
+    pub rows: Rows,
+    /// Place of each row's member; None if each has one row.
+    pub places: Option<Index>,
+}
+
+/// Members of a selection: number, and 0 or 1 more than the index of its positions.
+pub type Key = Vec<(usize, usize)>;
+
+/// Selections of a batch, each made when it is first needed.
+#[derive(Default)]
+pub struct Selections(Mutex<Vec<(Key, Arc<Selection>)>>);
+
+impl Selections {
+    /// Returns the selection of the members with these rows, in order.
+    pub fn get(&self, key: Key, rows: &[&Rows]) -> Arc<Selection> {
+        let mut made = self.0.lock();
+        if let Some((_, found)) = made.iter().find(|(of, _)| *of == key) {
+            return Arc::clone(found);
+        }
+        let selection = Arc::new(Selection::of(rows));
+        made.push((key, Arc::clone(&selection)));
+        selection
+    }
+}
+
+impl Selection {
+    pub fn of(rows: &[&Rows]) -> Self {
+        let places = rows.iter().enumerate();
+        let places = places.flat_map(|(place, rows)| std::iter::repeat_n(place, rows.len()));
+        Self {
+            rows: Rows::of(rows.iter().flat_map(|rows| rows.iter()).collect()),
+            places: rows
+                .iter()
+                .any(|rows| rows.len() != 1)
+                .then(|| Index::of(places.collect())),
+        }
+    }
+}
+
+/// Positions of the tokens of a request in a tensor.
+#[derive(Clone)]
+pub struct TokenPositions {
+    pub values: Arc<[i64]>,
+    /// Dimension whose rows are the tokens; None for a padded row, the tokens of which are columns.
+    pub dim: Option<usize>,
+}
+
+impl TokenPositions {
+    /// Those of some tokens, which are then the first dimension.
+    pub fn at(&self, places: &[usize]) -> Self {
+        Self {
+            values: places.iter().map(|place| self.values[*place]).collect(),
+            dim: Some(0),
+        }
+    }
+}
+
+/// Length of a dimension of a tensor; None if it has fewer.
+pub fn length(tensor: &Bound<'_, PyAny>, dim: usize) -> PyResult<Option<usize>> {
+    let shape = tensor.getattr(intern!(tensor.py(), "shape"))?;
+    let shape = shape.cast::<PyTuple>()?;
+    if shape.len() <= dim {
+        return Ok(None);
+    }
+    shape.get_borrowed_item(dim)?.extract().map(Some)
+}

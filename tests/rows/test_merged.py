@@ -1,0 +1,188 @@
+"""Native interventions and captures of all requests at a module: one operation, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ferrohook as fh
+
+WIDTH = 16
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def interventions(dtype: torch.dtype = torch.float32) -> list[Any]:
+    def vector() -> Tensor:
+        return torch.randn(WIDTH, dtype=dtype)
+
+    return [
+        lambda: fh.Add(vector()),
+        lambda: fh.Add(vector(), scale=0.3),
+        lambda: fh.Scale(1 + float(torch.rand(()))),
+        lambda: fh.Ablate(vector()),
+        lambda: fh.Clamp(vector(), low=-0.1, high=0.2),
+        lambda: fh.Clamp(vector(), high=0.1),
+        lambda: fh.Replace(vector()),
+        fh.Zero,
+    ]
+
+
+ROWS = {
+    "all, in order": [slice(0, 2), slice(2, 6), slice(6, 7)],
+    "some": [[5], slice(1, 3), [6, 4]],
+    "one each": [0, 1, 2, 3, 4, 5, 6],
+}
+
+
+@pytest.mark.parametrize("kind", range(8))
+@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(7, WIDTH), (7, 3, WIDTH)])
+def test_bit_for_bit_as_by_hand(
+    model: nn.Sequential, kind: int, layout: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    model = model.to(dtype)
+    make = interventions(dtype)[kind]
+    x = torch.randn(shape, dtype=dtype)
+    hooks = [(make(), make()) for _ in ROWS[layout]]
+    prepared = [
+        fh.Plan(fh.on("1", first), fh.on("1", second), fh.keep("1")).prepare(model)
+        for first, second in hooks
+    ]
+    requests = [each.open() for each in prepared]
+    with fh.batch(dict(zip(requests, ROWS[layout], strict=True)), size=7):
+        out = model(x)
+    h = model[1](model[0](x))
+    changed = h.clone()
+    for rows, pair in zip(ROWS[layout], hooks, strict=True):
+        own = [rows] if isinstance(rows, int) else rows
+        part = h[own]
+        for each in pair:
+            part = _alone(each, part)
+        changed[own] = part
+    assert torch.equal(out, model[2](changed))
+    for request, rows in zip(requests, ROWS[layout], strict=True):
+        assert request.error is None
+        own = [rows] if isinstance(rows, int) else rows
+        assert torch.equal(request.acts["1"], changed[own])
+
+
+def _alone(intervention: fh.Intervention, x: Tensor) -> Tensor:
+    identity = nn.Identity()
+    with fh.register(identity, "", intervention):
+        return identity(x)
+
+
+def operations_of(model: nn.Module, requests: list[Any]) -> Counter[str]:
+    x = torch.randn(2 * len(requests), WIDTH)
+    rows = {each: slice(2 * at, 2 * at + 2) for at, each in enumerate(requests)}
+    for _ in range(2):
+        with fh.batch(dict(rows)), torch.no_grad(), Operations() as operations:
+            model(x)
+    return operations.counts
+
+
+def test_as_many_operations_for_many_requests_as_for_two(model: nn.Sequential) -> None:
+    plans = [
+        fh.Plan(fh.on("1", fh.Add(torch.randn(WIDTH))), fh.keep("*")).prepare(model)
+        for _ in range(16)
+    ]
+    few = operations_of(model, [each.open() for each in plans[:2]])
+    many = operations_of(model, [each.open() for each in plans])
+    assert few == many
+    assert many["index_select.default"] == many["add.Tensor"] == 1
+    assert not many["clone.default"]
+
+
+def test_a_request_that_does_not_fit_leaves_the_others(model: nn.Sequential) -> None:
+    good, bad = torch.randn(WIDTH), torch.randn(WIDTH - 1)
+    a = fh.Plan(fh.on("1", fh.Add(good))).prepare(model)
+    b = fh.Plan(fh.on("1", fh.Add(good)), fh.on("1", fh.Add(bad))).prepare(model)
+    first, second = a.open(), b.open()
+    x = torch.randn(4, WIDTH)
+    with fh.batch({first: slice(0, 2), second: slice(2, 4)}):
+        out = model(x)
+    assert isinstance(second.error, fh.HookTypeError)
+    h = model[1](model[0](x))
+    h[:2] += good
+    assert torch.equal(out, model[2](h))
+
+
+def test_gradients_through_merged_rows(model: nn.Sequential) -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    directions = torch.randn(2, WIDTH)
+    requests = [fh.Plan(fh.on("1", fh.Ablate(d))).prepare(model).open() for d in directions]
+    with fh.batch({requests[0]: [0, 2], requests[1]: 3}, size=4):
+        model(x).square().sum().backward()
+    mine, x.grad = x.grad, None
+    h = model[1](model[0](x))
+    parts = [_alone(fh.Ablate(directions[0]), h[[0]]), h[[1]]]
+    parts += [_alone(fh.Ablate(directions[0]), h[[2]]), _alone(fh.Ablate(directions[1]), h[[3]])]
+    model[2](torch.cat(parts)).square().sum().backward()
+    assert torch.allclose(mine, x.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_captures_share_what_they_keep(model: nn.Sequential) -> None:
+    plan = fh.Plan(fh.keep("0"), fh.keep("1", copy="clone")).prepare(model)
+    requests = [plan.open() for _ in range(4)]
+    with torch.no_grad(), fh.batch({each: [at] for at, each in enumerate(requests)}, size=16):
+        model(torch.randn(16, WIDTH))
+    storages = {each.acts[name].untyped_storage().data_ptr() for each in requests for name in "01"}
+    assert len(storages) == 2  # one selection a module
+    # Rows of others are not kept alive.
+    sizes = {each.acts["0"].untyped_storage().nbytes() for each in requests}
+    assert sizes == {4 * WIDTH * 4}
+
+
+def test_a_write_in_place_by_the_model_is_told_of() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.clone()).add_(1)
+
+    model = Writes()
+    checked = fh.Plan(fh.keep("inner")).prepare(model).open()
+    cloned = fh.Plan(fh.keep("inner", copy="clone")).prepare(model).open()
+    x = torch.randn(4, 3)
+    with fh.batch({checked: slice(0, 3), cloned: 3}):
+        model(x)
+    assert torch.equal(cloned.acts["inner"], x[3:])
+    with pytest.raises(fh.StaleActivationError):
+        checked.acts["inner"]
+
+
+def test_tables_are_made_anew_only_when_requests_change(model: nn.Sequential) -> None:
+    prepared = [fh.Plan(fh.on("*", fh.Add(torch.randn(WIDTH)))).prepare(model) for _ in range(3)]
+    a, b, c = (each.open() for each in prepared)
+    stacks = []
+    for members in ([a, b], [a, b], [a, b, c], [a, b], [a, b, c]):
+        with torch.no_grad(), fh.batch({each: at for at, each in enumerate(members)}):
+            with Operations() as operations:
+                model(torch.randn(len(members), WIDTH))
+        stacks.append(operations.counts["stack.default"])
+    assert stacks == [1, 0, 1, 0, 0]
