@@ -171,6 +171,30 @@ def test_a_failing_hook_fails_its_request_alone(
     assert model.forwards == 1
 
 
+class Skipping(Model):
+    """Does not call its second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.first(x)
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        fh.Plan(fh.keep(["first", "second"])),
+        fh.Plan(fh.on(["first", "second"], fh.Scale(2))),
+        fh.Plan(fh.keep("first"), fh.on("second", fh.Scale(2))),
+    ],
+    ids=["capture", "hook", "both"],
+)
+@pytest.mark.parametrize("model", [Skipping()])
+def test_modules_that_never_ran_are_warned_of(model: Model, send_all: Any, silent: fh.Plan) -> None:
+    with pytest.warns(fh.NeverFiredWarning, match="'second'"):
+        answers = send_all(add(1), silent)
+    assert [each.shared for each in answers] == [2, 2]
+
+
 def test_what_has_no_rows_is_captured_in_a_forward_of_its_own(model: Model, send_all: Any) -> None:
     answers = send_all(add(1), fh.Plan(fh.keep(["constant", "second"])), KEEP)
     assert [each.shared for each in answers] == [3, 1, 3]

@@ -370,6 +370,10 @@ class Request(RequestBase, Scope):
         if masks is not None:
             self._set_masks(masks)
 
+    def warn_of_silence(self) -> None:
+        """Warns of modules of its plan that never ran, as leaving it does; for batches."""
+        self._warn_of_silence()
+
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as the request is left."""
         plan = self._plan

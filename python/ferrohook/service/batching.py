@@ -338,8 +338,11 @@ class Batcher(Generic[In, Out]):
             stack.enter_context(deadline(max(0.0, latest - monotonic())))
             if owned:
                 size = sum(ticket.rows for ticket in members)
-                stack.enter_context(batch(owned, self._dim, size=size))
+                stack.enter_context(batch(owned, self._dim, size=size, warns=False))
             output = self._forward([*members])
+        for request in owned:
+            if request.error is None:
+                request.warn_of_silence()
         with self._changed:
             self._sizes[len(members)] += 1
         return output
