@@ -10,5 +10,3 @@ from ferrohook.rows.batches import batch as batch
 from ferrohook.rows.generation import generating as generating
 
 __all__ = ["Batch", "batch", "generating"]
-
-__all__ = ["Batch", "batch", "generating"]
