@@ -101,7 +101,7 @@ class Served:
             positions = sorted(values)
             expected = torch.stack([values[position] for position in positions])
             assert torch.equal(self.request.acts[name], expected)
-            assert torch.as_tensor(self.request.positions(name)).tolist() == positions
+            assert self.request.positions(name) == positions
 
 
 vectors = st.integers(0, 7).map(

@@ -13,7 +13,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.plans import Request
 from ferrohook.plans.positions import Prompt, knows_positions, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL
-from ferrohook.rows.batch import Batch, models_of
+from ferrohook.rows.batches import Batch, models_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
