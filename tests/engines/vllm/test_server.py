@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"},
+            start_new_session=True,
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -84,7 +86,8 @@ def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engine and worker
         process.wait()
 
 

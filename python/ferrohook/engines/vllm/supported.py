@@ -40,6 +40,16 @@ CAPABILITIES: Final = Capabilities(
 """See `ferrohook.engines.capabilities`."""
 
 
+# An untried release may have another.
+_CLIENT_ERROR: Any = getattr(
+    importlib.import_module("vllm.exceptions"), "VLLMValidationError", Exception
+)
+
+
+class BadPlanError(_CLIENT_ERROR, ValueError):  # type: ignore[misc]  # vLLM has no types here
+    """Plan with which a request must not be scheduled: vLLM answers 400."""
+
+
 def refusals(config: Any) -> dict[str, str]:
     """Returns the refused features that a `VllmConfig` uses, with the reasons."""
     parallel = config.parallel_config

@@ -195,8 +195,7 @@ class Worker:
         assert self._planned is not None
         result = self._planned.retire(request_id)
         if result is not None and admitted.captures:
-            size = sum(act.nbytes for act in result.acts.values())
-            self._keep(_Finished(admitted, result, size))
+            self._keep(_Finished(admitted, result, result.acts.nbytes))
 
     def _keep(self, finished: _Finished) -> None:
         self._finished[finished.admitted.key] = finished
@@ -335,7 +334,7 @@ class Worker:
             expected = expected[expected >= since]
             for path in self.sites.selected(entry.what):
                 name = path if entry.label is None else f"{entry.label}:{path}"
-                found = result.positions(name).cpu()
+                found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
                     error = f"{name!r} never ran for the positions {spans_of(missing)}"
                     return packed({}, {}, error=error)
