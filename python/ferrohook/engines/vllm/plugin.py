@@ -242,7 +242,7 @@ def _beaming(original: Any) -> Any:
 
 def _updating(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        # The scheduler ends these requests with an error: no text goes out under a plan that failed.
+        # The scheduler ends these requests with an error: no text under a plan that failed.
         if failed := getattr(output, "ferrohook_failed", None):
             self.grammar_compile_error_reqs |= failed.keys()
         return original(self, scheduler_output, output)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ferrohook.engines.vllm.sites import Sites
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -22,6 +21,7 @@ from ferrohook.plans.positions import Prompt, Tokens, mask_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ferrohook.engines.vllm.sites import Sites
     from ferrohook.plans.positions import At
 
 NAME: Final = "ferrohook"
@@ -55,14 +55,17 @@ class Options:
         additional = config.additional_config
         found = additional.get(NAME, {}) if isinstance(additional, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(found, dict) or (unknown := found.keys() - {*names}):
-            got = min(unknown) if isinstance(found, dict) else found
-            msg = f"additional_config[{NAME!r}] has the options {', '.join(names)}; got {got!r}"
+        unknown = min(found.keys() - {*names}, default=None) if isinstance(found, dict) else found
+        if unknown is not None:
+            named = ", ".join(names)
+            msg = f"additional_config[{NAME!r}] has the options {named}; got {unknown!r}"
             raise ValueError(msg)
         for name in ("capture_bytes", "results_bytes"):
             value = found.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                msg = f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
+                msg = (
+                    f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
+                )
                 raise ValueError(msg)
         return cls(**found)
 
@@ -149,7 +152,8 @@ class FrontEnd:
         value = params.extra_args[NAME]
         text = value if isinstance(value, str) else _dumped(value)
         with self._lock:
-            self.vectors.used = used = {}
+            used: dict[str, str] = {}
+            self.vectors.used = used
             try:
                 plan = Plan.from_json(text, self.vectors)
             except HookTypeError as error:

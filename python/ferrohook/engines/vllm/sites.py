@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
-"""Output of a module: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
+"""Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
@@ -118,7 +118,7 @@ class Sites:
     def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
         if callable(entry.at):
             msg = "at is a function, and a plan for an engine is data"
-            raise ValueError(msg)
+            raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
         found = self.selected(entry.what)
         if isinstance(entry, KeepEntry):
             _check_options(entry)
@@ -150,9 +150,7 @@ class Sites:
 
 def _check_options(entry: KeepEntry) -> None:
     if refused := entry.options.keys() - _ENGINE_OPTIONS:
-        msg = (
-            f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
-        )
+        msg = f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
         raise ValueError(msg)
 
 
