@@ -475,7 +475,7 @@ class PlanGuard(NativeHook):
     def __new__(
         cls,
         tree: ModuleTree,
-        positions: Callable[[Any, _Args, _Kwargs], None] | None,
+        positions: Callable[[Any, _Args, _Kwargs, tuple[Frame, ...]], None] | None,
     ) -> Self: ...
 
 @final

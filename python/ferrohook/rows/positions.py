@@ -75,4 +75,6 @@ def _places(at: At, positions: list[int], length: int) -> list[int]:
         tokens = Tokens(torch.tensor([positions]), Prompt(torch.tensor([length]), None))
         mask = mask_of(at, tokens)[0]
         return mask.nonzero().flatten().tolist()
-    return [place for place, position in enumerate(positions) if position in chosen and position >= 0]
+    return [
+        place for place, position in enumerate(positions) if position in chosen and position >= 0
+    ]

@@ -20,8 +20,8 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::{AnyNative, Turn, input_of};
 use crate::hooks::site::{Repeats, Site};
 use crate::registry::Registry;
-use crate::torch::rows::TokenPositions;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
+use crate::torch::rows::TokenPositions;
 use crate::torch::target::Target;
 
 /// Calls `target` with the hooks of `registry` around it; `module` is the one that hooks get.
@@ -386,6 +386,7 @@ impl<'py> Call<'_, 'py> {
         let (mut simple, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in segment.members() {
             if layout.rows(batch, number).len() == 0 {
+                rows::note_run(&batch.all()[number]);
                 continue;
             }
             let merging = if covered {

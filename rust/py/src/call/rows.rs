@@ -402,13 +402,19 @@ fn part_of<'a, 'py>(
     let (rows, positions) = match &merging.at {
         None => (Cow::Borrowed(all), positions),
         Some((_, places)) => {
-            let at = |of: TokenPositions| TokenPositions { dim: of.dim, ..of.at(places) };
+            let at = |of: TokenPositions| TokenPositions {
+                dim: of.dim,
+                ..of.at(places)
+            };
             (Cow::Owned(all.at(places)), positions.map(at))
         }
     };
     Part {
         hook: merging.hook.clone(),
-        key: (simple.number, merging.at.as_ref().map_or(0, |(at, _)| at + 1)),
+        key: (
+            simple.number,
+            merging.at.as_ref().map_or(0, |(at, _)| at + 1),
+        ),
         rows,
         frames: batch.all()[simple.number].frames.bind(py).clone(),
         positions,
@@ -430,13 +436,15 @@ pub fn run_simple<'py>(
     let inside = Inside::here();
     let mut running: Vec<Option<usize>> = vec![Some(0); members.len()];
     let mut skipped = Vec::new();
-    let class = |merging: &Merging<'py>| Ok::<_, PyErr>(merging.hook.cast::<NativeHook>()?.get().class());
+    let class =
+        |merging: &Merging<'py>| Ok::<_, PyErr>(merging.hook.cast::<NativeHook>()?.get().class());
     // All are checked first: the rows of a member that fails stay as they are.
     for (member, simple) in members.iter().enumerate() {
         note_run(&batch.all()[simple.number]);
         for (at, (entry, merging)) in simple.hooks.iter().enumerate() {
             let describe = || describe(entry);
-            let checked = class(merging)?.check_part(&part_of(simple, at, batch, layout, &describe), value);
+            let checked =
+                class(merging)?.check_part(&part_of(simple, at, batch, layout, &describe), value);
             if let Err(error) = checked {
                 if !fail(simple.number, entry, error)? {
                     running[member] = None;
@@ -486,9 +494,13 @@ pub fn run_simple<'py>(
             .collect();
         let parts = stage.iter().zip(&describes);
         let mut parts: Vec<_> = parts
-            .map(|((member, at), describe)| part_of(&members[*member], *at, batch, layout, describe))
+            .map(|((member, at), describe)| {
+                part_of(&members[*member], *at, batch, layout, describe)
+            })
             .collect();
-        let order: Vec<_> = (0..parts.len()).filter(|at| parts[*at].rows.len() > 0).collect();
+        let order: Vec<_> = (0..parts.len())
+            .filter(|at| parts[*at].rows.len() > 0)
+            .collect();
         parts.retain(|part| part.rows.len() > 0);
         let Some(first) = parts.first() else {
             continue;

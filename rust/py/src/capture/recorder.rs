@@ -92,6 +92,10 @@ impl Native for Recorder {
 
     const KEEPS: bool = true;
 
+    fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
+        slf.get().source.collector.get().keeps_gradients()
+    }
+
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         _phase: Phase,
@@ -220,7 +224,8 @@ impl Recorder {
         positions: Option<&TokenPositions>,
     ) -> PyResult<()> {
         let part = self.part_of(value)?;
-        self.source.keep(frames, repeat, self.index, &part, positions)
+        self.source
+            .keep(frames, repeat, self.index, &part, positions)
     }
 
     /// Returns the part of a value that it records.

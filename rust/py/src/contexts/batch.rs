@@ -60,7 +60,11 @@ impl Positions {
     /// Returns the positions of a member's tokens; None for several padded rows.
     fn of(&self, number: usize, member: &Member) -> Option<Arc<[i64]>> {
         if let Some(columns) = self.columns {
-            let row = member.rows.iter().next().filter(|_| member.rows.len() == 1)?;
+            let row = member
+                .rows
+                .iter()
+                .next()
+                .filter(|_| member.rows.len() == 1)?;
             let found = || self.values[row * columns..(row + 1) * columns].into();
             return Some(Arc::clone(self.members[number].get_or_init(found)));
         }
@@ -233,7 +237,11 @@ impl BatchBase {
             return Err(rows_error(py, message));
         }
         for (at, member) in this.members.iter().enumerate() {
-            Frame::join(member.frame.bind(py)).inspect_err(|_| this.part(at))?;
+            let frame = member.frame.bind(py);
+            Frame::join(frame).inspect_err(|error| {
+                this.part(at);
+                let _ = error.value(py).setattr("member", frame);
+            })?;
         }
         let enter = || {
             slf.call_method0(intern!(py, "_begin"))?;

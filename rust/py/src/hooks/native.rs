@@ -192,6 +192,11 @@ pub trait Native: PyClass {
         false
     }
 
+    /// True if it needs gradients of the value.
+    fn needs_gradients(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
     /// True if it keeps the value, which nobody may write to later.
     const KEEPS: bool = false;
 
@@ -248,6 +253,7 @@ pub trait AnyNative: Send + Sync {
     fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
     fn merges<'py>(
         &self,
@@ -304,6 +310,10 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(T::runs_python(hook.cast()?))
+    }
+
+    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::needs_gradients(hook.cast()?))
     }
 
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {

@@ -379,7 +379,9 @@ impl<'py> Change<'_, 'py> {
         }
         let hooks = PyList::new(py, parts.iter().map(|part| &part.hook))?;
         let method = intern!(py, "_tables");
-        let tensors = self.intervention.call_method1(method, (hooks, &dtype, &device))?;
+        let tensors = self
+            .intervention
+            .call_method1(method, (hooks, &dtype, &device))?;
         let tensors = tensors.cast_into::<PyTuple>()?;
         let table = Table {
             key: key.into(),
@@ -453,11 +455,7 @@ impl<'py> Change<'_, 'py> {
     }
 
     fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
-        let message = format!(
-            "{} {expected} a {}",
-            (self.describe)(),
-            type_name(value)
-        );
+        let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
 }
@@ -513,7 +511,9 @@ impl Native for InterventionBase {
     ) -> PyResult<Option<Merging<'py>>> {
         let this = slf.get();
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
-        let row = this.dims.is_none_or(|dims| dims == 1 && this.width.is_some());
+        let row = this
+            .dims
+            .is_none_or(|dims| dims == 1 && this.width.is_some());
         let hook = slf.as_any().clone();
         Ok((row && !this.trained).then_some(Merging { hook, at: None }))
     }

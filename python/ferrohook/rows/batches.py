@@ -116,7 +116,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     positions: Tensor | None = None,
     lengths: Lengths | None = None,
     gathered: Gathered | None = None,
-    warns: bool = True,
+    warn: bool = True,
 ) -> Batch:
     """Makes a context whose calls serve many requests, each with rows of its own.
 
@@ -149,13 +149,14 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
             tensors is row `index[i]` of the batch, or nobody's if negative. Or a function `(module,
             args, kwargs, output)` that returns it, with output None before the module runs. Or a
             tuple of one of these and the dimension of the rows.
-        warns: warn as it is left of members no module of which ran; `Batch.silent` lists them.
+        warn: warn as it is left of members no module of which ran; `Batch.silent` lists them.
 
     Raises:
         HookTypeError: an argument has the wrong type.
         RowsError: no requests, rows that overlap or are out of range, requests of several models,
             or a selector in `gathered` where no request names a model. When entered: a request that
-            is closed, entered, or in another batch, or that has backward hooks; a batch in another.
+            is closed, entered, or in another batch, or that has backward hooks or captures
+            gradients (`error.member` is that request); a batch in another.
         SelectionError: a selector in `gathered` matches nothing.
 
     Examples:
@@ -172,12 +173,12 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     if positions is not None:
         size = _check_positions(positions, dim, size)
     members = dict(rows)
-    models = _models(members)
+    models = models_of(members)
     indices = [] if gathered is None else _resolved(gathered, models)
     made = Batch(members, dim, size, indices)
     if positions is not None:
         made._positions = (positions, {} if lengths is None else lengths)
-    made.warns = warns
+    made.warns = warn
     return made
 
 
@@ -200,7 +201,7 @@ def _check_positions(positions: Any, dim: int, size: int | None) -> int:
     return rows
 
 
-def _models(members: Mapping[Any, Any]) -> list[nn.Module]:
+def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
     """Returns the models that the members name, parts of others left out."""
     models: dict[int, nn.Module] = {}
     for member in members:
