@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ferrohook.engines import Capabilities, Span, Step, capabilities
 from ferrohook.errors import HookError
@@ -15,6 +16,11 @@ def test_rows_of_nobody_have_no_position() -> None:
     assert step.logits_rows.tolist() == [4]
     assert step.request_ids == {"a", "b"}
     assert "'b': rows 4..4 from position 0" in repr(step)
+
+
+def test_a_step_without_wanted_logits_has_an_index_of_none() -> None:
+    assert Step([Span("a", 0, 3, 4, 9, wants_logits=False)]).logits_rows.dtype == torch.long
+    assert Step([]).positions.dtype == torch.long
 
 
 def test_a_step_is_compared_by_content() -> None:

@@ -186,7 +186,7 @@ def test_forks_have_the_plan_and_the_prompt_of_their_parent(model: Any, blocks: 
         model,
         [job.prompt for job in jobs],
         [job.plan for job in jobs],
-        generation_config=greedy(NEW, num_return_sequences=3),
+        generation_config=greedy(NEW, forks=3),
         continuous_batching_config=config,
     )
 

@@ -42,10 +42,9 @@ def model() -> Any:
 def engine(
     model: Any, new_tokens: int = NEW, forks: int = 1, **settings: Any
 ) -> Iterator[Attached]:
-    generation = greedy(new_tokens, num_return_sequences=forks)
     with (
         model.continuous_batching_context_manager(
-            generation, continuous_batching_config=batching(**settings)
+            greedy(new_tokens), continuous_batching_config=batching(**settings)
         ) as manager,
         transformers.attach(manager) as attached,
     ):
@@ -78,7 +77,7 @@ def failing(fails_at: Callable[[int], bool]) -> fh.Plan:
 @pytest.mark.parametrize("call", [1, 2, 4, 5])
 def test_a_hook_that_raises_fails_its_request_alone(model: Any, call: int) -> None:
     with engine(model, max_batch_tokens=20) as attached:
-        attached.add_request(PROMPT, "bad", plan=failing(lambda n: n == call))
+        attached.add_request(PROMPT, "bad", plan=failing(lambda n: n == call), eos_token_id=-1)
         attached.add_request(PROMPT, "good", plan=STEERED.plan)
         attached.add_request(PROMPT, "plain")
         outputs = take(attached, 3)
@@ -110,14 +109,15 @@ def test_what_failed_leaves_no_keys_and_values_to_others(model: Any) -> None:
 
 def test_a_budget_fails_its_request(model: Any) -> None:
     with engine(model) as attached:
-        attached.add_request(PROMPT, plan=fh.Plan(fh.keep(LAYER, max_bytes=4 * WIDTH * 30)))
+        plan = fh.Plan(fh.keep(LAYER, max_bytes=4 * WIDTH * 30))
+        attached.add_request(PROMPT, plan=plan, eos_token_id=-1)
         output = attached.get_result(timeout=WAIT)
         attached.add_request(PROMPT)
         Job(PROMPT).check(model, attached.get_result(timeout=WAIT), NEW)
 
     assert isinstance(output.hook_error, CaptureBudgetError)
     assert output.status.name == "FAILED"
-    assert output.acts[LAYER].shape[-2] == len(PROMPT)
+    assert output.acts[LAYER].shape == (30, WIDTH)
 
 
 def test_a_module_whose_rows_are_not_found_fails_its_request(model: Any) -> None:
@@ -150,7 +150,7 @@ def test_forks_to_come_fail_with_their_parent(model: Any) -> None:
         model,
         [PROMPT, PROMPT],
         [failing(lambda n: n == 1), STEERED.plan],
-        generation_config=greedy(NEW, num_return_sequences=2),
+        generation_config=greedy(NEW, forks=2),
         continuous_batching_config=batching(max_batch_tokens=8),
     )
 

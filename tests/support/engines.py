@@ -58,9 +58,12 @@ def batching(**changes: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**(settings | changes))
 
 
-def greedy(new_tokens: int = 10, **changes: Any) -> GenerationConfig:
-    """Greedy decoding."""
-    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=EOS, **changes)
+def greedy(new_tokens: int = 10, forks: int = 1) -> GenerationConfig:
+    """Greedy decoding; of forks by sampling among one token, as greedy ones are refused."""
+    settings: dict[str, Any] = {"do_sample": False}
+    if forks > 1:
+        settings = {"do_sample": True, "top_k": 1, "num_return_sequences": forks}
+    return GenerationConfig(max_new_tokens=new_tokens, eos_token_id=EOS, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

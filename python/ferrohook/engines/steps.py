@@ -70,13 +70,14 @@ class Step:
         values = [-1] * self.rows
         for _, first, rows, position, _, _ in self.spans:
             values[first : first + rows] = range(position, position + rows)
-        return torch.tensor(values)
+        return torch.tensor(values, dtype=torch.long)
 
     @cached_property
     def logits_rows(self) -> Tensor:
         """Rows whose logits are computed, in order: the rows that a sliced `lm_head` sees."""
         return torch.tensor(
-            [span.first_row + span.rows - 1 for span in self.spans if span.wants_logits]
+            [span.first_row + span.rows - 1 for span in self.spans if span.wants_logits],
+            dtype=torch.long,
         )
 
     def __eq__(self, other: object) -> bool:

@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ferrohook.arguments import expect_module
 from ferrohook.engines.planned import PlannedRequests, PreparedPool
 from ferrohook.engines.support import Capabilities
-from ferrohook.engines.transformers_steps import ROWS, check_row_map, read_step
+from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ class Attached:
             every = torch.arange(step.rows)
             gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
-            gathered |= dict.fromkeys(self._head, step.logits_rows)
+            gathered |= dict.fromkeys(self._head, head_rows(step))
         with self._planned.running(step, gathered):
             original()
         for span in step.spans:

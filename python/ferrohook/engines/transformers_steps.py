@@ -54,6 +54,12 @@ def read_step(processor: Any) -> Step:
     return Step(spans, io.num_q_tokens)
 
 
+def head_rows(step: Step) -> Tensor:
+    """Returns the row of each of the head's, -1 for padding: as many as requests in the step."""
+    padding = len(step.spans) - len(step.logits_rows)
+    return torch.nn.functional.pad(step.logits_rows, (0, padding), value=-1)
+
+
 def _prepared_io(processor: Any) -> Any:
     """Returns the host's side of the inputs that were prepared last."""
     io = processor.inputs_and_outputs
@@ -100,6 +106,7 @@ def check_row_map(manager: Any) -> Modules:
         and embedded == [[tokens]]
         and inputs["position_ids"].tolist() == [expected.positions.tolist()]
         and inputs["logits_indices"].tolist()[:1] == expected.logits_rows.tolist()
+        and inputs["logits_indices"].shape == head_rows(expected).shape
     )
     if not right:
         msg = (
