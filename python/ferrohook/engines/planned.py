@@ -288,7 +288,7 @@ class PlannedRequests:
             positions=step.positions,
             lengths=lengths,
             gathered=gathered,
-            warns=False,  # of a step: in a chunk of a prompt a head has no rows
+            warn=False,  # of a step: in a chunk of a prompt a head has no rows
         )
 
     def _blame(self, requests: Collection[object], error: Exception) -> None:

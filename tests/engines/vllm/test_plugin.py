@@ -16,7 +16,7 @@ import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
 from ferrohook.engines.vllm.requests import Options
-from ferrohook.engines.vllm.sites import Site, Sites
+from ferrohook.engines.vllm.modules import ModuleInfo, Modules
 from ferrohook.engines.vllm.worker import Served, Worker
 
 WIDTH = 4
@@ -224,15 +224,15 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
 def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reordered batches, chunks, padding, a dummy run, preemption and a resumed request."""
     table = {
-        "": Site("tensor", WIDTH, 16),
-        "embed": Site("tensor", WIDTH, 16),
-        "layer": Site("tensor", WIDTH, 16),
+        "": ModuleInfo("tensor", WIDTH, 16),
+        "embed": ModuleInfo("tensor", WIDTH, 16),
+        "layer": ModuleInfo("tensor", WIDTH, 16),
     }
 
     def loaded(self: Worker) -> None:
         from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
 
-        self.served = Served(Sites(table, {}), PlannedRequests(self._runner.get_model()))
+        self.served = Served(Modules(table, {}), PlannedRequests(self._runner.get_model()))
 
     monkeypatch.setattr(Worker, "loaded", loaded)
     runner = RunnerV2()

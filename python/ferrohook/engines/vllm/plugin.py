@@ -16,9 +16,9 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from ferrohook.engines.vllm.modules import Modules
 from ferrohook.engines.vllm.requests import NAME, FrontEnd, Options
 from ferrohook.engines.vllm.runners import attach
-from ferrohook.engines.vllm.sites import Sites
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
 from ferrohook.errors import HookError
 
@@ -108,7 +108,7 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
     options = Options.of(engine.vllm_config)
-    made = FrontEnd(Sites.from_json(described["sites"]), options, max(servers, 1))
+    made = FrontEnd(Modules.from_json(described["modules"]), options, max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
 
 

@@ -21,7 +21,7 @@ from ferrohook.plans.positions import Prompt, Tokens, mask_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.engines.vllm.sites import Sites
+    from ferrohook.engines.vllm.modules import Modules
     from ferrohook.plans.positions import At
 
 NAME: Final = "ferrohook"
@@ -128,13 +128,13 @@ class FrontEnd:
     """Plans of the requests of one engine, in the process that takes them.
 
     Args:
-        sites: the modules of the worker's model.
+        modules: the modules of the worker's model.
         options: of the engine.
         servers: number of API servers.
     """
 
-    def __init__(self, sites: Sites, options: Options, servers: int = 1) -> None:
-        self.sites = sites
+    def __init__(self, modules: Modules, options: Options, servers: int = 1) -> None:
+        self.modules = modules
         self.options = options
         self.vectors = Vectors()
         self._servers = servers
@@ -160,7 +160,7 @@ class FrontEnd:
                 raise ValueError(str(error)) from error
             finally:
                 self.vectors.used = None
-        plan = self.sites.rewritten(plan)
+        plan = self.modules.rewritten(plan)
         if request.resumable:
             _refuse("streamed inputs")
         key = uuid.uuid4().hex
@@ -189,7 +189,7 @@ class FrontEnd:
         prompt = len(request.prompt_token_ids)
         most = prompt + params.max_tokens - 1
         size = sum(
-            row * _captured(entry, prompt, most) for entry, row in self.sites.row_bytes(plan)
+            row * _captured(entry, prompt, most) for entry, row in self.modules.row_bytes(plan)
         )
         if size > self.options.capture_bytes:
             msg = (

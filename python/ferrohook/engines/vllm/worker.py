@@ -17,8 +17,8 @@ import torch
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, Modules, observe
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
-from ferrohook.engines.vllm.sites import OBSERVED_ROWS, Sites, observe
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -59,7 +59,7 @@ class _Finished:
 class Served(NamedTuple):
     """A loaded model whose requests may have plans."""
 
-    sites: Sites
+    modules: Modules
     planned: PlannedRequests
 
 
@@ -97,8 +97,8 @@ class Worker:
             _LOG.warning("ferrohook: %s", explain(self.refused))
             return
         model = self._runner.get_model()
-        sites = observe(model, functools.partial(self._forward, model))
-        served = Served(sites, PlannedRequests(model))
+        modules = observe(model, functools.partial(self._forward, model))
+        served = Served(modules, PlannedRequests(model))
         self._test_itself(model, served)
         self.served = served
 
@@ -123,7 +123,7 @@ class Worker:
             HookError: they are not the rows of the step.
         """
         names = [
-            name for name, site in served.sites.table.items() if site.kind == "tensor" and name
+            name for name, info in served.modules.table.items() if info.kind == "tensor" and name
         ]
         if not names:
             return
@@ -185,7 +185,7 @@ class Worker:
                 msg = f"vectors were dropped before the request ran: {missing}"
                 raise HookError(msg)
             vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-            plan = self._loaded().sites.rewritten(Plan.from_json(payload["plan"], vectors))
+            plan = self._loaded().modules.rewritten(Plan.from_json(payload["plan"], vectors))
             self._plans[digest] = plan
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
@@ -279,7 +279,7 @@ class Worker:
         if self.served is None:
             reason = explain(self.refused) if self.refused else "the model is not loaded"
             return json.dumps({"refused": reason}).encode()
-        return json.dumps({"sites": self.served.sites.to_json()}).encode()
+        return json.dumps({"modules": self.served.modules.to_json()}).encode()
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
@@ -333,14 +333,14 @@ class Worker:
     def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
         if result.error is not None:
             return packed({}, {}, error=f"the plan of the request failed: {result.error}")
-        sites = self._loaded().sites
+        modules = self._loaded().modules
         acts, positions = {}, {}
         for entry in admitted.plan.entries:
             if not isinstance(entry, KeepEntry):
                 continue
             expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
             expected = expected[expected >= since]
-            for path in sites.selected(entry.what):
+            for path in modules.selected(entry.what):
                 name = path if entry.label is None else f"{entry.label}:{path}"
                 found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
