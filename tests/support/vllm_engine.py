@@ -8,7 +8,6 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from support.engines import Change, Job
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 import ferrohook as fh
+from support.engines import Change, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

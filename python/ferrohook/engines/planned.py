@@ -288,7 +288,7 @@ class PlannedRequests:
             positions=step.positions,
             lengths=lengths,
             gathered=gathered,
-            warns=False,  # of a step: in a chunk of a prompt a head has no rows
+            warn=False,  # of a step: in a chunk of a prompt a head has no rows
         )
 
     def _blame(self, requests: Collection[object], error: Exception) -> None:
@@ -313,6 +313,11 @@ class PlannedRequests:
         """
         member = self._members.get(request_id)
         return member is None or (write and not member.changes)
+
+    def peek(self, request_id: str) -> Result | None:
+        """Returns the result so far of a request that runs; None for one without a plan."""
+        member = self._members.get(request_id)
+        return None if member is None else member.result(None)
 
     def retire(self, request_id: str, end: int | None = None) -> Result | None:
         """Closes a request and returns its result; None for one without a plan.

@@ -13,7 +13,11 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
+import ferrohook as fh
 import support.engines
+from ferrohook.engines import capabilities, vllm
+from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.engines.vllm.plugin import connect
 from support.engines import Change, Job
 from support.vllm_engine import (
     EOS,
@@ -27,11 +31,6 @@ from support.vllm_engine import (
     state,
     stop,
 )
-
-import ferrohook as fh
-from ferrohook.engines import capabilities, vllm
-from ferrohook.engines.vllm.captures import digest_of
-from ferrohook.engines.vllm.plugin import connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +72,7 @@ def wrong(model: Any, jobs: Sequence[Job], answers: dict[int, Answer]) -> list[t
         ("moe", {}, False),
     ],
 )
-def test_random_requests(
+def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     models: Any,
     kind: str,
     options: dict[str, Any],
@@ -124,7 +123,7 @@ def test_rows_are_those_of_the_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runner, "_model_forward", checked)
     jobs = [job for job in random_jobs(40, seed=5) if job.plan is not None]
     serve(llm, jobs, seed=3)
-    assert max(seen) > 32  # noqa: PLR2004
+    assert max(seen) > 32
     assert min(seen) == 1
 
 
@@ -296,7 +295,7 @@ def test_a_bad_plan_is_refused_before_it_is_scheduled(llm: Any, plan: Any, reaso
 
 def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
     plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
-    with pytest.raises(ValueError, match="width of 3.*one of 64"):
+    with pytest.raises(ValueError, match=r"width of 3.*one of 64"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
 
 
@@ -329,10 +328,8 @@ def test_captures_that_nobody_fetches_are_dropped(llm: Any) -> None:
         with pytest.raises(fh.HookError, match="dropped for results_bytes"):
             vllm.activations(llm, outputs[0])
         assert len(vllm.activations(llm, outputs[-1]).acts["model.layers.0"]) > len(PROMPT)
-        for output in outputs[1:-1]:
-            with pytest.raises((fh.HookError, KeyError)):
-                vllm.activations(llm, output)
-                vllm.activations(llm, output)
+        with pytest.raises(KeyError, match="were fetched"):
+            vllm.activations(llm, outputs[-1])
     finally:
         object.__setattr__(worker.options, "results_bytes", 2**30)
 

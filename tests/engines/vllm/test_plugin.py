@@ -16,8 +16,8 @@ import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
 from ferrohook.engines.vllm.requests import Options
-from ferrohook.engines.vllm.sites import Site, Sites
-from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.vllm.modules import ModuleInfo, Modules
+from ferrohook.engines.vllm.worker import Served, Worker
 
 WIDTH = 4
 
@@ -41,7 +41,9 @@ def config(**changes: Any) -> Any:
             is_encoder_decoder=False, runner_type="generate", is_diffusion=False
         ),
         cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
-        compilation_config=types.SimpleNamespace(mode=0, cudagraph_mode=0),
+        compilation_config=types.SimpleNamespace(
+            **{name: changes.pop(name, 0) for name in ("mode", "cudagraph_mode")}
+        ),
         scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=32),
         **{
             "speculative_config": None,
@@ -62,6 +64,8 @@ def config(**changes: Any) -> Any:
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "KV transfer"),
+        ({"mode": 3}, "compilation"),
+        ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
     ],
 )
 def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: str) -> None:
@@ -108,12 +112,12 @@ def test_an_untried_release_serves_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
     params = types.SimpleNamespace(extra_args=None)
     assert Processor().process_inputs("a", [1], params) == "processed"
     params.extra_args = {"ferrohook": "{}"}
-    with pytest.raises(ValueError, match="vllm 9.9.1 was not tried.*only 0.32"):
+    with pytest.raises(ValueError, match=r"vllm 9.9.1 was not tried.*only 0.32"):
         Processor().process_inputs("a", [1], params)
 
 
 def test_an_unknown_model_runner_is_refused() -> None:
-    with pytest.raises(fh.HookError, match="object of vLLM .* is an unknown model runner"):
+    with pytest.raises(fh.HookError, match=r"object of vLLM .* is an unknown model runner"):
         runners.attach(object(), config())
 
 
@@ -220,21 +224,22 @@ def new(name: str, plan: fh.Plan | None, prompt: int) -> Any:
 def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reordered batches, chunks, padding, a dummy run, preemption and a resumed request."""
     table = {
-        "": Site("tensor", WIDTH, 16),
-        "embed": Site("tensor", WIDTH, 16),
-        "layer": Site("tensor", WIDTH, 16),
+        "": ModuleInfo("tensor", WIDTH, 16),
+        "embed": ModuleInfo("tensor", WIDTH, 16),
+        "layer": ModuleInfo("tensor", WIDTH, 16),
     }
 
     def loaded(self: Worker) -> None:
         from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
 
-        self.sites = Sites(table, {})
-        self._planned = PlannedRequests(self._runner.get_model())
+        self.served = Served(Modules(table, {}), PlannedRequests(self._runner.get_model()))
 
     monkeypatch.setattr(Worker, "loaded", loaded)
     runner = RunnerV2()
     plain = runner.model
-    with pytest.warns(UserWarning, match="V2 was tested against recorded shapes.*not run on a GPU"):
+    with pytest.warns(
+        UserWarning, match=r"V2 was tested against recorded shapes.*not run on a GPU"
+    ):
         worker = runners.attach(runner, config())
     runner.load_model()
     vector = torch.arange(1.0, 1 + WIDTH)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +21,12 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import httpx
 import safetensors.torch
-import support.engines
-from support.engines import Change, Job
-from support.vllm_engine import ENVIRONMENT, EOS, WIDTH, Answer, random_jobs
 
 import ferrohook as fh
+import support.engines
 from ferrohook.engines.vllm.captures import Captured, unpacked
+from support.engines import Change, Job
+from support.vllm_engine import ENVIRONMENT, EOS, WIDTH, Answer, random_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,7 @@ def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"},
+            start_new_session=True,
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -84,7 +86,8 @@ def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engine and worker
         process.wait()
 
 
@@ -215,7 +218,7 @@ def test_vectors_are_uploaded_once(models: Any, client: httpx.Client) -> None:
     sent = body(Job(PROMPT), vllm_xargs={"ferrohook": json.dumps(plan)})
     tokens = client.post("/v1/completions", json=sent).json()["choices"][0]["token_ids"]
     Job(PROMPT, (Change(1, fh.Add(VECTOR), None),)).check(model, Answer(tokens, {}), NEW)
-    assert client.put(path, content=b"no safetensors").status_code == 422  # noqa: PLR2004
+    assert client.put(path, content=b"no safetensors").status_code == 422
     assert client.delete(f"{path}/calm").status_code == httpx.codes.OK
     assert client.delete(f"{path}/calm").status_code == httpx.codes.NOT_FOUND
     assert client.post("/v1/completions", json=sent).status_code == httpx.codes.BAD_REQUEST

@@ -73,8 +73,8 @@ class Routes:
             "refused": dict(CAPABILITIES.refused),
             "capture_bytes": front_end.options.capture_bytes,
             "modules": {
-                name: {"width": site.width, "refused": site.refused}
-                for name, site in front_end.sites.table.items()
+                name: {"width": info.width, "refused": info.refused}
+                for name, info in front_end.modules.table.items()
             },
         }
 

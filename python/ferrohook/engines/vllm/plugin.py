@@ -16,10 +16,10 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from ferrohook.engines.vllm.modules import Modules
 from ferrohook.engines.vllm.requests import NAME, FrontEnd, Options
 from ferrohook.engines.vllm.runners import attach
-from ferrohook.engines.vllm.sites import Sites
-from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
     options = Options.of(engine.vllm_config)
-    made = FrontEnd(Sites.from_json(described["sites"]), options, max(servers, 1))
+    made = FrontEnd(Modules.from_json(described["modules"]), options, max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
 
 
@@ -139,7 +139,7 @@ def _refusing(reason: str, original: Any) -> Any:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if _has_plan(params):
-            raise ValueError(reason)
+            raise BadPlanError(reason)
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs
@@ -154,11 +154,11 @@ def _processing(original: Any) -> Any:
             front_end = _front_ends.get(self)
             if front_end is None:
                 msg = "a plan came by a way on which ferrohook does not see the engine"
-                raise ValueError(msg)
-            if request.sampling_params is None:
-                msg = "a plan is for requests with SamplingParams"
-                raise ValueError(msg)
-            front_end.prepare(request)
+                raise BadPlanError(msg)
+            try:
+                front_end.prepare(request)
+            except ValueError as error:
+                raise BadPlanError(str(error)) from error
         return request
 
     return process_inputs
@@ -172,7 +172,7 @@ def _adding(original: Any) -> Any:
             try:
                 connect(self)
             except HookError as error:
-                raise ValueError(str(error)) from error
+                raise BadPlanError(str(error)) from error
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     return add_request
@@ -186,7 +186,7 @@ def _adding_async(original: Any) -> Any:
             try:
                 await connect_async(self)
             except HookError as error:
-                raise ValueError(str(error)) from error
+                raise BadPlanError(str(error)) from error
         return await original(self, request_id, prompt, params, *args, **kwargs)
 
     return add_request
@@ -231,7 +231,7 @@ def _beaming(original: Any) -> Any:
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         if NAME in (self.vllm_xargs or ()):
             msg = f"beam search is refused with vllm: {CAPABILITIES.refused['beam search']}"
-            raise ValueError(msg)
+            raise BadPlanError(msg)
         return original(self, *args, **kwargs)
 
     return to_beam_search_params
@@ -242,7 +242,7 @@ def _beaming(original: Any) -> Any:
 
 def _updating(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        # The scheduler ends these requests with an error: no text goes out under a plan that failed.
+        # The scheduler ends these requests with an error: no text under a plan that failed.
         if failed := getattr(output, "ferrohook_failed", None):
             self.grammar_compile_error_reqs |= failed.keys()
         return original(self, scheduler_output, output)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ferrohook.engines.vllm.sites import Sites
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -22,6 +21,7 @@ from ferrohook.plans.positions import Prompt, Tokens, mask_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ferrohook.engines.vllm.modules import Modules
     from ferrohook.plans.positions import At
 
 NAME: Final = "ferrohook"
@@ -55,14 +55,17 @@ class Options:
         additional = config.additional_config
         found = additional.get(NAME, {}) if isinstance(additional, dict) else {}
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(found, dict) or (unknown := found.keys() - {*names}):
-            got = min(unknown) if isinstance(found, dict) else found
-            msg = f"additional_config[{NAME!r}] has the options {', '.join(names)}; got {got!r}"
+        unknown = min(found.keys() - {*names}, default=None) if isinstance(found, dict) else found
+        if unknown is not None:
+            named = ", ".join(names)
+            msg = f"additional_config[{NAME!r}] has the options {named}; got {unknown!r}"
             raise ValueError(msg)
         for name in ("capture_bytes", "results_bytes"):
             value = found.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                msg = f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
+                msg = (
+                    f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
+                )
                 raise ValueError(msg)
         return cls(**found)
 
@@ -125,13 +128,13 @@ class FrontEnd:
     """Plans of the requests of one engine, in the process that takes them.
 
     Args:
-        sites: the modules of the worker's model.
+        modules: the modules of the worker's model.
         options: of the engine.
         servers: number of API servers.
     """
 
-    def __init__(self, sites: Sites, options: Options, servers: int = 1) -> None:
-        self.sites = sites
+    def __init__(self, modules: Modules, options: Options, servers: int = 1) -> None:
+        self.modules = modules
         self.options = options
         self.vectors = Vectors()
         self._servers = servers
@@ -149,14 +152,15 @@ class FrontEnd:
         value = params.extra_args[NAME]
         text = value if isinstance(value, str) else _dumped(value)
         with self._lock:
-            self.vectors.used = used = {}
+            used: dict[str, str] = {}
+            self.vectors.used = used
             try:
                 plan = Plan.from_json(text, self.vectors)
             except HookTypeError as error:
                 raise ValueError(str(error)) from error
             finally:
                 self.vectors.used = None
-        plan = self.sites.rewritten(plan)
+        plan = self.modules.rewritten(plan)
         if request.resumable:
             _refuse("streamed inputs")
         key = uuid.uuid4().hex
@@ -185,7 +189,7 @@ class FrontEnd:
         prompt = len(request.prompt_token_ids)
         most = prompt + params.max_tokens - 1
         size = sum(
-            row * _captured(entry, prompt, most) for entry, row in self.sites.row_bytes(plan)
+            row * _captured(entry, prompt, most) for entry, row in self.modules.row_bytes(plan)
         )
         if size > self.options.capture_bytes:
             msg = (

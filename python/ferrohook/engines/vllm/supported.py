@@ -30,6 +30,8 @@ CAPABILITIES: Final = Capabilities(
         "fast prefill with shared KV": "layers skip rows of the prompt",
         "encoders and decoders": "rows of the encoder are no positions of the request",
         "pooling models": "plans travel in SamplingParams",
+        "compilation": "hooks are not in vLLM's graph: start with enforce_eager=True",
+        "CUDA graphs": "a replay runs no hooks: start with enforce_eager=True",
         "diffusion": "a forward reruns tokens that are not settled",
         "n > 1 with captures": "the children have one id: send n requests",
         "beam search": "vLLM drops extra_args on the way to the beams",
@@ -40,9 +42,19 @@ CAPABILITIES: Final = Capabilities(
 """See `ferrohook.engines.capabilities`."""
 
 
+# An untried release may have another.
+_CLIENT_ERROR: Any = getattr(
+    importlib.import_module("vllm.exceptions"), "VLLMValidationError", Exception
+)
+
+
+class BadPlanError(_CLIENT_ERROR, ValueError):  # type: ignore[misc]  # vLLM has no types here
+    """Plan with which a request must not be scheduled: vLLM answers 400."""
+
+
 def refusals(config: Any) -> dict[str, str]:
     """Returns the refused features that a `VllmConfig` uses, with the reasons."""
-    parallel = config.parallel_config
+    parallel, compilation = config.parallel_config, config.compilation_config
     model, cache = config.model_config, config.cache_config
     used = {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
@@ -57,6 +69,8 @@ def refusals(config: Any) -> dict[str, str]:
         "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),
         "encoders and decoders": bool(model.is_encoder_decoder),
         "pooling models": model.runner_type != "generate",
+        "compilation": bool(compilation.mode),
+        "CUDA graphs": getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE",
         "diffusion": bool(model.is_diffusion),
     }
     return {feature: CAPABILITIES.refused[feature] for feature, is_used in used.items() if is_used}

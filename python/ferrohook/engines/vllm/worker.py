@@ -9,7 +9,7 @@ import importlib
 import json
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import safetensors.torch
 import torch
@@ -17,8 +17,8 @@ import torch
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, Modules, observe
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
-from ferrohook.engines.vllm.sites import OBSERVED_ROWS, Sites, observe
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -56,6 +56,13 @@ class _Finished:
     """Bytes."""
 
 
+class Served(NamedTuple):
+    """A loaded model whose requests may have plans."""
+
+    modules: Modules
+    planned: PlannedRequests
+
+
 class Worker:
     """Plans of the requests of one model runner.
 
@@ -68,9 +75,8 @@ class Worker:
         self._runner = runner
         self._config = config
         self.options = Options.of(config)
-        self.sites: Sites | None = None
         self.refused = refusals(config)
-        self._planned: PlannedRequests | None = None
+        self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._admitted: dict[str, _Admitted] = {}
@@ -91,15 +97,16 @@ class Worker:
             _LOG.warning("ferrohook: %s", explain(self.refused))
             return
         model = self._runner.get_model()
-        self.sites = observe(model, functools.partial(self._forward, model))
-        self._planned = PlannedRequests(model)
-        self._test_itself(model)
+        modules = observe(model, functools.partial(self._forward, model))
+        served = Served(modules, PlannedRequests(model))
+        self._test_itself(model, served)
+        self.served = served
 
     def _forward(self, model: Any) -> None:
         """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
         context = importlib.import_module("vllm.forward_context")
         device = self._runner.device
-        ids = torch.zeros(OBSERVED_ROWS, dtype=torch.int32, device=device)
+        ids = torch.arange(1, 1 + OBSERVED_ROWS, dtype=torch.int32, device=device)
         positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)
         with (
             torch.inference_mode(),
@@ -107,19 +114,17 @@ class Worker:
                 None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
             ),
         ):
-            model(
-                input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
-            )
+            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
-    def _test_itself(self, model: Any) -> None:
+    def _test_itself(self, model: Any, served: Served) -> None:
         """Runs a known step, and compares the rows that two requests capture.
 
         Raises:
             HookError: they are not the rows of the step.
         """
-        assert self.sites is not None
-        assert self._planned is not None
-        names = [name for name, site in self.sites.table.items() if site.kind == "tensor" and name]
+        names = [
+            name for name, info in served.modules.table.items() if info.kind == "tensor" and name
+        ]
         if not names:
             return
         whole: list[Tensor] = []
@@ -130,13 +135,13 @@ class Worker:
         plan = Plan(keep(names[0]))
         try:
             for span in spans:
-                with self._planned.admitting(span.request_id, plan):
+                with served.planned.admitting(span.request_id, plan):
                     pass
-            with self._planned.running(Step(spans, OBSERVED_ROWS)):
+            with served.planned.running(Step(spans, OBSERVED_ROWS)):
                 self._forward(model)
         finally:
             hook.remove()
-            results = [self._planned.retire(span.request_id) for span in spans]
+            results = [served.planned.retire(span.request_id) for span in spans]
         for span, result in zip(spans, results, strict=True):
             rows = whole[0][span.first_row : span.first_row + span.rows]
             if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
@@ -152,11 +157,11 @@ class Worker:
             return
         self._retire(request_id)
         try:
-            if self._planned is None or not isinstance(payload, dict):
-                msg = "a plan came to a worker that serves none, past the front end"
+            if not isinstance(payload, dict):
+                msg = "a plan came to the worker past the front end"
                 raise HookError(msg)  # noqa: TRY301 (fails the request, as any error here does)
             plan = self._plan(payload)
-            with self._planned.admitting(request_id, plan):
+            with self._loaded().planned.admitting(request_id, plan):
                 pass
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             self._failures[request_id] = error
@@ -165,17 +170,22 @@ class Worker:
         self._discard(payload["key"])
         self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, captures)
 
+    def _loaded(self) -> Served:
+        if self.served is None:
+            msg = explain(self.refused) if self.refused else "the model is not loaded"
+            raise HookError(msg)
+        return self.served
+
     def _plan(self, payload: Mapping[str, Any]) -> Plan:
         digest = payload["digest"]
         plan = self._plans.get(digest)
         if plan is None:
-            assert self.sites is not None
             missing = [it for it in payload["vectors"].values() if it not in self._vectors]
             if missing:
                 msg = f"vectors were dropped before the request ran: {missing}"
                 raise HookError(msg)
             vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-            plan = self.sites.rewritten(Plan.from_json(payload["plan"], vectors))
+            plan = self._loaded().modules.rewritten(Plan.from_json(payload["plan"], vectors))
             self._plans[digest] = plan
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
@@ -192,11 +202,9 @@ class Worker:
         admitted = self._admitted.pop(request_id, None)
         if admitted is None:
             return
-        assert self._planned is not None
-        result = self._planned.retire(request_id)
+        result = self._loaded().planned.retire(request_id)
         if result is not None and admitted.captures:
-            size = sum(act.nbytes for act in result.acts.values())
-            self._keep(_Finished(admitted, result, size))
+            self._keep(_Finished(admitted, result, result.acts.nbytes))
 
     def _keep(self, finished: _Finished) -> None:
         self._finished[finished.admitted.key] = finished
@@ -242,14 +250,15 @@ class Worker:
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
         spans, self._spans = self._spans, []
-        if not spans or self._planned is None:
+        if not spans:
             yield
             return
         self.steps += 1
-        with self._planned.running(Step(spans, rows)):
+        planned = self._loaded().planned
+        with planned.running(Step(spans, rows)):
             yield
         for span in spans:
-            error = self._planned.failure_of(span.request_id)
+            error = planned.failure_of(span.request_id)
             if error is not None and span.request_id not in self._reported:
                 self._failures[span.request_id] = error
 
@@ -267,10 +276,10 @@ class Worker:
 
     def describe(self) -> bytes:
         """Returns the table of the modules, or the reason why plans are refused."""
-        if self.sites is None:
+        if self.served is None:
             reason = explain(self.refused) if self.refused else "the model is not loaded"
             return json.dumps({"refused": reason}).encode()
-        return json.dumps({"sites": self.sites.to_json()}).encode()
+        return json.dumps({"modules": self.served.modules.to_json()}).encode()
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
@@ -313,9 +322,7 @@ class Worker:
     def peek(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request that runs, as `take` does, and keeps them."""
         request_id = self._live(key)
-        result = None
-        if request_id is not None and self._planned is not None:
-            result = self._planned.peek(request_id)
+        result = None if request_id is None else self._loaded().planned.peek(request_id)
         if request_id is None or result is None:
             return packed({}, {}, error="the request does not run")
         return self._packed(self._admitted[request_id], result, since, tokens)
@@ -326,16 +333,16 @@ class Worker:
     def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
         if result.error is not None:
             return packed({}, {}, error=f"the plan of the request failed: {result.error}")
-        assert self.sites is not None
+        modules = self._loaded().modules
         acts, positions = {}, {}
         for entry in admitted.plan.entries:
             if not isinstance(entry, KeepEntry):
                 continue
             expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
             expected = expected[expected >= since]
-            for path in self.sites.selected(entry.what):
+            for path in modules.selected(entry.what):
                 name = path if entry.label is None else f"{entry.label}:{path}"
-                found = result.positions(name).cpu()
+                found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
                     error = f"{name!r} never ran for the positions {spans_of(missing)}"
                     return packed({}, {}, error=error)

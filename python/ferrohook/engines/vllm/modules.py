@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
-"""Output of a module: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
+"""Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
@@ -32,7 +32,7 @@ _ENGINE_OPTIONS: Final = frozenset({"dtype", "slice", "output_index", "max_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class ModuleInfo:
     """A module of the model."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class Site:
     """Reason why it cannot be hooked."""
 
 
-class Sites:
+class Modules:
     """Table of the modules of a model, by path.
 
     Args:
@@ -52,7 +52,7 @@ class Sites:
         fused: names of modules that vLLM fuses, by the name of the fused one.
     """
 
-    def __init__(self, table: Mapping[str, Site], fused: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, table: Mapping[str, ModuleInfo], fused: Mapping[str, Sequence[str]]) -> None:
         self.table = dict(table)
         self.fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._fused = {whole: [*parts] for whole, parts in fused.items()}
@@ -61,28 +61,28 @@ class Sites:
 
     def to_json(self) -> str:
         """Writes the table as JSON."""
-        table = {name: dataclasses.astuple(site) for name, site in self.table.items()}
+        table = {name: dataclasses.astuple(info) for name, info in self.table.items()}
         return json.dumps({"table": table, "fused": self._fused})
 
     @classmethod
-    def from_json(cls, text: str) -> Sites:
+    def from_json(cls, text: str) -> Modules:
         """Reads a table that `to_json` wrote."""
         found = json.loads(text)
-        return cls({name: Site(*it) for name, it in found["table"].items()}, found["fused"])
+        return cls({name: ModuleInfo(*it) for name, it in found["table"].items()}, found["fused"])
 
-    def selected(self, what: Any) -> dict[str, Site]:
+    def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.
 
         Raises:
             ValueError: it matches none, or one that cannot be hooked.
         """
         for path in _paths(what):
-            site = self.table.get(path)
-            if site is not None and site.refused is not None:
-                msg = f"{path!r} cannot be hooked in vLLM: {site.refused}"
+            info = self.table.get(path)
+            if info is not None and info.refused is not None:
+                msg = f"{path!r} cannot be hooked in vLLM: {info.refused}"
                 raise ValueError(msg)
             *_, last = path.rpartition(".")
-            if site is None and (whole := self.fused.get(last)) is not None:
+            if info is None and (whole := self.fused.get(last)) is not None:
                 fused = path.removesuffix(last) + whole
                 msg = f"{path!r} is part of a module that vLLM fuses: {fused!r}"
                 raise ValueError(msg)
@@ -91,9 +91,9 @@ class Sites:
         except (SelectionError, HookTypeError) as error:
             raise ValueError(str(error)) from error
         found = {name: self.table[name] for name in names}
-        for name, site in found.items():
-            if site.refused is not None:
-                msg = f"{name!r} cannot be hooked in vLLM: {site.refused}"
+        for name, info in found.items():
+            if info.refused is not None:
+                msg = f"{name!r} cannot be hooked in vLLM: {info.refused}"
                 raise ValueError(msg)
         return found
 
@@ -118,7 +118,7 @@ class Sites:
     def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
         if callable(entry.at):
             msg = "at is a function, and a plan for an engine is data"
-            raise ValueError(msg)
+            raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
         found = self.selected(entry.what)
         if isinstance(entry, KeepEntry):
             _check_options(entry)
@@ -131,10 +131,10 @@ class Sites:
             if entry.phase != "forward":
                 return [entry]
         groups: dict[Any, list[str]] = {}
-        for name, site in found.items():
+        for name, info in found.items():
             if isinstance(entry, HookEntry):
-                _check_width(entry.hook, name, site)
-            groups.setdefault(_index(site, name, index), []).append(name)
+                _check_width(entry.hook, name, info)
+            groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
     def row_bytes(self, plan: Plan) -> list[tuple[KeepEntry, int]]:
@@ -144,15 +144,13 @@ class Sites:
             if isinstance(entry, KeepEntry):
                 dtype = entry.options.get("dtype")
                 found = self.selected(entry.what).values()
-                sizes.append((entry, sum(_bytes(site, dtype) for site in found)))
+                sizes.append((entry, sum(_bytes(info, dtype) for info in found)))
         return sizes
 
 
 def _check_options(entry: KeepEntry) -> None:
     if refused := entry.options.keys() - _ENGINE_OPTIONS:
-        msg = (
-            f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
-        )
+        msg = f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
         raise ValueError(msg)
 
 
@@ -169,24 +167,24 @@ def _check_hook(entry: HookEntry) -> None:
         raise ValueError(msg)
 
 
-def _check_width(hook: Intervention, name: str, site: Site) -> None:
+def _check_width(hook: Intervention, name: str, info: ModuleInfo) -> None:
     vector = hook.vector
     if vector is not None and vector.dim() > 1:
         msg = f"{hook!r}: a vector in an engine has one dimension, as tokens come in chunks"
         raise ValueError(msg)
-    if hook.width not in {None, 1, site.width} and hook.output_index is None:
-        msg = f"{hook!r} has a width of {hook.width}, the output of {name!r} one of {site.width}"
+    if hook.width not in {None, 1, info.width} and hook.output_index is None:
+        msg = f"{hook!r} has a width of {hook.width}, the output of {name!r} one of {info.width}"
         raise ValueError(msg)
 
 
-def _index(site: Site, name: str, index: Any) -> Any:
+def _index(info: ModuleInfo, name: str, index: Any) -> Any:
     """Returns the `output_index` that is meant at a module."""
-    if index is not None or site.kind == "tensor":
+    if index is not None or info.kind == "tensor":
         return index
-    if site.kind == "other":
+    if info.kind == "other":
         msg = f"{name!r} returns several tensors: name one by output_index"
         raise ValueError(msg)
-    return "sum" if site.kind == "stream" else 0
+    return "sum" if info.kind == "stream" else 0
 
 
 def _with_index(
@@ -203,8 +201,8 @@ def _with_index(
     return dataclasses.replace(entry, what=names, hook=hook)
 
 
-def _bytes(site: Site, dtype: torch.dtype | None) -> int:
-    return site.row_bytes if dtype is None else site.width * dtype.itemsize
+def _bytes(info: ModuleInfo, dtype: torch.dtype | None) -> int:
+    return info.row_bytes if dtype is None else info.width * dtype.itemsize
 
 
 def _paths(what: Any) -> list[str]:
@@ -222,21 +220,21 @@ class Model(nn.Module):
         """Marks the module as one that is called, for `select`."""
 
 
-def _skeleton(table: Mapping[str, Site]) -> nn.Module:
+def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
     """Makes modules of the names in a table; those that never ran are containers."""
     made: dict[str, nn.Module] = {}
-    for name, site in table.items():
-        made[name] = nn.Module() if site == NEVER_RAN else Model()
+    for name, info in table.items():
+        made[name] = nn.Module() if info == NEVER_RAN else Model()
         if name:
             parent, _, last = name.rpartition(".")
             made[parent].add_module(last, made[name])
     return made[""]
 
 
-NEVER_RAN: Final = Site("other", refused="it never runs in the forward of vLLM's model")
+NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of vLLM's model")
 
 
-def observe(model: nn.Module, forward: Callable[[], object]) -> Sites:
+def observe(model: nn.Module, forward: Callable[[], object]) -> Modules:
     """Observes the outputs of all modules in one forward of `OBSERVED_ROWS` tokens.
 
     Raises:
@@ -260,8 +258,8 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> Sites:
     if not outputs:
         msg = "no module of vLLM's model ran in the observed forward"
         raise HookError(msg)
-    table = {name: _site(it, outputs.get(name, [])) for name, it in modules.items()}
-    return Sites(table, getattr(model, "packed_modules_mapping", None) or {})
+    table = {name: _info(it, outputs.get(name, [])) for name, it in modules.items()}
+    return Modules(table, getattr(model, "packed_modules_mapping", None) or {})
 
 
 def _shapes(output: Any) -> Any:
@@ -273,22 +271,24 @@ def _shapes(output: Any) -> Any:
     return None
 
 
-def _site(module: nn.Module, calls: list[Any]) -> Site:
+def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
     if not calls:
         return NEVER_RAN
     if len(calls) > 1:
-        return Site("other", refused=f"it runs {len(calls)} times in a forward, for several layers")
+        return ModuleInfo(
+            "other", refused=f"it runs {len(calls)} times in a forward, for several layers"
+        )
     (output,) = calls
     parts = output if isinstance(output, list) else [output]
     tensors = [part for part in parts if isinstance(part, tuple)]
     if not tensors or any(len(shape) < 1 or shape[0] != OBSERVED_ROWS for shape, _ in tensors):
-        return Site("other", refused="its output is no tensor of a row per token")
+        return ModuleInfo("other", refused="its output is no tensor of a row per token")
     shape, size = tensors[0]
-    site = Site("tensor", shape[-1], shape[1:].numel() * size)
+    info = ModuleInfo("tensor", shape[-1], shape[1:].numel() * size)
     if output is not parts:
-        return site
+        return info
     norm = "Norm" in type(module).__name__
     if len(tensors) == 1 or norm:
-        return dataclasses.replace(site, kind="first")
+        return dataclasses.replace(info, kind="first")
     layer = len(tensors) == 2 and tensors[0] == tensors[1] and any(True for _ in module.children())  # noqa: PLR2004 (hidden, residual)
-    return dataclasses.replace(site, kind="stream" if layer else "other")
+    return dataclasses.replace(info, kind="stream" if layer else "other")

@@ -1,0 +1,104 @@
+"""CPU time of vLLM with plans, as ratios to the engine without ferrohook, in one process.
+
+Run by the interpreter of `make vllm`: `.venv-vllm/bin/python -m benches.engines_vllm`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYERS, WIDTH, PROMPT, NEW = 8, 256, 16, 48
+SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
+
+
+def main() -> None:
+    """Prints the table."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from support.vllm_engine import save_model, start  # noqa: PLC0415 (tests' own)
+
+    folder = Path(tempfile.mkdtemp())
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
+    save_model("llama", folder, **sizes, num_attention_heads=4, num_key_value_heads=4)
+    llm = start(folder, max_num_seqs=64, max_num_batched_tokens=2048, kv_cache_memory_bytes=2**28)
+    print(f"vLLM eager, Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
+    for requests in (16, 64):
+        print_rows(llm, requests)
+
+
+def print_rows(llm: Any, requests: int, rounds: int = 7) -> None:
+    """Prints medians of paired rounds, and the spread."""
+    import ferrohook as fh  # noqa: PLC0415
+
+    layers = "model.layers.*"
+    generator = torch.Generator().manual_seed(1)
+
+    def vector() -> torch.Tensor:
+        return torch.randn(WIDTH, generator=generator) * 0.1
+
+    steered = [fh.Plan(fh.on(layers, fh.Add(vector()))) for _ in range(requests)]
+    variants: dict[str, list[Any]] = {
+        "attached, no plans": [None] * requests,
+        "all steered in all layers": steered,
+        "all layers captured for all": [fh.Plan(fh.keep(layers))] * requests,
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    measure(llm, steered)
+    for _ in range(rounds):
+        plain = without(llm, lambda: measure(llm, [None] * requests))
+        for name, plans in variants.items():
+            ratios[name].append(measure(llm, plans) / plain)
+    for name, found in ratios.items():
+        low, *_, high = sorted(found)
+        print(
+            f"  {requests} requests, {name}: {statistics.median(found):.3f} ({low:.2f}-{high:.2f})"
+        )
+
+
+def without(llm: Any, run: Callable[[], float]) -> float:
+    """Runs with the runner as vLLM made it."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    taken = {name: vars(runner).pop(name) for name in SEAMS}
+    try:
+        return run()
+    finally:
+        vars(runner).update(taken)
+
+
+def measure(llm: Any, plans: list[Any]) -> float:
+    """Returns the CPU seconds of the steps that serve requests with these plans."""
+    from ferrohook.engines.vllm import activations  # noqa: PLC0415
+    from support.vllm_engine import sampling  # noqa: PLC0415
+
+    engine = llm.llm_engine
+    texts: dict[Any, Any] = {}
+    for number, plan in enumerate(plans):
+        text = None if plan is None else texts.setdefault(id(plan), plan.to_json())
+        prompt = [3 + (number * 7 + place) % 500 for place in range(PROMPT)]
+        params = sampling(text, NEW, ignore_eos=True)
+        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, params)
+    begin = time.process_time()
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    spent = time.process_time() - begin
+    for output, plan in zip(finished, plans, strict=True):
+        assert len(output.outputs[0].token_ids) == NEW
+        if "keep" in repr(plan):
+            activations(llm, output)
+    return spent
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
