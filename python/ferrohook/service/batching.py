@@ -338,7 +338,7 @@ class Batcher(Generic[In, Out]):
             stack.enter_context(deadline(max(0.0, latest - monotonic())))
             if owned:
                 size = sum(ticket.rows for ticket in members)
-                stack.enter_context(batch(owned, self._dim, size=size, warns=False))
+                stack.enter_context(batch(owned, self._dim, size=size, warn=False))
             output = self._forward([*members])
         for request in owned:
             if request.error is None:
