@@ -1,5 +1,7 @@
 """The package's exceptions."""
 
+from typing import Any
+
 
 class HookError(Exception):
     """Invalid use of a hook, a handle or a hooked module."""
@@ -25,6 +27,9 @@ class StaleActivationError(HookError):
 
 class RowsError(HookError):
     """Rows of a batch that are invalid, or that cannot be found in a tensor."""
+
+    member: Any = None
+    """The member that a batch refused as it was entered."""
 
 
 class CaptureBudgetError(HookError):

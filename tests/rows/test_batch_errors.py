@@ -131,6 +131,14 @@ def test_backward_hooks_are_refused(model: nn.Module) -> None:
         fh.register(model, "0", lambda *_: None, phase="backward", scope=late)
 
 
+def test_captures_of_gradients_are_refused(model: nn.Module) -> None:
+    fine = fh.Plan(fh.keep("0")).prepare(model).open()
+    request = fh.Plan(fh.keep("0", grads=True)).prepare(model).open()
+    with pytest.raises(fh.RowsError, match="gradients") as raised, fh.batch({fine: 0, request: 1}):
+        pass
+    assert raised.value.member is request
+
+
 def _raises(_m: object, _a: object, _o: object) -> None:
     msg = "of the hook"
     raise ZeroDivisionError(msg)

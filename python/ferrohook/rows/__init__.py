@@ -5,7 +5,9 @@
 # of all hooks, and get the member's rows of each tensor. Between members order does not matter:
 # their rows are disjoint.
 
-from ferrohook.rows.batch import Batch as Batch
-from ferrohook.rows.batch import batch as batch
+from ferrohook.rows.batches import Batch as Batch
+from ferrohook.rows.batches import batch as batch
+from ferrohook.rows.sites import Sites as Sites
+from ferrohook.rows.sites import sites as sites
 
-__all__ = ["Batch", "batch"]
+__all__ = ["Batch", "Sites", "batch", "sites"]

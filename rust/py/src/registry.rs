@@ -117,7 +117,9 @@ impl Registry {
         if hook.operator() {
             scope.use_operators();
         }
-        scope.note_hook(py, phase, hook.runs_python(py)?)?;
+        let backward = matches!(phase, Phase::BackwardPre | Phase::Backward);
+        let backward = backward || hook.needs_gradients(py)?;
+        scope.note_hook(py, backward, hook.runs_python(py)?)?;
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
         let handle = hook.register(phase, placement, &hooks);
         // Another thread may have closed the frame meanwhile, without this hook.

@@ -1,7 +1,7 @@
 //! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};

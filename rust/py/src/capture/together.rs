@@ -85,7 +85,11 @@ impl<'py> Together<'py> {
         let mut tensors = Vec::with_capacity(self.tensors.len());
         for (tensor, version, covered) in &self.tensors {
             let all = this.bytes(tensor)?;
-            bytes += if *covered { all / self.size.max(1) * length } else { all };
+            bytes += if *covered {
+                all / self.size.max(1) * length
+            } else {
+                all
+            };
             tensors.push(KeptTensor {
                 value: tensor.clone().unbind(),
                 version: version.filter(|_| this.checks()),

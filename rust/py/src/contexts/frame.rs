@@ -59,7 +59,7 @@ pub struct Frame {
     failure: OnceLock<PyErr>,
     /// Time at which its part in batches ends.
     deadline: OnceLock<Instant>,
-    /// True once it has a hook for a backward phase.
+    /// True once it has a hook that needs gradients.
     backward: AtomicBool,
     /// True once it has a hook that runs Python.
     python: AtomicBool,
@@ -181,8 +181,8 @@ impl Frame {
             return Err(rows_error(py, message.to_owned()));
         }
         if this.fires_backward() {
-            let message = "backward hooks get the gradients of the whole batch: a request in a \
-                           batch has none";
+            let message = "backward hooks and captures of gradients get those of the whole batch: a \
+                           request in a batch has none";
             return Err(rows_error(py, message.to_owned()));
         }
         if this.in_batch.swap(true, Ordering::AcqRel) {
@@ -230,12 +230,12 @@ impl Frame {
         own || self.shared().is_some_and(Self::runs_python)
     }
 
-    /// Notes that it gets a hook of `phase`, which runs Python or does not.
-    pub fn note_hook(&self, py: Python<'_>, phase: Phase, python: bool) -> PyResult<()> {
+    /// Notes that it gets a hook: one that needs gradients, one that runs Python.
+    pub fn note_hook(&self, py: Python<'_>, backward: bool, python: bool) -> PyResult<()> {
         if python {
             self.python.store(true, Ordering::Relaxed);
         }
-        if matches!(phase, Phase::BackwardPre | Phase::Backward) {
+        if backward {
             self.backward.store(true, Ordering::Relaxed);
             if self.in_batch.load(Ordering::Acquire) {
                 let message = "this request is in a batch, whose backward hooks get the gradients \

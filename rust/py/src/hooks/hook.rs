@@ -177,6 +177,12 @@ impl Hook {
             .map_or(Ok(true), |native| native.runs_python(self.object.bind(py)))
     }
 
+    /// True if it needs gradients of the value.
+    pub fn needs_gradients(&self, py: Python<'_>) -> PyResult<bool> {
+        let needs = |native: &dyn AnyNative| native.needs_gradients(self.object.bind(py));
+        self.native.map_or(Ok(false), needs)
+    }
+
     /// False if it reads no value, see [`Native::reads`](crate::hooks::native::Native::reads).
     pub fn reads(&self, py: Python<'_>, positioned: bool) -> PyResult<bool> {
         let reads = |native: &dyn AnyNative| native.reads(self.object.bind(py), positioned);

@@ -192,6 +192,11 @@ pub trait Native: PyClass {
         false
     }
 
+    /// True if it needs gradients of the value.
+    fn needs_gradients(_slf: &Bound<'_, Self>) -> bool {
+        false
+    }
+
     /// True if it keeps the value, which nobody may write to later.
     const KEEPS: bool = false;
 
@@ -211,9 +216,12 @@ pub trait Native: PyClass {
         Ok(None)
     }
 
-    /// Raises if the [merged](Self::merges) hook cannot run for a part.
-    fn check_part<'py>(_part: &Part<'_, 'py>, _value: &Bound<'py, PyAny>) -> PyResult<()> {
-        Ok(())
+    /// Returns the parts for which the [merged](Self::merges) hook cannot run.
+    fn check_parts<'py>(
+        _parts: &[Part<'_, 'py>],
+        _value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        Ok(Vec::new())
     }
 
     /// Runs merged hooks of some members, one of each. An error of one part is that of its member;
@@ -248,6 +256,7 @@ pub trait AnyNative: Send + Sync {
     fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
+    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
     fn merges<'py>(
         &self,
@@ -255,7 +264,11 @@ pub trait AnyNative: Send + Sync {
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
     ) -> PyResult<Option<Merging<'py>>>;
-    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()>;
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>>;
     fn run_parts<'py>(
         &self,
         parts: &[Part<'_, 'py>],
@@ -306,6 +319,10 @@ impl<T: Native> AnyNative for Class<T> {
         Ok(T::runs_python(hook.cast()?))
     }
 
+    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(T::needs_gradients(hook.cast()?))
+    }
+
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
         Ok(T::reads(hook.cast()?, positioned))
     }
@@ -319,8 +336,12 @@ impl<T: Native> AnyNative for Class<T> {
         T::merges(hook.cast()?, phase, frames)
     }
 
-    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
-        T::check_part(part, value)
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        T::check_parts(parts, value)
     }
 
     fn run_parts<'py>(

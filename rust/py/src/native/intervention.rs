@@ -381,7 +381,9 @@ impl<'py> Change<'_, 'py> {
         }
         let hooks = PyList::new(py, parts.iter().map(|part| &part.hook))?;
         let method = intern!(py, "_tables");
-        let tensors = self.intervention.call_method1(method, (hooks, &dtype, &device))?;
+        let tensors = self
+            .intervention
+            .call_method1(method, (hooks, &dtype, &device))?;
         let tensors = tensors.cast_into::<PyTuple>()?;
         let table = Table {
             key: key.into(),
@@ -455,11 +457,7 @@ impl<'py> Change<'_, 'py> {
     }
 
     fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
-        let message = format!(
-            "{} {expected} a {}",
-            (self.describe)(),
-            type_name(value)
-        );
+        let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
 }
@@ -515,24 +513,54 @@ impl Native for InterventionBase {
     ) -> PyResult<Option<Merging<'py>>> {
         let this = slf.get();
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
-        let row = this.dims.is_none_or(|dims| dims == 1 && this.width.is_some());
+        let row = this
+            .dims
+            .is_none_or(|dims| dims == 1 && this.width.is_some());
         let hook = slf.as_any().clone();
         Ok((row && !this.trained).then_some(Merging { hook, at: None }))
     }
 
-    fn check_part<'py>(part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
-        let change = Change {
-            intervention: part.hook.cast()?,
-            describe: part.describe,
-            mask: None,
-        };
-        let checked = change.part_of(value, &|x| {
-            if change.intervention.get().dims.is_some() {
-                change.vector(x)?;
+    fn check_parts<'py>(
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let py = value.py();
+        // Width of a tensor of floating point that is the value itself.
+        let mut width = None;
+        if torch::is_tensor(value)?
+            && value
+                .call_method0(intern!(py, "is_floating_point"))?
+                .is_truthy()?
+        {
+            let size = value.call_method1(intern!(py, "size"), (-1,));
+            width = size.and_then(|size| size.extract()).ok();
+        }
+        let mut failed = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let intervention = part.hook.cast::<Self>()?;
+            let this = intervention.get();
+            if this.part.is_none()
+                && width.is_some()
+                && (this.width.is_none() || this.width == width)
+            {
+                continue;
             }
-            Ok(x.clone())
-        });
-        checked.map(drop)
+            let change = Change {
+                intervention,
+                describe: part.describe,
+                mask: None,
+            };
+            let checked = change.part_of(value, &|x| {
+                if this.dims.is_some() {
+                    change.vector(x)?;
+                }
+                Ok(x.clone())
+            });
+            if let Err(error) = checked {
+                failed.push((number, error));
+            }
+        }
+        Ok(failed)
     }
 
     fn run_parts<'py>(
