@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
-from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
+from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.worker import Served, Worker
 
 WIDTH = 4

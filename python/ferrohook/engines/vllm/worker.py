@@ -43,7 +43,10 @@ class _Admitted:
     prompt_length: int
     plan: Plan
     """Rewritten."""
-    captures: bool
+    row_bytes: int
+    """Bytes that it captures per token, at most; 0 without a capture."""
+    tokens: int = 0
+    """Tokens that ran."""
 
 
 @dataclasses.dataclass
@@ -166,9 +169,9 @@ class Worker:
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             self._failures[request_id] = error
             return
-        captures = any(isinstance(entry, KeepEntry) for entry in plan.entries)
+        row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(plan))
         self._discard(payload["key"])
-        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, captures)
+        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, row_bytes)
 
     def _loaded(self) -> Served:
         if self.served is None:
@@ -203,8 +206,9 @@ class Worker:
         if admitted is None:
             return
         result = self._loaded().planned.retire(request_id)
-        if result is not None and admitted.captures:
-            self._keep(_Finished(admitted, result, result.acts.nbytes))
+        if result is not None and admitted.row_bytes:
+            # Not that of the activations, which are put together as they are read.
+            self._keep(_Finished(admitted, result, admitted.row_bytes * admitted.tokens))
 
     def _keep(self, finished: _Finished) -> None:
         self._finished[finished.admitted.key] = finished
@@ -240,11 +244,12 @@ class Worker:
         row = 0
         for request_id, count, position in zip(request_ids, counts, positions, strict=True):
             admitted = self._admitted.get(request_id)
+            rows = int(count)
             if admitted is not None:
-                self._spans.append(
-                    Span(request_id, row, int(count), int(position), admitted.prompt_length)
-                )
-            row += int(count)
+                first = int(position)
+                admitted.tokens = max(admitted.tokens, first + rows)
+                self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
+            row += rows
 
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
