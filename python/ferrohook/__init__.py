@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
     from ferrohook.rows import Batch as Batch
+    from ferrohook.rows import Sites as Sites
     from ferrohook.rows import batch as batch
+    from ferrohook.rows import sites as sites
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
     from ferrohook.steering import Add as Add
@@ -103,6 +105,7 @@ __all__ = [
     "Scale",
     "Scope",
     "SelectionError",
+    "Sites",
     "StaleActivationError",
     "Store",
     "StoreError",
@@ -127,6 +130,7 @@ __all__ = [
     "run",
     "scope",
     "select",
+    "sites",
     "summary",
 ]
 
@@ -137,7 +141,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
-    "rows": ("Batch", "batch"),
+    "rows": ("Batch", "Sites", "batch", "sites"),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),

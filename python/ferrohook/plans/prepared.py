@@ -203,6 +203,11 @@ class Prepared:
         return self._contents.model()
 
     @property
+    def captures(self) -> list[dict[str, int]]:
+        """For each `keep` in order, the indices of the names in its collector."""
+        return [capture.places for capture in self._contents.captures]
+
+    @property
     def closed(self) -> bool:
         """True once it is closed."""
         return self._frame.closed
@@ -329,6 +334,15 @@ class Request(RequestBase, Scope):
     def model(self) -> nn.Module | None:
         """The model of its plan; None once that is gone."""
         return self._plan.model()
+
+    @property
+    def prepared(self) -> Prepared:
+        """The prepared plan that it is a request of."""
+        return self._prepared
+
+    def collector(self, capture: int) -> Collector:
+        """Returns the collector of one of the plan's captures."""
+        return self._collector(capture)
 
     @property
     def plan_positions(self) -> Sequence[At]:

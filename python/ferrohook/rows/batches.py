@@ -15,11 +15,13 @@ from ferrohook.arguments import at_least_one, expect
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import masks_of, places_of
+from ferrohook.rows.sites import serving_sites
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from ferrohook._core import Frame
+    from ferrohook.rows.sites import Sites
 
 RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""
@@ -36,13 +38,20 @@ class Batch(BatchBase, Scope):
     """
 
     _positions: tuple[Tensor, Lengths] | None = None
+    _sites: Sites | None = None
     warns = True
     """Warns as it is left of members no module of which ran; `silent` lists them."""
 
     def _begin(self) -> None:
         """Sets the positions of the requests; called as the batch is entered."""
+        if self._sites is not None:
+            self._sites.begin_service(self)
+            self._serve()
         if self._positions is not None:
             self.move(*self._positions)
+            return
+        if self._sites is not None:
+            self._sites.write(None)
             return
         for request in self.members:
             if isinstance(request, Request) and request.plan_positions:
@@ -63,6 +72,9 @@ class Batch(BatchBase, Scope):
         flat = positions.dim() == 1
         columns = None if flat else positions.shape[1]
         values = positions.flatten().tolist()
+        if self._sites is not None and not flat:
+            msg = "sites know the positions of rows: give positions of the shape (rows,)"
+            raise RowsError(msg)
         if self.size is None and self._named > size:
             msg = f"row {self._named - 1} is out of range: positions has {size} rows"
             raise RowsError(msg)
@@ -81,6 +93,13 @@ class Batch(BatchBase, Scope):
                 else:
                     masks = masks_of(ats, positions[rows], request.prompt_lengths)
                 request.set_positions(masks)
+        if self._sites is not None:
+            self._sites.write(values)
+
+    def _end_service(self) -> None:
+        """Takes what sites kept; called as the batch is left."""
+        if self._sites is not None:
+            self._sites.end_service()
 
     @property
     def errors(self) -> dict[Frame, BaseException]:
@@ -179,15 +198,20 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     if positions is not None:
         made._positions = (positions, {} if lengths is None else lengths)
     made.warns = warn
+    made._sites = serving_sites(models)
     return made
+
+
+def _check_ints(tensor: Tensor, expected: str) -> None:
+    kind = tensor.dtype
+    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
+        msg = f"{expected}, got {kind}"
+        raise HookTypeError(msg)
 
 
 def _check_positions(positions: Any, dim: int, size: int | None) -> int:
     expect(positions, Tensor, "positions are a tensor of ints")
-    kind = positions.dtype
-    if kind == torch.bool or kind.is_floating_point or kind.is_complex:
-        msg = f"positions are a tensor of ints, got {kind}"
-        raise HookTypeError(msg)
+    _check_ints(positions, "positions are a tensor of ints")
     if positions.dim() not in {1, 2} or (positions.dim() == 2 and dim):  # noqa: PLR2004
         msg = (
             "positions have the shape (rows,), or (rows, columns) with dim=0, got "
@@ -230,6 +254,8 @@ def _resolved(gathered: Any, models: list[nn.Module]) -> list[tuple[nn.Module, A
         index, dim = value if isinstance(value, tuple) else (value, None)
         if not isinstance(index, Tensor) and not callable(index):
             expect(index, (), "gathered has index tensors and functions")
+        if isinstance(index, Tensor) and len(index):
+            _check_ints(index, "an index in gathered is a tensor of ints")
         if isinstance(what, nn.Module):
             resolved.append((what, index, dim))
             continue

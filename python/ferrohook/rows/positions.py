@@ -28,7 +28,10 @@ def masks_of(
     _check_lengths(ats, lengths)
     prompts = torch.as_tensor(0 if lengths is None else lengths, device=positions.device)
     tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
-    return tuple(mask_of(at, tokens) for at in ats)
+    masks = [mask_of(at, tokens) for at in ats]
+    if positions.device.type != "cpu":
+        return tuple(masks)
+    return tuple(mask if mask.any() else None for mask in masks)
 
 
 def places_of(

@@ -33,7 +33,7 @@ mod _core {
     #[pymodule_export]
     use crate::capture::collector::Collector;
     #[pymodule_export]
-    use crate::capture::recorder::{Recorder, record, record_all};
+    use crate::capture::recorder::{Recorder, record, record_all, store_rows};
     #[pymodule_export]
     use crate::capture::request::RequestBase;
     #[pymodule_export]

@@ -64,7 +64,7 @@ def config(**changes: Any) -> Any:
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "KV transfer"),
-        ({"mode": 3}, "compilation"),
+        ({"mode": 3}, "compilation without sites"),
         ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
     ],
 )

@@ -17,12 +17,13 @@ import torch
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
-from ferrohook.engines.vllm.modules import OBSERVED_ROWS, Modules, observe
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, Modules, observe
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep
+from ferrohook.rows.sites import sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Worker:
         self._runner = runner
         self._config = config
         self.options = Options.of(config)
-        self.refused = refusals(config)
+        self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
         self._plans: OrderedDict[str, Plan] = OrderedDict()
@@ -101,6 +102,17 @@ class Worker:
             return
         model = self._runner.get_model()
         modules = observe(model, functools.partial(self._forward, model))
+        if self._config.compilation_config.mode:
+            modules, names, index = modules.at_sites(self.options.sites)
+            scheduler = self._config.scheduler_config
+            self._sites = sites(  # open as long as the engine
+                model,
+                names,
+                max_requests=scheduler.max_num_seqs,
+                max_rows=scheduler.max_num_batched_tokens,
+                output_index=index,
+                width=modules.table[names[0]].width,
+            )
         served = Served(modules, PlannedRequests(model))
         self._test_itself(model, served)
         self.served = served
@@ -125,17 +137,16 @@ class Worker:
         Raises:
             HookError: they are not the rows of the step.
         """
-        names = [
-            name for name, info in served.modules.table.items() if info.kind == "tensor" and name
-        ]
+        table = served.modules.table
+        names = [name for name, info in table.items() if info.refused is None and name]
         if not names:
             return
         whole: list[Tensor] = []
         hook = model.get_submodule(names[0]).register_forward_hook(
-            lambda _module, _args, output: whole.append(output.clone())
+            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
         )
         spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = Plan(keep(names[0]))
+        plan = served.modules.rewritten(Plan(keep(names[0])))
         try:
             for span in spans:
                 with served.planned.admitting(span.request_id, plan):
@@ -356,3 +367,12 @@ class Worker:
                     acts[name] = result.acts[name][inside].cpu().contiguous()
                     positions[name] = expected
         return packed(acts, positions)
+
+
+def _meant(output: Any, info: ModuleInfo) -> Tensor:
+    """Returns a copy of the tensor of an output that is meant."""
+    if info.kind == "stream":
+        hidden, residual = output
+        return hidden + residual  # type: ignore[no-any-return]
+    tensor: Tensor = output if info.kind == "tensor" else output[0]
+    return tensor.clone()

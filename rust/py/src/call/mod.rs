@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::backward::Tap;
-use crate::call::rows::{Hooks, MemberHooks, Needs, Segment, Simple, Value};
+use crate::call::rows::{Hooks, MemberHooks, Needs, Segment, Simple, Stages, Value};
 use crate::contexts::batch::Layout;
 use crate::contexts::current::Frames;
 use crate::cpython::invoke;
@@ -412,7 +412,12 @@ impl<'py> Call<'_, 'py> {
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
         let py = self.module.py();
         let batch = segment.batch.get();
-        let describe = |entry: &Entry<Hook>| self.site(entry).describe();
+        let stages = Stages {
+            members,
+            batch,
+            layout,
+            describe: &|entry| self.site(entry).describe(),
+        };
         let mut fail = |number: usize, entry: &Entry<Hook>, error| {
             let arguments = rows::arguments(&self.args, self.kwargs.as_ref())?;
             let call = self.of_member(segment, number, &arguments, layout)?;
@@ -421,7 +426,7 @@ impl<'py> Call<'_, 'py> {
                 Err(error) => rows::settle(py, &batch.all()[number], error).map(|()| false),
             }
         };
-        rows::run_simple(members, batch, layout, value, &describe, &mut fail)
+        stages.run(value, &mut fail)
     }
 
     /// Runs forward hooks of the members; `output` is None if the module did not return: those

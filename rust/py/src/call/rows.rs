@@ -387,146 +387,165 @@ impl<'a, 'py> Simple<'a, 'py> {
     }
 }
 
-/// Makes the part of one hook of a member.
-fn part_of<'a, 'py>(
-    simple: &'a Simple<'_, 'py>,
-    at: usize,
-    batch: &'a BatchBase,
-    layout: &'a Layout,
-    describe: &'a dyn Fn() -> String,
-) -> Part<'a, 'py> {
-    let merging = &simple.hooks[at].1;
-    let py = merging.hook.py();
-    let all = layout.rows(batch, simple.number);
-    let positions = batch.positions_of(layout, simple.number);
-    let (rows, positions) = match &merging.at {
-        None => (Cow::Borrowed(all), positions),
-        Some((_, places)) => {
-            let at = |of: TokenPositions| TokenPositions {
-                dim: of.dim,
-                ..of.at(places)
-            };
-            (Cow::Owned(all.at(places)), positions.map(at))
-        }
-    };
-    Part {
-        hook: merging.hook.clone(),
-        key: (
-            simple.number,
-            merging.at.as_ref().map_or(0, |(at, _)| at + 1),
-        ),
-        rows,
-        frames: batch.all()[simple.number].frames.bind(py).clone(),
-        positions,
-        describe,
-    }
+/// A hook of a member: number of the member among those that run, and its place.
+type HookAt = (usize, usize);
+
+/// Members whose hooks run stage by stage, those of all members at once.
+pub struct Stages<'a, 'py> {
+    pub members: &'a [Simple<'a, 'py>],
+    pub batch: &'a BatchBase,
+    pub layout: &'a Layout,
+    /// Describes a hook, for errors.
+    pub describe: &'a dyn Fn(&Entry<Hook>) -> String,
 }
 
-/// Runs the hooks of members stage by stage, those of all members at once. `fail` takes the error
-/// of a hook of the member with a number, and returns true if the member goes on. Returns the value, None if nothing
-/// changed it; an error means that nothing ran.
-pub fn run_simple<'py>(
-    members: &[Simple<'_, 'py>],
-    batch: &BatchBase,
-    layout: &Layout,
-    value: &Bound<'py, PyAny>,
-    describe: &dyn Fn(&Entry<Hook>) -> String,
-    fail: &mut dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool>,
-) -> PyResult<Result<Option<Bound<'py, PyAny>>, PyErr>> {
-    let inside = Inside::here();
-    let mut running: Vec<Option<usize>> = vec![Some(0); members.len()];
-    let mut skipped = Vec::new();
-    let class =
-        |merging: &Merging<'py>| Ok::<_, PyErr>(merging.hook.cast::<NativeHook>()?.get().class());
-    // All are checked first: the rows of a member that fails stay as they are.
-    for (member, simple) in members.iter().enumerate() {
-        note_run(&batch.all()[simple.number]);
-        for (at, (entry, merging)) in simple.hooks.iter().enumerate() {
-            let describe = || describe(entry);
-            let checked =
-                class(merging)?.check_part(&part_of(simple, at, batch, layout, &describe), value);
-            if let Err(error) = checked {
-                if !fail(simple.number, entry, error)? {
-                    running[member] = None;
-                    break;
-                }
-                skipped.push((member, at));
-            }
-        }
+/// Takes the error of a hook of the member with a number. Returns true if the member goes on.
+pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a;
+
+impl<'py> Stages<'_, 'py> {
+    fn entry(&self, (member, at): HookAt) -> &Entry<Hook> {
+        self.members[member].hooks[at].0
     }
-    let (mut now, mut changed) = (value.clone(), false);
-    loop {
-        // Hooks that change go first; then those that keep, of all members at once.
-        let next = |keeps: bool| -> Vec<(usize, usize)> {
-            let at = running.iter().enumerate();
-            let at = at.filter_map(|(member, at)| Some((member, (*at)?)));
-            at.filter(|(member, at)| {
-                let hook = members[*member].hooks.get(*at);
-                hook.is_some_and(|(entry, _)| {
-                    entry.hook().native().is_some_and(|it| it.keeps() == keeps)
-                })
-            })
-            .collect()
-        };
-        let mut stage = next(false);
-        let keeps = stage.is_empty();
-        if keeps {
-            stage = next(true);
-        }
-        if stage.is_empty() {
-            return Ok(Ok(changed.then_some(now)));
-        }
-        for (member, at) in &stage {
-            running[*member] = Some(at + 1);
-        }
-        stage.retain(|it| !skipped.contains(it));
-        let mut invocations = Vec::with_capacity(stage.len());
-        stage.retain(|(member, at)| {
-            let invocation = members[*member].hooks[*at].0.enter(&inside);
-            invocation.map(|it| invocations.push(it)).is_some()
-        });
+
+    /// Calls `run` with the parts of some hooks.
+    fn with_parts<R>(&self, stage: &[HookAt], run: impl FnOnce(&[Part<'_, 'py>]) -> R) -> R {
         let describes: Vec<_> = stage
             .iter()
-            .map(|(member, at)| {
-                let entry = members[*member].hooks[*at].0;
-                move || describe(entry)
+            .map(|at| {
+                let entry = self.entry(*at);
+                move || (self.describe)(entry)
             })
             .collect();
         let parts = stage.iter().zip(&describes);
-        let mut parts: Vec<_> = parts
+        let parts: Vec<_> = parts
             .map(|((member, at), describe)| {
-                part_of(&members[*member], *at, batch, layout, describe)
+                let simple = &self.members[*member];
+                let merging = &simple.hooks[*at].1;
+                let all = self.layout.rows(self.batch, simple.number);
+                let positions = self.batch.positions_of(self.layout, simple.number);
+                let (rows, positions) = match &merging.at {
+                    None => (Cow::Borrowed(all), positions),
+                    Some((_, places)) => {
+                        let at = |of: TokenPositions| TokenPositions {
+                            dim: of.dim,
+                            ..of.at(places)
+                        };
+                        (Cow::Owned(all.at(places)), positions.map(at))
+                    }
+                };
+                Part {
+                    hook: merging.hook.clone(),
+                    key: (
+                        simple.number,
+                        merging.at.as_ref().map_or(0, |(at, _)| at + 1),
+                    ),
+                    rows,
+                    frames: frames_of(merging.hook.py(), &self.batch.all()[simple.number]),
+                    positions,
+                    describe,
+                }
             })
             .collect();
-        let order: Vec<_> = (0..parts.len())
-            .filter(|at| parts[*at].rows.len() > 0)
-            .collect();
-        parts.retain(|part| part.rows.len() > 0);
-        let Some(first) = parts.first() else {
-            continue;
-        };
-        let shared = SharedValue {
-            value: &now,
-            dim: layout.dim,
-            size: layout.size,
-            written: batch.runs_python(),
-            selections: batch.selections(layout),
-        };
-        let class = first.hook.cast::<NativeHook>()?.get().class();
-        match class.run_parts(&parts, &shared) {
-            Err(error) => return Ok(Err(error)),
-            Ok(merged) => {
-                for (number, error) in merged.failed {
-                    let (member, at) = stage[order[number]];
-                    let simple = &members[member];
-                    if !fail(simple.number, simple.hooks[at].0, error)? {
-                        running[member] = None;
-                    }
-                }
-                if let Some(value) = merged.value {
-                    (now, changed) = (value, true);
+        run(&parts)
+    }
+
+    fn class(&self, (member, at): HookAt) -> PyResult<&'static dyn AnyNative> {
+        let hook = &self.members[member].hooks[at].1.hook;
+        Ok(hook.cast::<NativeHook>()?.get().class())
+    }
+
+    /// Next hooks of the members: those that change, of all, go first; then those that keep.
+    fn next(&self, running: &[Option<usize>]) -> Vec<HookAt> {
+        let members = running.iter().enumerate();
+        let next = members.filter_map(|(member, at)| {
+            let at = (*at)?;
+            let (entry, _) = self.members[member].hooks.get(at)?;
+            let keeps = entry.hook().native().is_some_and(AnyNative::keeps);
+            Some(((member, at), keeps))
+        });
+        let next: Vec<_> = next.collect();
+        let all_keep = next.iter().all(|(_, keeps)| *keeps);
+        let now = next.into_iter().filter(|(_, keeps)| *keeps == all_keep);
+        now.map(|(at, _)| at).collect()
+    }
+
+    /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
+    /// that each member's hooks have to run alone.
+    pub fn run(
+        &self,
+        value: &Bound<'py, PyAny>,
+        fail: &mut Fail<'_>,
+    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
+        let inside = Inside::here();
+        let mut running: Vec<Option<usize>> = vec![Some(0); self.members.len()];
+        let mut skipped = Vec::new();
+        for simple in self.members {
+            note_run(&self.batch.all()[simple.number]);
+        }
+        // All are checked first: the rows of a member that fails stay as they are.
+        let mut ahead = running.clone();
+        loop {
+            let stage = self.next(&ahead);
+            let Some(first) = stage.first() else {
+                break;
+            };
+            let class = self.class(*first)?;
+            for (number, error) in self.with_parts(&stage, |it| class.check_parts(it, value))? {
+                let at = stage[number];
+                let _counted = self.entry(at).enter(&inside);
+                if fail(self.members[at.0].number, self.entry(at), error)? {
+                    skipped.push(at);
+                } else {
+                    (running[at.0], ahead[at.0]) = (None, None);
                 }
             }
+            for (member, at) in stage {
+                ahead[member] = ahead[member].map(|_| at + 1);
+            }
+        }
+        let mut changed = None;
+        loop {
+            let mut stage = self.next(&running);
+            if stage.is_empty() {
+                return Ok(Ok(changed));
+            }
+            for (member, at) in &stage {
+                running[*member] = Some(at + 1);
+            }
+            let mut invocations = Vec::with_capacity(stage.len());
+            stage.retain(|at| {
+                let invocation = match skipped.contains(at) {
+                    true => None,
+                    false => self.entry(*at).enter(&inside),
+                };
+                invocation.map(|it| invocations.push(it)).is_some()
+            });
+            stage.retain(|(member, at)| {
+                let at = &self.members[*member].hooks[*at].1.at;
+                at.as_ref().is_none_or(|(_, places)| !places.is_empty())
+            });
+            let Some(first) = stage.first() else {
+                continue;
+            };
+            let class = self.class(*first)?;
+            let shared = SharedValue {
+                value: changed.as_ref().unwrap_or(value),
+                dim: self.layout.dim,
+                size: self.layout.size,
+                written: self.batch.runs_python(),
+                selections: self.batch.selections(self.layout),
+            };
+            let merged = match self.with_parts(&stage, |parts| class.run_parts(parts, &shared)) {
+                Ok(merged) => merged,
+                Err(error) => return Ok(Err(error)),
+            };
+            for (number, error) in merged.failed {
+                let at = stage[number];
+                if !fail(self.members[at.0].number, self.entry(at), error)? {
+                    running[at.0] = None;
+                }
+            }
+            changed = merged.value.or(changed);
         }
     }
 }

@@ -9,6 +9,7 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
+use crate::capture::keeping;
 use crate::capture::request::{Place, Source};
 use crate::capture::together::Together;
 use crate::contexts::current::Frames;
@@ -314,6 +315,25 @@ pub fn record(
         }
     }
     Ok(())
+}
+
+/// Stores the rows of a request that an operator in a compiled region kept, with their positions.
+///
+/// Raises:
+///     CaptureBudgetError: it would exceed `max_bytes`.
+#[pyfunction]
+#[pyo3(signature = (collector, index, value, positions))]
+pub fn store_rows(
+    collector: &Bound<'_, Collector>,
+    index: usize,
+    value: &Bound<'_, PyAny>,
+    positions: Option<Vec<i64>>,
+) -> PyResult<()> {
+    let positions = positions.map(|values| TokenPositions {
+        values: values.into(),
+        dim: Some(0),
+    });
+    keeping::record(collector, index, value, positions.as_ref())
 }
 
 /// Registers recorders of the inputs (`inputs`) or outputs of instrumented modules, or of the

@@ -91,6 +91,8 @@ pub struct BatchBase {
     gathered: FxHashMap<usize, Gathered>,
     modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
+    /// True if sites serve the members, whose hooks then fire in no call.
+    served: AtomicBool,
 }
 
 #[pymethods]
@@ -160,6 +162,7 @@ impl BatchBase {
             gathered: by_address,
             modules,
             joined: AtomicBool::new(false),
+            served: AtomicBool::new(false),
         };
         Ok((batch, Frame::new(None)))
     }
@@ -175,6 +178,16 @@ impl BatchBase {
             members,
         };
         let _former = self.positions.lock().replace(Arc::new(positions));
+    }
+
+    /// Has sites serve the members: their own hooks fire in no call.
+    fn _serve(&self) {
+        self.served.store(true, Ordering::Release);
+    }
+
+    /// Marks that modules of a member ran.
+    fn _mark_ran(&self, member: usize) {
+        self.members[member].ran.store(true, Ordering::Relaxed);
     }
 
     /// Number of rows up to the last one of a member.
@@ -247,7 +260,12 @@ impl BatchBase {
             slf.call_method0(intern!(py, "_begin"))?;
             Frame::enter(slf.as_super())
         };
-        enter().inspect_err(|_| this.part(this.members.len()))
+        enter().inspect_err(|_| {
+            this.part(this.members.len());
+            if this.served.swap(false, Ordering::AcqRel) {
+                let _ = slf.call_method0(intern!(py, "_end_service"));
+            }
+        })
     }
 
     #[pyo3(signature = (error = None, *_others))]
@@ -256,12 +274,19 @@ impl BatchBase {
         error: Option<&Bound<'_, PyAny>>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<()> {
-        Frame::leave(slf.as_super())?;
-        let members = &slf.get().members;
-        slf.get().part(members.len());
+        let (py, this) = (slf.py(), slf.get());
+        let left = Frame::leave(slf.as_super());
+        let members = &this.members;
+        if slf.as_super().get().closed() {
+            this.part(members.len());
+            if this.served.swap(false, Ordering::AcqRel) {
+                slf.call_method0(intern!(py, "_end_service"))?;
+            }
+        }
+        left?;
         let ran = |member: &Member| member.ran.load(Ordering::Relaxed);
         if error.is_none() && !members.iter().all(ran) {
-            slf.call_method0(intern!(slf.py(), "_warn_of_silence"))?;
+            slf.call_method0(intern!(py, "_warn_of_silence"))?;
         }
         Ok(())
     }
@@ -287,6 +312,7 @@ impl BatchBase {
         for frame in frames.iter_borrowed() {
             if let Ok(batch) = frame.cast::<Self>()
                 && !batch.as_super().get().closed()
+                && !batch.get().served.load(Ordering::Acquire)
             {
                 found = Some((*batch).clone());
             }
@@ -388,7 +414,18 @@ impl BatchBase {
             index = index.call1((module, args, kwargs, output))?;
         }
         let index = index.call_method0(intern!(py, "flatten"))?;
-        let index: Vec<i64> = index.call_method0(intern!(py, "tolist"))?.extract()?;
+        let index: Vec<i64> = index
+            .call_method0(intern!(py, "tolist"))?
+            .extract()
+            .map_err(|_| {
+                let got = index
+                    .getattr("dtype")
+                    .map_or_else(|_| "?".to_owned(), |it| it.to_string());
+                rows_error(
+                    py,
+                    format!("an index in gathered is a tensor of ints, got {got}"),
+                )
+            })?;
         let owners = owners(py, &self.members, self.named)?;
         let mut rows = vec![Vec::new(); self.members.len()];
         let mut origins = vec![0; index.len()];

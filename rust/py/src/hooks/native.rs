@@ -216,9 +216,12 @@ pub trait Native: PyClass {
         Ok(None)
     }
 
-    /// Raises if the [merged](Self::merges) hook cannot run for a part.
-    fn check_part<'py>(_part: &Part<'_, 'py>, _value: &Bound<'py, PyAny>) -> PyResult<()> {
-        Ok(())
+    /// Returns the parts for which the [merged](Self::merges) hook cannot run.
+    fn check_parts<'py>(
+        _parts: &[Part<'_, 'py>],
+        _value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        Ok(Vec::new())
     }
 
     /// Runs merged hooks of some members, one of each. An error of one part is that of its member;
@@ -261,7 +264,11 @@ pub trait AnyNative: Send + Sync {
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
     ) -> PyResult<Option<Merging<'py>>>;
-    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()>;
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>>;
     fn run_parts<'py>(
         &self,
         parts: &[Part<'_, 'py>],
@@ -329,8 +336,12 @@ impl<T: Native> AnyNative for Class<T> {
         T::merges(hook.cast()?, phase, frames)
     }
 
-    fn check_part<'py>(&self, part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
-        T::check_part(part, value)
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        T::check_parts(parts, value)
     }
 
     fn run_parts<'py>(

@@ -518,19 +518,47 @@ impl Native for InterventionBase {
         Ok((row && !this.trained).then_some(Merging { hook, at: None }))
     }
 
-    fn check_part<'py>(part: &Part<'_, 'py>, value: &Bound<'py, PyAny>) -> PyResult<()> {
-        let change = Change {
-            intervention: part.hook.cast()?,
-            describe: part.describe,
-            mask: None,
-        };
-        let checked = change.part_of(value, &|x| {
-            if change.intervention.get().dims.is_some() {
-                change.vector(x)?;
+    fn check_parts<'py>(
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let py = value.py();
+        // Width of a tensor of floating point that is the value itself.
+        let mut width = None;
+        if torch::is_tensor(value)?
+            && value
+                .call_method0(intern!(py, "is_floating_point"))?
+                .is_truthy()?
+        {
+            let size = value.call_method1(intern!(py, "size"), (-1,));
+            width = size.and_then(|size| size.extract()).ok();
+        }
+        let mut failed = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let intervention = part.hook.cast::<Self>()?;
+            let this = intervention.get();
+            if this.part.is_none()
+                && width.is_some()
+                && (this.width.is_none() || this.width == width)
+            {
+                continue;
             }
-            Ok(x.clone())
-        });
-        checked.map(drop)
+            let change = Change {
+                intervention,
+                describe: part.describe,
+                mask: None,
+            };
+            let checked = change.part_of(value, &|x| {
+                if this.dims.is_some() {
+                    change.vector(x)?;
+                }
+                Ok(x.clone())
+            });
+            if let Err(error) = checked {
+                failed.push((number, error));
+            }
+        }
+        Ok(failed)
     }
 
     fn run_parts<'py>(

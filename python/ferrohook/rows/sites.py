@@ -1,0 +1,486 @@
+"""`sites`: rows of compiled models, by operators that are in the graph before it is compiled."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook._core import Attachment, store_rows
+from ferrohook.arguments import at_least_one, expect_module
+from ferrohook.errors import HookError, HookTypeError, RowsError
+from ferrohook.groups import register
+from ferrohook.instrumentation import attach
+from ferrohook.plans import Prepared, Request
+from ferrohook.plans.entries import HookEntry
+from ferrohook.rows import operators
+from ferrohook.rows.positions import places_of
+from ferrohook.selection import select
+from ferrohook.steering import Add
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ferrohook._core import BatchBase
+    from ferrohook.plans.entries import KeepEntry
+    from ferrohook.plans.positions import At
+    from ferrohook.selection import Selector
+
+_OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+SUM = "sum"
+NOBODY = -0.0
+"""Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
+
+
+def serving_sites(models: list[nn.Module]) -> Sites | None:
+    """Returns the open sites of a batch's model, if it has some."""
+    return _OPEN.get(models[0]) if models else None
+
+
+class _Kept(NamedTuple):
+    """A capture of a plan at a site."""
+
+    site: int
+    capture: int
+    index: int
+    at: At
+
+
+class _Program(NamedTuple):
+    """Work of a plan at sites."""
+
+    vectors: Tensor
+    """A row for each site: (sites, width)."""
+    changes: list[tuple[At, list[int]]]
+    """Positions, and the sites that are changed at them."""
+    kept: list[_Kept]
+
+
+class Sites:
+    """Sites of a model, see `sites`. A context manager: leaving it closes them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: dict[str, nn.Module],
+        sizes: tuple[int, int, int],
+        dim: int,
+        part: Any,
+        like: dict[str, Any],
+    ) -> None:
+        self.max_requests, self.max_rows, width = sizes
+        self.dim = dim
+        self.names = [*modules]
+        self._part = part
+        count = len(modules)
+        self._table = torch.full((count, self.max_requests + 1, width), NOBODY, **like)
+        self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
+        self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
+        self._places = torch.full_like(self._index, self.max_rows)
+        self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
+        self._slots: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Prepared, _Program] = weakref.WeakKeyDictionary()
+        self._serving: BatchBase | None = None
+        self._wanted: list[tuple[Request, _Kept, list[int], list[int] | None]] = []
+        self._lock = threading.Lock()
+        self._model = weakref.ref(model)
+        # The model too, which is where the plans of requests begin: instrumenting it later would
+        # have it traced anew.
+        self._attachment = Attachment()
+        attach({"": model}, self._attachment)
+        self._handles = [
+            register(model, name, self._hook(site)) for site, name in enumerate(self.names)
+        ]
+        _OPEN[model] = self
+
+    def _hook(self, site: int) -> Callable[..., Any]:
+        tables = (self._table[site], self._index[site])
+        taps = (self._kept[site], self._calls[site : site + 1], self._places[site])
+        if self._table.device.type == "cuda":
+            for tensor in (*tables, *taps):
+                torch._dynamo.mark_static_address(tensor)
+        table, index = tables
+        kept, calls, places = taps
+        dim, part = self.dim, self._part
+
+        def changed(x: Tensor) -> Tensor:
+            return operators.steer(x, table, index, dim)
+
+        def keep(x: Tensor) -> None:
+            operators.tap(x.detach(), kept, calls, places, dim)
+
+        def whole(_module: nn.Module, _args: object, output: Any) -> Any:
+            output = changed(output)
+            keep(output)
+            return output
+
+        def summed(_module: nn.Module, _args: object, output: Any) -> Any:
+            hidden, residual = output
+            hidden = changed(hidden)
+            keep(hidden + residual)
+            return hidden, residual
+
+        def item(_module: nn.Module, _args: object, output: Any) -> Any:
+            items = list(output)
+            items[part] = changed(items[part])
+            keep(items[part])
+            return tuple(items)
+
+        return whole if part is None else summed if part == SUM else item
+
+    @property
+    def closed(self) -> bool:
+        """True once they are closed."""
+        return not self._handles
+
+    def close(self) -> None:
+        """Takes the operators off the modules; a compiled model is compiled anew without them.
+
+        Raises:
+            HookError: a batch is entered.
+        """
+        with self._lock:
+            if self._serving is not None:
+                msg = "sites are closed after the batch that they serve is left"
+                raise HookError(msg)
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._attachment.release()
+        if (model := self._model()) is not None and _OPEN.get(model) is self:
+            del _OPEN[model]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
+
+    def begin_service(self, batch: BatchBase) -> None:
+        """Begins to serve a batch that is entered.
+
+        Raises:
+            RowsError: a member or its rows cannot be served; `member` is that one.
+        """
+        if batch.dim != self.dim:
+            msg = f"these sites have the rows in dimension {self.dim}, the batch in {batch.dim}"
+            raise RowsError(msg)
+        if max(batch._named, batch.size or 0) > self.max_rows:
+            msg = f"these sites have room for {self.max_rows} rows, the batch has more"
+            raise RowsError(msg)
+        wanted: dict[Prepared, None] = {}
+        for request in batch.members:
+            if request.failed:
+                continue
+            try:
+                wanted[self._check(request)] = None
+            except HookError as error:
+                refusal = RowsError(str(error))
+                refusal.member = request
+                raise refusal from error
+        if len(wanted) > self.max_requests:
+            msg = (
+                f"these sites have room for {self.max_requests} plans, the batch has {len(wanted)}"
+            )
+            raise RowsError(msg)
+        with self._lock:
+            if self._serving is not None:
+                msg = "sites serve one batch at a time"
+                raise RowsError(msg)
+            self._serving = batch
+        self._calls.zero_()  # of calls outside of batches
+        try:
+            self._settle(wanted)
+        except BaseException:
+            self._serving = None
+            raise
+
+    def _check(self, request: Any) -> Prepared:
+        """Returns the prepared plan of a request, once its program is known."""
+        if not isinstance(request, Request):
+            msg = f"sites serve requests of plans, got {request!r}"
+            raise HookTypeError(msg)
+        prepared = request.prepared
+        if prepared not in self._programs:
+            self._programs[prepared] = self._program(prepared)
+        if prepared.outdated:
+            msg = "modules of the model were replaced since the plan was prepared"
+            raise HookError(msg)
+        return prepared
+
+    def _program(self, prepared: Prepared) -> _Program:
+        model = self._model()
+        if model is None or prepared.model is not model:
+            msg = "the plan was prepared for another model than the sites"
+            raise HookError(msg)
+        paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
+        vectors = torch.full_like(self._table[:, 0], NOBODY)
+        ats: dict[int, At] = {}
+        kept = []
+        captures = iter(enumerate(prepared.captures))
+        for number, entry in enumerate(prepared.entries):
+            modules = select(model, entry.what, called=True)
+            missing = [name for name, module in modules.items() if id(module) not in paths]
+            if missing:
+                msg = f"entry {number} of the plan is for {missing[0]!r}, which is no site"
+                raise HookError(msg)
+            self._check_entry(number, entry)
+            if isinstance(entry, HookEntry):
+                vector = entry.hook._cast(vectors.dtype, vectors.device)
+                for name, module in modules.items():
+                    site = paths[id(module)]
+                    if ats.setdefault(site, entry.at) != entry.at:
+                        msg = f"the plan changes {name!r} at several positions: sites do at one"
+                        raise HookError(msg)
+                    vectors[site] += vector
+                continue
+            capture, places = next(captures)
+            sites = [paths[id(module)] for module in modules.values()]
+            kept += [
+                _Kept(site, capture, index, entry.at)
+                for site, index in zip(sites, places.values(), strict=True)
+            ]
+        changes: list[tuple[At, list[int]]] = []
+        for site, at in ats.items():
+            same = next((sites for other, sites in changes if other == at), None)
+            if same is None:
+                changes.append((at, [site]))
+            else:
+                same.append(site)
+        return _Program(vectors, changes, kept)
+
+    def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
+        reason = None
+        if isinstance(entry, HookEntry):
+            hook = entry.hook
+            if not isinstance(hook, Add) or entry.phase != "forward" or entry.options:
+                reason = "sites add vectors to outputs and keep them, without options"
+            elif hook.output_index != self._part:
+                reason = f"it has another output_index than the sites, {self._part!r}"
+            elif hook.vector is None or hook.vector.dim() != 1 or hook.vector.requires_grad:
+                reason = "sites add vectors of one dimension that are not trained"
+            elif hook.width != self._table.shape[-1]:
+                reason = f"its vector is not of the sites' width, {self._table.shape[-1]}"
+        else:
+            if entry.options.get("output_index") != self._part:
+                reason = f"it has another output_index than the sites, {self._part!r}"
+            refused = {"inputs", "grads", "stop"} & entry.options.keys()
+            if refused or entry.options.get("detach") is False:
+                reason = "sites keep detached outputs"
+        if reason is not None:
+            msg = f"entry {number} of the plan cannot be served at a site: {reason}"
+            raise HookError(msg)
+
+    def _settle(self, wanted: dict[Prepared, None]) -> None:
+        """Gives each plan of a batch a row of the tables, those of others where none is free."""
+        new = [prepared for prepared in wanted if prepared not in self._slots]
+        free = iter({*range(1, self.max_requests + 1)} - {*self._slots.values()})
+        idle = iter([prepared for prepared in self._slots if prepared not in wanted])
+        for prepared in new:
+            slot = next(free, None)
+            if slot is None:
+                slot = self._slots.pop(next(idle))
+            self._table[:, slot] = self._programs[prepared].vectors
+            self._slots[prepared] = slot
+
+    def write(self, positions: list[int] | None) -> None:
+        """Writes the rows of the batch into the tables, for the calls from now on."""
+        batch = self._serving
+        if batch is None:
+            return
+        self._collect()
+        base = [0] * self.max_rows
+        index: Any = None
+        places: Any = None
+        self._wanted = []
+        for number, request in enumerate(batch.members):
+            if request.failed or not isinstance(request, Request):
+                continue
+            prepared = request.prepared
+            program, slot, rows = (
+                self._programs[prepared],
+                self._slots[prepared],
+                batch._rows(number),
+            )
+            own = None if positions is None else [positions[row] for row in rows]
+            if not rows:
+                continue
+            if program.changes == [(None, [*range(len(self.names))])]:
+                for row in rows:
+                    base[row] = slot
+            elif program.changes:
+                index = index if index is not None else torch.zeros_like(self._index, device="cpu")
+                for at, sites in program.changes:
+                    chosen = [rows[place] for place in _chosen(request, at, own, len(rows))]
+                    index[torch.tensor(sites)[:, None], torch.tensor(chosen, dtype=torch.long)] = (
+                        slot
+                    )
+            for kept in program.kept:
+                chosen = _chosen(request, kept.at, own, len(rows))
+                if places is None:
+                    places = torch.full_like(self._places, self.max_rows, device="cpu")
+                taken = [rows[place] for place in chosen]
+                places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
+                at = None if own is None else [own[place] for place in chosen]
+                self._wanted.append((request, kept, taken, at))
+        rows_of_all = torch.tensor(base)
+        self._index.copy_(rows_of_all if index is None else index + rows_of_all)
+        if places is not None:
+            self._places.copy_(places)
+        elif self._wanted:
+            self._places.fill_(self.max_rows)
+        self._calls.zero_()
+
+    def _collect(self) -> None:
+        """Stores what was kept since the last `write` with the requests."""
+        batch, wanted = self._serving, self._wanted
+        self._wanted = []
+        if batch is None:
+            return
+        ran = self._calls.tolist() if wanted or self._calls.device.type == "cpu" else None
+        if ran is None or any(ran):
+            for number in range(len(batch.members)):
+                batch._mark_ran(number)
+        rows = sorted({row for _, _, taken, _ in wanted for row in taken})
+        if not rows or ran is None:
+            return
+        at = {row: place for place, row in enumerate(rows)}
+        kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
+        for request, each, taken, positions in wanted:
+            if request.failed or not ran[each.site] or not taken:
+                continue
+            try:
+                if ran[each.site] > 1:
+                    name = self.names[each.site]
+                    msg = (
+                        f"{name!r} ran {ran[each.site]} times in one batch, and a site keeps the "
+                        "last: make a batch for each call"
+                    )
+                    raise RowsError(msg)
+                first, last = at[taken[0]], at[taken[-1]]
+                own = kept[each.site]
+                if last - first + 1 == len(taken) and taken == sorted(taken):
+                    own = own[first : last + 1]
+                else:
+                    own = own[[at[row] for row in taken]]
+                store_rows(request.collector(each.capture), each.index, own, positions)
+            except HookError as error:
+                request.fail(error)
+
+    def end_service(self) -> None:
+        """Stores what was kept, and ends the service of a batch."""
+        try:
+            self._collect()
+        finally:
+            self._index.zero_()
+            self._places.fill_(self.max_rows)
+            self._serving = None
+
+
+def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
+    """Returns the places of the positions `at` among a request's rows.
+
+    Raises:
+        RowsError: they are not known.
+    """
+    if at is None:
+        return [*range(count)]
+    if positions is None:
+        msg = f"positions {at!r} at a site are found from the batch's: give it positions"
+        raise RowsError(msg)
+    ((places, _, _),) = places_of([at], positions, request.prompt_lengths, 0)
+    return places
+
+
+def sites(  # noqa: PLR0913 (all but the first two by keyword)
+    model: nn.Module,
+    what: Selector,
+    *,
+    max_requests: int,
+    max_rows: int,
+    dim: int = 0,
+    output_index: int | str | None = None,
+    width: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Sites:
+    """Lays operators on modules, so that a compiled model serves requests that come and go.
+
+    Lay them before the model is compiled. From then on `batch` serves the requests of this model by
+    the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
+    `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
+    `keep`. A request whose plan needs anything else, or another module, is refused as the batch is
+    entered. Sites serve one batch at a time, with any calls of the model meanwhile; captures are of
+    one call in each batch (or between two calls of `Batch.move`).
+
+    Several vectors that a request adds at a site are added up first.
+
+    Args:
+        model: the model, as plans are prepared for it.
+        what: modules that become sites, see `select`. Their output is a tensor with the rows in
+            `dim` and `width` as last dimension.
+        max_requests: number of plans in a batch.
+        max_rows: number of rows of a batch, padding included.
+        dim: dimension of the rows.
+        output_index: the tensor in an output that is a tuple, or `"sum"`: of hidden state and
+            residual; the vector is added to the hidden state, and the sum is kept.
+        width: last dimension; None for `hidden_size` of the model's `config`, or for that of a
+            Linear, Embedding or LayerNorm.
+        dtype: of the tables; None for that of the model's first parameter of floating point.
+        device: of the tables; None for that of the model's first parameter.
+
+    Raises:
+        HookTypeError: an argument has the wrong type, or `width` is not known.
+        SelectionError: `what` matches nothing.
+        HookError: the model has open sites, or a module cannot be instrumented.
+
+    Examples:
+        >>> with fh.sites(model, "layers.*", max_requests=64, max_rows=256):
+        ...     compiled = torch.compile(model, fullgraph=True)
+        ...     with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
+        ...         compiled(x)
+    """
+    expect_module(model, "sites takes")
+    max_requests = at_least_one("max_requests", max_requests)
+    max_rows = at_least_one("max_rows", max_rows)
+    if _OPEN.get(model) is not None:
+        msg = "the model has sites: close them first"
+        raise HookError(msg)
+    modules = select(model, what, called=True)
+    if width is None:
+        width = _width(model, modules)
+    parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
+    if parameter is not None:
+        dtype, device = dtype or parameter.dtype, device or parameter.device
+    like = {"dtype": dtype or torch.get_default_dtype(), "device": device or "cpu"}
+    with torch.inference_mode(mode=False):
+        sizes = max_requests, max_rows, at_least_one("width", width)
+        return Sites(model, modules, sizes, dim, output_index, like)
+
+
+def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    hidden = getattr(config, "hidden_size", None)
+    if isinstance(hidden, int):
+        return hidden
+    widths = set()
+    for module in modules.values():
+        if isinstance(module, nn.Linear):
+            widths.add(module.out_features)
+        elif isinstance(module, nn.Embedding):
+            widths.add(module.embedding_dim)
+        elif isinstance(module, nn.LayerNorm):
+            widths.add(module.normalized_shape[-1])
+        else:
+            widths.add(None)
+    if len(widths) != 1 or None in widths:
+        msg = "the width of the sites' tensors is not known: give width"
+        raise HookTypeError(msg)
+    return int(widths.pop())

@@ -1,0 +1,273 @@
+"""Sites: requests come and go in a compiled model, without a new trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.compiling import compiled, compiles
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = input_ids
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Traces:
+    """Backend that counts the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+def by_hand(model: Model, x: Tensor, vectors: list[tuple[slice, list[Tensor]]]) -> list[Tensor]:
+    """The outputs of the layers, with vectors added to rows."""
+    outputs = []
+    for at, layer in enumerate(model.layers):
+        x = Layer.forward(layer, x).clone()
+        for rows, own in vectors:
+            x[rows] += own[at]
+        outputs.append(x)
+    return outputs
+
+
+def plan_of(vectors: list[Tensor], *, keep: bool) -> fh.Plan:
+    entries = [fh.on(f"layers.{at}", fh.Add(vector)) for at, vector in enumerate(vectors)]
+    return fh.Plan(*entries, *([fh.keep("layers.*")] if keep else []))
+
+
+@pytest.mark.parametrize(
+    "in_graph", [False, pytest.param(True, marks=compiles)], ids=["eager", "compiled"]
+)
+def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) -> None:
+    chosen, traces = random.Random(0), Traces()
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH):
+        run = torch.compile(model, backend=traces, fullgraph=True) if in_graph else model
+        x = torch.randn(12, WIDTH)
+        assert torch.equal(run(x), by_hand(model, x, [])[-1])
+        live: list[tuple[Any, fh.Prepared, list[Tensor], bool]] = []
+        traced = traces.count
+        changes = 0
+        while changes < (1000 if in_graph else 50):
+            if live and chosen.random() < 0.5:
+                live.pop(chosen.randrange(len(live)))
+            else:
+                vectors = [torch.randn(WIDTH) for _ in range(3)]
+                keep = chosen.random() < 0.3
+                prepared = plan_of(vectors, keep=keep).prepare(model)
+                live = [*live[-3:], (prepared.open(), prepared, vectors, keep)]
+            changes += 1
+            if not live or changes % 10:
+                continue
+            rows = {each[0]: slice(3 * at, 3 * at + 2) for at, each in enumerate(live)}
+            with fh.batch(rows):
+                out = run(x)
+            own = [(rows[request], vectors) for request, _, vectors, _ in live]
+            expected = by_hand(model, x, own)
+            assert torch.allclose(out, expected[-1], atol=1e-6)
+            for request, _, _, keep in live:
+                assert request.error is None
+                if keep:
+                    for at, each in enumerate(expected):
+                        kept = request.acts[f"layers.{at}"]
+                        assert torch.allclose(kept, each[rows[request]], atol=1e-6)
+        assert torch.equal(run(x), by_hand(model, x, [])[-1])  # nobody's rows outside a batch
+        assert traces.count == traced
+        assert traced == int(in_graph)
+
+
+@compiled
+def test_with_inductor(model: Model) -> None:
+    vectors = [torch.randn(WIDTH) for _ in range(3)]
+    prepared = plan_of(vectors, keep=True).prepare(model)
+    x = torch.randn(6, WIDTH)
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH):
+        run = torch.compile(model, fullgraph=True)
+        run(x)
+        request = prepared.open()
+        with fh.batch({request: slice(2, 4)}):
+            out = run(x)
+        expected = by_hand(model, x, [(slice(2, 4), vectors)])
+        assert torch.allclose(out, expected[-1], atol=1e-5)
+        assert torch.allclose(request.acts["layers.1"], expected[1][2:4], atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_positions(model: Model, dim: int) -> None:
+    v = torch.randn(WIDTH)
+    plan = fh.Plan(
+        fh.on("layers.1", fh.Add(v), at="generated"),
+        fh.on("layers.2", fh.Add(v)),
+        fh.keep("layers.0", at=slice(1, None)),
+        fh.keep("layers.1"),
+    )
+    sites = fh.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH, dim=dim)
+    with torch.no_grad(), sites, plan.prepare(model) as prepared:
+        request, other = prepared.open(), prepared.open()
+        tokens = torch.randn(4, WIDTH)
+        for start, count in ((0, 2), (2, 1), (2, 2)):
+            x = torch.cat([torch.randn(2, WIDTH), tokens[start : start + count]])
+            positions = torch.tensor([-1, 7, *range(start, start + count)])
+            rows = {request: range(2, 2 + count), other: 1}
+            lengths = {request: 2, other: 9}
+            with fh.batch(rows, dim, positions=positions, lengths=lengths):
+                model(x if dim == 0 else x[None])
+        h = Layer.forward(model.layers[0], tokens)
+        assert torch.allclose(request.acts["layers.0"], h[1:], atol=1e-6)
+        assert request.positions("layers.0") == [1, 2, 3]
+        h = Layer.forward(model.layers[1], h)
+        h[2:] += v
+        assert torch.allclose(request.acts["layers.1"], h, atol=1e-6)
+        assert other.positions("layers.1") == [7]
+
+
+def test_a_sum_of_two_tensors() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+    model, v, x = Pair(), torch.randn(WIDTH), torch.randn(4, WIDTH)
+    plan = fh.Plan(fh.on("", fh.Add(v, output_index="sum")), fh.keep("", output_index="sum"))
+    sites = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "output_index": "sum"}
+    with fh.sites(model, "", **sites), plan.prepare(model) as prepared:
+        request = prepared.open()
+        with fh.batch({request: [1, 3]}, size=4):
+            hidden, residual = model(x)
+    expected = x * 2
+    expected[[1, 3]] += v
+    assert torch.equal(hidden, expected)
+    assert torch.equal(residual, x * 3)
+    assert torch.equal(request.acts[""], (expected + x * 3)[[1, 3]])
+
+
+def test_gradients_pass_through(model: Model) -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert torch.allclose(grad, expected)
+
+
+def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
+    v = torch.randn(WIDTH)
+    refused = [
+        (fh.Plan(fh.on("layers.0", fh.Scale(2))), "cannot be served"),
+        (fh.Plan(fh.on("layers.0", lambda *_: None)), "cannot be served"),
+        (fh.Plan(fh.on("layers.0", fh.Add(v, output_index=1))), "output_index"),
+        (fh.Plan(fh.on("layers.0", fh.Add(v.clone().requires_grad_()))), "not trained"),
+        (fh.Plan(fh.on("layers.0", fh.Add(torch.ones(1)))), "width"),
+        (fh.Plan(fh.on("layers.0", fh.Add(v), phase="forward_pre")), "cannot be served"),
+        (fh.Plan(fh.keep("layers.0.linear")), "no site"),
+        (fh.Plan(fh.keep("layers.0", inputs=True)), "cannot be served"),
+    ]
+    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH) as sites:
+        good = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model)
+        fine = good.open()
+        for plan, message in refused:
+            request = plan.prepare(model).open()
+            with pytest.raises(fh.RowsError, match=message) as raised:
+                with fh.batch({fine: 0, request: 1}):
+                    pass
+            assert raised.value.member is request
+        with (
+            pytest.raises(fh.RowsError, match="requests of plans"),
+            fh.batch({fine: 0, fh.scope(): 1}),
+        ):
+            pass
+        with pytest.raises(fh.RowsError, match="room for 4 rows"), fh.batch({fine: 4}):
+            pass
+        with pytest.raises(fh.RowsError, match="dimension"), fh.batch({fine: 0}, dim=1):
+            pass
+        more = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model).open()
+        with pytest.raises(fh.RowsError, match="room for 1 plans"), fh.batch({fine: 0, more: 1}):
+            pass
+        with fh.batch({fine: 0}):
+            model(torch.randn(4, WIDTH))
+            with pytest.raises(fh.HookError, match="after the batch"):
+                sites.close()
+        with pytest.raises(fh.HookError, match="close them first"):
+            fh.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)
+    with pytest.raises(fh.HookTypeError, match="give width"):
+        fh.sites(model, "layers.*", max_requests=1, max_rows=1)
+    with fh.batch({fine: 0}):  # sites are closed: hooks of its own again
+        x = torch.randn(2, WIDTH)
+        out = model(x)
+    h = Layer.forward(model.layers[0], x)
+    h[0] += v
+    assert torch.allclose(out, model.layers[2](model.layers[1](h)))
+
+
+def test_captures_of_two_calls_in_a_batch_are_told_of(model: Model) -> None:
+    plan = fh.Plan(fh.keep("layers.0"))
+    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+        prepared = plan.prepare(model)
+        request, silent = prepared.open(), prepared.open()
+        with fh.batch({request: 0}):
+            model(torch.randn(4, WIDTH))
+            model(torch.randn(4, WIDTH))
+        assert "2 times" in str(request.error)
+        with pytest.warns(fh.NeverFiredWarning), fh.batch({silent: 0}):
+            pass
+        big = fh.Plan(fh.keep("layers.*", max_bytes=WIDTH * 4 * 2)).prepare(model).open()
+        with fh.batch({big: 0}):
+            model(torch.randn(4, WIDTH))
+        assert isinstance(big.error, fh.CaptureBudgetError)
+
+
+@pytest.mark.cuda
+def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
+    model = model.cuda()
+    x = torch.randn(6, WIDTH, device="cuda")
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
+        for _ in range(3):
+            model(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x)
+        for seed in range(20):
+            torch.manual_seed(seed)
+            vectors = [[torch.randn(WIDTH, device="cuda") for _ in range(3)] for _ in range(2)]
+            requests = [plan_of(each, keep=True).prepare(model).open() for each in vectors]
+            rows = {requests[0]: slice(0, 2), requests[1]: slice(3, 5)}
+            x.normal_()
+            with fh.batch(rows):
+                graph.replay()
+            expected = by_hand(model, x, [*zip(rows.values(), vectors, strict=True)])
+            assert torch.allclose(out, expected[-1], atol=1e-5)
+            for request, own in rows.items():
+                assert request.error is None
+                assert torch.allclose(request.acts["layers.1"], expected[1][own], atol=1e-5)
