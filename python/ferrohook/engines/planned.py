@@ -243,11 +243,16 @@ class PlannedRequests:
             if member is not None:
                 member.request.close()
 
-    def reconcile(self, live: Collection[str]) -> None:
-        """Forgets the requests that are not among those that live in the engine."""
+    def reconcile(self, read_live: Callable[[], Collection[str]]) -> None:
+        """Forgets the requests that the engine has forgotten.
+
+        Args:
+            read_live: returns the ids that live in the engine. Called once the requests to look for
+                are fixed: one that is submitted meanwhile may be missing there.
+        """
         with self._lock:
-            gone = self._members.keys() - self._submitting - set(live)
-        self.forget(gone)
+            submitted = self._members.keys() - self._submitting
+        self.forget(submitted - set(read_live()))
 
     def ids(self) -> list[str]:
         """Returns the ids of the requests."""

@@ -360,9 +360,8 @@ class Attached:
     ) -> bool:
         goes_on = original(*args, **options)
         if self._planned or self._rejected:
-            live = self._live()
-            self._planned.reconcile(live)
-            self._rejected &= live
+            self._planned.reconcile(self._live)
+            self._rejected &= self._live()
         return goes_on
 
     def _generation_step(self, original: Callable[[], None]) -> None:
@@ -417,11 +416,9 @@ class Attached:
 
     def _live(self) -> set[str]:
         """Returns the ids of the engine's requests, and of their forks to come."""
-        states = self._states()
-        live = {state.request_id for state in states}
-        for state in states:
-            if state.num_children:
-                live.update(_children(state.request_id, state.num_children))
+        live = set()
+        for state in self._states():
+            live.update((state.request_id, *_children(state.request_id, state.num_children)))
         return live
 
     def _complete(self, output: Any) -> bool:
@@ -435,10 +432,7 @@ class Attached:
                 # The last token does not count: it runs if the next step was prepared before.
                 end = len(output.prompt_ids) + len(output.generated_tokens) - 1
             result = self._planned.retire(output.request_id, end)
-        if result is None:
-            _give(output, {}, None)
-        else:
-            _give(output, result.acts, result.error)
+        _give(output, *(({}, None) if result is None else result[:2]))
         return True
 
     def _reject(self, request_id: str, error: BaseException | None = None) -> None:
