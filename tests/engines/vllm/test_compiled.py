@@ -43,11 +43,12 @@ def engine(models: Any) -> Iterator[Any]:
 
 
 def served(job: Job) -> Job:
-    """The part of a job that a compiled engine serves."""
+    """A job as a compiled engine serves it: one vector per layer, captures of layers."""
     changes: dict[int, Change] = {}
     for each in job.changes:
-        if isinstance(each.hook, fh.Add):
-            changes.setdefault(each.layer, each)
+        own = isinstance(each.hook, fh.Add)
+        hook = each.hook if own else fh.Add(torch.linspace(-2, 2, WIDTH), scale=each.layer + 1.0)
+        changes.setdefault(each.layer, Change(each.layer, hook, each.at))
     kept = tuple(name for name in job.kept if name in KEPT)
     return Job(job.prompt, tuple(changes.values()), kept)
 
