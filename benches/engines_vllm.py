@@ -93,7 +93,9 @@ def measure(llm: Any, plans: list[Any]) -> float:
         finished += [output for output in engine.step() if output.finished]
     spent = time.process_time() - begin
     for output, plan in zip(finished, plans, strict=True):
-        assert len(output.outputs[0].token_ids) == NEW
+        if len(output.outputs[0].token_ids) != NEW:
+            msg = f"{output.request_id} was cut short"
+            raise RuntimeError(msg)
         if "keep" in repr(plan):
             activations(llm, output)
     return spent

@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
-from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
+from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.worker import Served, Worker
 
 WIDTH = 4
@@ -64,7 +64,7 @@ def config(**changes: Any) -> Any:
         ({"use_ubatching": True}, "microbatches"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "KV transfer"),
-        ({"mode": 3}, "compilation"),
+        ({"mode": 3}, "compilation without sites"),
         ({"cudagraph_mode": types.SimpleNamespace(name="FULL")}, "CUDA graphs"),
     ],
 )

@@ -17,7 +17,7 @@ from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.selection import select
-from ferrohook.steering import Intervention
+from ferrohook.steering import Add, Intervention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,18 @@ class Modules:
     Args:
         table: the modules.
         fused: names of modules that vLLM fuses, by the name of the fused one.
+        compiled: True if they are the sites of a compiled engine.
     """
 
-    def __init__(self, table: Mapping[str, ModuleInfo], fused: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        table: Mapping[str, ModuleInfo],
+        fused: Mapping[str, Sequence[str]],
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.table = dict(table)
+        self.compiled = compiled
         self.fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._fused = {whole: [*parts] for whole, parts in fused.items()}
         # `select` works on modules.
@@ -62,13 +70,32 @@ class Modules:
     def to_json(self) -> str:
         """Writes the table as JSON."""
         table = {name: dataclasses.astuple(info) for name, info in self.table.items()}
-        return json.dumps({"table": table, "fused": self._fused})
+        return json.dumps({"table": table, "fused": self._fused, "compiled": self.compiled})
 
     @classmethod
     def from_json(cls, text: str) -> Modules:
         """Reads a table that `to_json` wrote."""
         found = json.loads(text)
-        return cls({name: ModuleInfo(*it) for name, it in found["table"].items()}, found["fused"])
+        table = {name: ModuleInfo(*it) for name, it in found["table"].items()}
+        return cls(table, found["fused"], compiled=found["compiled"])
+
+    def at_sites(self, what: Any) -> tuple[Modules, list[str], Any]:
+        """Returns the table of a compiled engine, its sites and their `output_index`.
+
+        Raises:
+            ValueError: a module cannot be a site, or their outputs differ in kind or width.
+        """
+        found = self.selected(what)
+        kinds = {(info.kind, info.width) for info in found.values()}
+        if len(kinds) > 1:
+            msg = f"the sites of an engine have one kind of output and one width, got {kinds}"
+            raise ValueError(msg)
+        name, info = next(iter(found.items()))
+        refused = dataclasses.replace(
+            NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
+        )
+        table = {name: found.get(name, refused) for name in self.table}
+        return Modules(table, self._fused, compiled=True), [*found], _index(info, name, None)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.
@@ -113,6 +140,8 @@ class Modules:
             except ValueError as error:
                 msg = f"entries[{number}]: {error}"
                 raise ValueError(msg) from None
+        if self.compiled:
+            _check_positions(entries)
         return Plan(*entries)
 
     def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
@@ -120,6 +149,8 @@ class Modules:
             msg = "at is a function, and a plan for an engine is data"
             raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
         found = self.selected(entry.what)
+        if self.compiled:
+            _check_compiled(entry)
         if isinstance(entry, KeepEntry):
             _check_options(entry)
             index = entry.options.get("output_index")
@@ -165,6 +196,31 @@ def _check_hook(entry: HookEntry) -> None:
     if entry.options:
         msg = f"on in an engine takes no option {min(entry.options)!r}"
         raise ValueError(msg)
+
+
+def _check_compiled(entry: HookEntry | KeepEntry) -> None:
+    """Validates an entry for a site: operators add vectors and keep rows."""
+    if isinstance(entry, KeepEntry):
+        own = entry.options.get("inputs") or "output_index" in entry.options
+    else:
+        hook = entry.hook
+        own = not isinstance(hook, Add) or hook.output_index is not None or hook.width in {None, 1}
+        own = own or entry.phase != "forward"
+    if own:
+        msg = (
+            "a compiled engine serves Add of a vector as wide as the module's output, and keep, "
+            "without output_index and inputs"
+        )
+        raise ValueError(msg)
+
+
+def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
+    ats: dict[str, Any] = {}
+    for entry in entries:
+        for name in entry.what if isinstance(entry, HookEntry) else ():
+            if ats.setdefault(name, entry.at) != entry.at:
+                msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
+                raise ValueError(msg)
 
 
 def _check_width(hook: Intervention, name: str, info: ModuleInfo) -> None:

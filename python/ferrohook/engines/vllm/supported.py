@@ -14,6 +14,7 @@ CAPABILITIES: Final = Capabilities(
     served=(
         "interventions and captures of a request, at positions",
         "eager engines, any module that runs once per forward",
+        "compiled engines, Add and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
         "in process, and over HTTP through vllm_xargs",
     ),
@@ -30,8 +31,9 @@ CAPABILITIES: Final = Capabilities(
         "fast prefill with shared KV": "layers skip rows of the prompt",
         "encoders and decoders": "rows of the encoder are no positions of the request",
         "pooling models": "plans travel in SamplingParams",
-        "compilation": "hooks are not in vLLM's graph: start with enforce_eager=True",
-        "CUDA graphs": "a replay runs no hooks: start with enforce_eager=True",
+        "compilation without sites": "hooks are not in vLLM's graph: name the modules by "
+        "additional_config={'ferrohook': {'sites': 'model.layers.*'}}, or enforce_eager=True",
+        "CUDA graphs": "not run on a GPU yet: start with enforce_eager=True",
         "diffusion": "a forward reruns tokens that are not settled",
         "n > 1 with captures": "the children have one id: send n requests",
         "beam search": "vLLM drops extra_args on the way to the beams",
@@ -52,8 +54,13 @@ class BadPlanError(_CLIENT_ERROR, ValueError):  # type: ignore[misc]  # vLLM has
     """Plan with which a request must not be scheduled: vLLM answers 400."""
 
 
-def refusals(config: Any) -> dict[str, str]:
-    """Returns the refused features that a `VllmConfig` uses, with the reasons."""
+def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
+    """Returns the refused features that a `VllmConfig` uses, with the reasons.
+
+    Args:
+        config: the `VllmConfig`.
+        has_sites: modules were named that a compiled engine serves.
+    """
     parallel, compilation = config.parallel_config, config.compilation_config
     model, cache = config.model_config, config.cache_config
     used = {
@@ -69,7 +76,7 @@ def refusals(config: Any) -> dict[str, str]:
         "fast prefill with shared KV": bool(cache.kv_sharing_fast_prefill),
         "encoders and decoders": bool(model.is_encoder_decoder),
         "pooling models": model.runner_type != "generate",
-        "compilation": bool(compilation.mode),
+        "compilation without sites": bool(compilation.mode) and not has_sites,
         "CUDA graphs": getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE",
         "diffusion": bool(model.is_diffusion),
     }

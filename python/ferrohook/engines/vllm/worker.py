@@ -17,12 +17,13 @@ import torch
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
-from ferrohook.engines.vllm.modules import OBSERVED_ROWS, Modules, observe
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, Modules, observe
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep
+from ferrohook.rows.sites import sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,10 @@ class _Admitted:
     prompt_length: int
     plan: Plan
     """Rewritten."""
-    captures: bool
+    row_bytes: int
+    """Bytes that it captures per token, at most; 0 without a capture."""
+    tokens: int = 0
+    """Tokens that ran."""
 
 
 @dataclasses.dataclass
@@ -75,7 +79,7 @@ class Worker:
         self._runner = runner
         self._config = config
         self.options = Options.of(config)
-        self.refused = refusals(config)
+        self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
         self._plans: OrderedDict[str, Plan] = OrderedDict()
@@ -98,6 +102,17 @@ class Worker:
             return
         model = self._runner.get_model()
         modules = observe(model, functools.partial(self._forward, model))
+        if self._config.compilation_config.mode:
+            modules, names, index = modules.at_sites(self.options.sites)
+            scheduler = self._config.scheduler_config
+            self._sites = sites(  # open as long as the engine
+                model,
+                names,
+                max_requests=scheduler.max_num_seqs,
+                max_rows=scheduler.max_num_batched_tokens,
+                output_index=index,
+                width=modules.table[names[0]].width,
+            )
         served = Served(modules, PlannedRequests(model))
         self._test_itself(model, served)
         self.served = served
@@ -122,17 +137,16 @@ class Worker:
         Raises:
             HookError: they are not the rows of the step.
         """
-        names = [
-            name for name, info in served.modules.table.items() if info.kind == "tensor" and name
-        ]
+        table = served.modules.table
+        names = [name for name, info in table.items() if info.refused is None and name]
         if not names:
             return
         whole: list[Tensor] = []
         hook = model.get_submodule(names[0]).register_forward_hook(
-            lambda _module, _args, output: whole.append(output.clone())
+            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
         )
         spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = Plan(keep(names[0]))
+        plan = served.modules.rewritten(Plan(keep(names[0])))
         try:
             for span in spans:
                 with served.planned.admitting(span.request_id, plan):
@@ -166,9 +180,9 @@ class Worker:
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             self._failures[request_id] = error
             return
-        captures = any(isinstance(entry, KeepEntry) for entry in plan.entries)
+        row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(plan))
         self._discard(payload["key"])
-        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, captures)
+        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, row_bytes)
 
     def _loaded(self) -> Served:
         if self.served is None:
@@ -203,8 +217,9 @@ class Worker:
         if admitted is None:
             return
         result = self._loaded().planned.retire(request_id)
-        if result is not None and admitted.captures:
-            self._keep(_Finished(admitted, result, result.acts.nbytes))
+        if result is not None and admitted.row_bytes:
+            # Not that of the activations, which are put together as they are read.
+            self._keep(_Finished(admitted, result, admitted.row_bytes * admitted.tokens))
 
     def _keep(self, finished: _Finished) -> None:
         self._finished[finished.admitted.key] = finished
@@ -240,11 +255,12 @@ class Worker:
         row = 0
         for request_id, count, position in zip(request_ids, counts, positions, strict=True):
             admitted = self._admitted.get(request_id)
+            rows = int(count)
             if admitted is not None:
-                self._spans.append(
-                    Span(request_id, row, int(count), int(position), admitted.prompt_length)
-                )
-            row += int(count)
+                first = int(position)
+                admitted.tokens = max(admitted.tokens, first + rows)
+                self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
+            row += rows
 
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
@@ -351,3 +367,12 @@ class Worker:
                     acts[name] = result.acts[name][inside].cpu().contiguous()
                     positions[name] = expected
         return packed(acts, positions)
+
+
+def _meant(output: Any, info: ModuleInfo) -> Tensor:
+    """Returns a copy of the tensor of an output that is meant."""
+    if info.kind == "stream":
+        hidden, residual = output
+        return hidden + residual  # type: ignore[no-any-return]
+    tensor: Tensor = output if info.kind == "tensor" else output[0]
+    return tensor.clone()
