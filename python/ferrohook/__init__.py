@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ferrohook.activations import capture as capture
     from ferrohook.collecting import Collected as Collected
     from ferrohook.collecting import collect as collect
+    from ferrohook.datasets import ActivationDataset as ActivationDataset
+    from ferrohook.datasets import ActivationStream as ActivationStream
     from ferrohook.groups import HandleGroup as HandleGroup
     from ferrohook.groups import register as register
     from ferrohook.groups import run as run
@@ -79,6 +81,8 @@ __all__ = [
     "STOPPED",
     "Ablate",
     "ActivationCache",
+    "ActivationDataset",
+    "ActivationStream",
     "Add",
     "BackwardHook",
     "Batch",
@@ -141,6 +145,7 @@ __all__ = [
 _NEEDS_TORCH = {
     "activations": ("STOPPED", "ActivationCache", "capture"),
     "collecting": ("Collected", "collect"),
+    "datasets": ("ActivationDataset", "ActivationStream"),
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),

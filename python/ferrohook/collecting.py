@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ferrohook.arguments import describe
+from ferrohook.arguments import describe, expect
 from ferrohook.errors import (
     HookError,
     HookTypeError,
@@ -24,16 +24,20 @@ from ferrohook.errors import (
 from ferrohook.fingerprints import fingerprint
 from ferrohook.manifests import differences, manifest
 from ferrohook.never_fired import MOST_NAMED, explain
+from ferrohook.plans import Plan, Prepared
+from ferrohook.plans.entries import KeepEntry
 from ferrohook.progress import progress_bar
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
 from ferrohook.stores import Store
 
 if TYPE_CHECKING:
+    from ferrohook.conversion import Index
     from ferrohook.selection import Selector
 
 
 Detectors: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
+Mask: TypeAlias = "str | Callable[[Any], Tensor]"
 
 
 class Collected(NamedTuple):
@@ -57,6 +61,12 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     *,
     run: str = "run",
     forward: Callable[[Any], object] | None = None,
+    inputs: bool = False,
+    output_index: object = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    dtype: torch.dtype | None = None,
+    mask: Mask | None = None,
+    plan: Plan | Prepared | None = None,
     progress: bool = True,
 ) -> Collected:
     """Runs a model over batches and stores the outputs of its modules.
@@ -67,12 +77,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     The store stays open.
 
     A run records what it is made of, and is resumed over nothing else: the selected modules and
-    detectors with their options, `forward` by its name, the class of each module, the number of
-    modules in training mode, and a fingerprint of each parameter, buffer and batch. See
-    `ferrohook.fingerprints.fingerprint` for how it is computed: once a call for the model, which
-    reads each parameter once (a forward of one row does so too), and for each batch. Not recorded
-    are code, hooks on the model, and attributes such as the number of heads. Buffers that a forward
-    changes, as those of a BatchNorm in training mode, are those of another model afterwards.
+    detectors with their options, `forward` and `mask` by name, the plan, the class of each module,
+    the number of modules in training mode, and a fingerprint of each parameter, buffer and batch.
+    See `ferrohook.fingerprints.fingerprint` for how it is computed: once a call for the model,
+    which reads each parameter once (a forward of one row does so too), and for each batch. Not
+    recorded are code, hooks on the model, and attributes such as the number of heads. Buffers that
+    a forward changes, as those of a BatchNorm in training mode, are those of another model
+    afterwards.
 
     Args:
         model: any module.
@@ -87,6 +98,14 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         store: the store to write to.
         run: name of the run in the store.
         forward: runs one batch; default: calls the model with it.
+        inputs: store the inputs of the selected modules, as `input`, see `capture`.
+        output_index: part of each output or input to store, see `capture`.
+        slice: part of each tensor to store, see `capture`.
+        dtype: cast floating-point tensors to this dtype.
+        mask: key of a batch, as `"attention_mask"`, or a function of a batch that returns its mask:
+            of a tensor of shape (batch, tokens, width) the vectors at which the mask is not 0 are
+            stored, as (vectors, width). Applied to what `slice` leaves.
+        plan: a plan whose hooks run in each forward. It keeps nothing.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Warns with `NeverFiredWarning` of selected modules that never ran, and with `UnverifiedWarning`
@@ -98,7 +117,8 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         SelectionError: a selector matches no module.
         HookTypeError: an argument has the wrong type.
         HookError: two detectors collected tensors of the same layer and name; a detector has
-            neither a layer nor a `layer_signature`, or has another store; or a detector raised.
+            neither a layer nor a `layer_signature`, or has another store; or a detector raised; the
+            mask does not fit a tensor; or the plan keeps, or was prepared for another model.
         StoreError: the store could not write a tensor.
 
     Examples:
@@ -106,8 +126,13 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         ...     collect(model, batches, "encoder.layer.*", store)
         >>> store.get("run", 0, "encoder.layer.0")["output"].shape
     """
-    _check(model, batches, store, forward)
-    sources = _sources(model, detectors, store)
+    _check(model, batches, store, forward, mask)
+    _check_plan(model, plan)
+    captured = {"inputs": inputs, "output_index": output_index, "slice": slice, "dtype": dtype}
+    options = _not_default({**captured, "mask": mask})
+    sources = _sources(model, detectors, store, captured, options)
+    if plan is not None:
+        options["plan"] = Plan(*plan.entries)
     call = forward or _batch_caller(model)
     ran = skipped = 0
     bar = progress_bar(run, _length(batches), "batch", shown=progress)
@@ -117,12 +142,19 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         if runs.setdefault(run, token) is not token:
             msg = f"run {run!r} is being collected by another call: wait for it, or pass another"
             raise ResumeError(msg)
-        made_of = manifest(model, (text for it in sources for text in it.contents()), forward)
+        texts = (text for it in sources for text in it.contents())
+        made_of = manifest(model, texts, forward, options)
         stored = _Stored.of(store, run, made_of)
         if stored.unverified:
             warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=2)
         # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
-        with Scope() as scope, _attached(sources, scope), bar as advance, _flushing(store):
+        with (
+            _prepared(model, plan) as prepared,
+            Scope() as scope,
+            _attached(sources, scope),
+            bar as advance,
+            _flushing(store),
+        ):
             for number, batch in enumerate(batches):
                 digest = fingerprint(batch)
                 stored.check(number, digest)
@@ -130,9 +162,9 @@ def collect(  # noqa: PLR0913 (the options by keyword)
                     skipped += 1
                 else:
                     with _error_note(number, run):
-                        with torch.inference_mode():
+                        with torch.inference_mode(), _opened(prepared):
                             call(batch)
-                        tensors = _merge_tensors(sources)
+                        tensors = _merge_tensors(sources, _mask_of(batch, mask))
                         with _discarding(store, run, number):
                             if number in stored.known:
                                 store.restart(run, number)
@@ -218,20 +250,66 @@ def _attached(sources: list[Source], scope: Scope) -> Iterator[None]:
             source.detach()
 
 
-def _sources(model: nn.Module, detectors: Any, store: Store) -> list[Source]:
+def _not_default(options: dict[str, Any]) -> dict[str, Any]:
+    """Drops defaults, which are not recorded: runs of earlier versions have none."""
+    return {
+        name: value for name, value in options.items() if value is not None and value is not False
+    }
+
+
+def _sources(
+    model: nn.Module,
+    detectors: Any,
+    store: Store,
+    captured: dict[str, Any],
+    chosen: dict[str, Any],
+) -> list[Source]:
     several = isinstance(detectors, list | tuple | AbstractSet)
     listed = list(detectors) if several else [detectors]
     sources = [source_of(each, model, store) for each in listed if isinstance(each, Collectable)]
     selectors = [each for each in listed if not isinstance(each, Collectable)]
     if selectors or not sources:  # selecting nothing is an error
-        sources.append(CapturedOutputs(model, selectors if several else detectors))
+        what = selectors if several else detectors
+        sources.append(CapturedOutputs(model, what, **captured))
+    elif chosen:
+        msg = f"{min(chosen)} is an option of selected modules: detectors have their own options"
+        raise HookError(msg)
     return sources
 
 
-def _merge_tensors(sources: list[Source]) -> dict[str, dict[str, Tensor]]:
+def _prepared(model: nn.Module, plan: Plan | Prepared | None) -> AbstractContextManager[Any]:
+    return plan.prepare(model) if isinstance(plan, Plan) else nullcontext(plan)
+
+
+def _opened(prepared: Prepared | None) -> AbstractContextManager[object]:
+    if prepared is None:
+        return nullcontext()
+    request = prepared.open()
+    request.stacklevel = 3  # of the caller of `collect`
+    return request
+
+
+def _mask_of(batch: Any, mask: Mask | None) -> Tensor | None:
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        if not isinstance(batch, Mapping) or mask not in batch:
+            msg = f"mask={mask!r} is a key of the batches, and this one has none: pass a function"
+            raise HookError(msg)
+        found = batch[mask]
+    else:
+        found = mask(batch)
+    if not isinstance(found, Tensor) or not found.dim():
+        msg = f"the mask of a batch is a tensor of at least one dimension, got {describe(found)}"
+        raise HookTypeError(msg)
+    return found.detach().to("cpu", torch.bool)
+
+
+def _merge_tensors(sources: list[Source], mask: Tensor | None) -> dict[str, dict[str, Tensor]]:
     merged: dict[str, dict[str, Tensor]] = {}
     for source in sources:
-        for layer, tensors in source.take().items():
+        taken = source.take(mask) if isinstance(source, CapturedOutputs) else source.take()
+        for layer, tensors in taken.items():
             own = merged.setdefault(layer, {})
             if both := own.keys() & tensors.keys():
                 msg = (
@@ -290,7 +368,7 @@ def _length(batches: Iterable[Any]) -> int | None:
     return None
 
 
-def _check(model: object, batches: object, store: object, forward: object) -> None:
+def _check(model: object, batches: object, store: object, forward: object, mask: object) -> None:
     expected = {
         "model is an instance of nn.Module": (model, nn.Module),
         "batches is an iterable of batches": (batches, Iterable),
@@ -303,3 +381,16 @@ def _check(model: object, batches: object, store: object, forward: object) -> No
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
         raise HookTypeError(msg)
+    if not (mask is None or isinstance(mask, str) or callable(mask)):
+        msg = f"collect: mask is a str, a callable or None, got {type(mask).__name__}"
+        raise HookTypeError(msg)
+
+
+def _check_plan(model: nn.Module, plan: object) -> None:
+    expect(plan, (Plan, Prepared, type(None)), "collect: plan is a Plan, or one prepared")
+    if isinstance(plan, Prepared) and plan.model is not model:
+        msg = f"the plan was not prepared for this {model._get_name()}"
+        raise HookError(msg)
+    if isinstance(plan, Plan | Prepared) and any(isinstance(it, KeepEntry) for it in plan.entries):
+        msg = "the plan keeps activations, which collect does not store: pass it without keep()"
+        raise HookError(msg)

@@ -6,9 +6,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.classes import plain_class
-from ferrohook.fingerprints import fingerprints_of
+from ferrohook.fingerprints import fingerprint, fingerprints_of
 from ferrohook.never_fired import MOST_NAMED
+from ferrohook.plans import Plan
 from ferrohook.selection import select
+from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def manifest(
-    model: nn.Module, selection: Iterable[str], forward: Callable[..., object] | None
+    model: nn.Module,
+    selection: Iterable[str],
+    forward: Callable[..., object] | None,
+    options: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Describes a run in plain data.
 
@@ -26,6 +31,8 @@ def manifest(
             the name of their class and by training mode.
         selection: a text for each source of tensors.
         forward: the function that runs a batch; it counts by its name.
+        options: further options; a function counts by its name, tensors and a plan by their
+            fingerprints, other values by their text.
     """
     modules = select(model)
     _reshard(modules.values())
@@ -34,6 +41,7 @@ def manifest(
         "options": {
             "forward": None if forward is None else _name(forward),
             "modules in training mode": sum(module.training for module in modules.values()),
+            **{name: _text(value) for name, value in (options or {}).items()},
         },
         "modules": {name: _name(plain_class(type(it))) for name, it in modules.items()},
         "tensors": fingerprints_of(_parameters_and_buffers(modules)),
@@ -55,6 +63,13 @@ def _name(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
+def _text(value: object) -> str:
+    if callable(value):
+        return _name(value)
+    has_tensors = next(tensors_in(value), None) is not None
+    return fingerprint(value) if has_tensors or isinstance(value, Plan) else repr(value)
+
+
 def _parameters_and_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {
         f"{name}.{key}" if name else key: tensor
@@ -69,9 +84,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names the differences between two manifests; empty if they are equal."""
     selections = (dict.fromkeys(each["selection"]) for each in (before, now))
     options = [
-        f"option {name!r}: {before['options'].get(name)!r}, now {value!r}"
-        for name, value in now["options"].items()
-        if value != before["options"].get(name)
+        f"option {name!r}: {before['options'].get(name)!r}, now {now['options'].get(name)!r}"
+        for name in now["options"] | before["options"]
+        if now["options"].get(name) != before["options"].get(name)
     ]
     return [
         *_changes("selection", *selections),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.activations import capture
+from ferrohook.errors import HookError
 from ferrohook.tensors import tensors_by_path
 
 if TYPE_CHECKING:
@@ -58,27 +59,40 @@ def source_of(collectable: Collectable, model: nn.Module, store: Store) -> Sourc
 
 
 class CapturedOutputs(Source):
-    """Source of the outputs of layers."""
+    """Source of the outputs or inputs of layers.
 
-    def __init__(self, model: nn.Module, what: Selector) -> None:
+    Args:
+        model: the model.
+        what: the layers.
+        options: options of `capture`.
+    """
+
+    def __init__(self, model: nn.Module, what: Selector, **options: Any) -> None:
         # Clones, as the rest of the forward may write in place.
-        self._session = capture(model, what, keep="all", copy="clone", device="cpu").tag.session
+        fixed: Any = {"keep": "all", "copy": "clone", "device": "cpu"}
+        self._session = capture(model, what, **options, **fixed).tag.session
+        self._value = "input" if options.get("inputs") else "output"
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:
         """Captures the calls in a scope."""
         self._activations, _ = self._session.begin(scope)
 
-    def take(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of each output by their paths in it."""
+    def take(self, mask: Tensor | None = None) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors of each value by their paths in it, cut to the rows of a mask."""
+        own = self._value
         taken = {
             layer: {
-                ".".join([f"output#{number}" if number else "output", *map(str, path)]): tensor
-                for number, output in enumerate(calls)
-                for path, tensor in tensors_by_path(output)
+                ".".join([f"{own}#{number}" if number else own, *map(str, path)]): tensor
+                for number, value in enumerate(calls)
+                for path, tensor in tensors_by_path(value)
             }
             for layer, calls in self._activations.items()
         }
+        if mask is not None:
+            for layer, tensors in taken.items():
+                for name, tensor in tensors.items():
+                    tensors[name] = _masked(tensor, mask, f"{name!r} of layer {layer!r}")
         self._session.clear()
         self._ran |= {*taken}
         return taken
@@ -91,3 +105,13 @@ class CapturedOutputs(Source):
         """Returns the layers that never ran."""
         # `clear` drops the session's record of compiled modules that ran; `_ran` has it.
         return [name for name in self._session.silent() if name not in self._ran]
+
+
+def _masked(tensor: Tensor, mask: Tensor, subject: str) -> Tensor:
+    if tensor.shape[: mask.dim()] != mask.shape:
+        msg = (
+            f"{subject} has the shape {tuple(tensor.shape)}, which does not begin with that of the "
+            f"mask, {tuple(mask.shape)}: select other modules, or a part by output_index"
+        )
+        raise HookError(msg)
+    return tensor[mask]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -80,6 +81,9 @@ class LocalStore(Store):
         self._finalizer = weakref.finalize(self, _close, self._writer, self._lock, self._open)
         if self._writer is not None:
             self._writer.start()  # last: if Ctrl-C interrupts it, the finaliser ends the writer
+
+    def __reduce__(self) -> Any:
+        return functools.partial(LocalStore, read_only=True), (self._folder.path,)
 
     def put(  # noqa: D102
         self,
