@@ -9,6 +9,7 @@ from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "Activation",
+    "BatchBase",
     "Attachment",
     "AttachmentContext",
     "Call",
