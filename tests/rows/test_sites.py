@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.compiling import compiled, compiles
+from support.compiling import compiled
 
 WIDTH = 8
 
@@ -69,11 +69,10 @@ def plan_of(vectors: list[Tensor], *, keep: bool) -> fh.Plan:
     return fh.Plan(*entries, *([fh.keep("layers.*")] if keep else []))
 
 
-@pytest.mark.parametrize(
-    "in_graph", [False, pytest.param(True, marks=compiles)], ids=["eager", "compiled"]
-)
+@compiled
+@pytest.mark.parametrize("in_graph", [False, True])
 def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) -> None:
-    chosen, traces = random.Random(0), Traces()
+    chosen, traces = random.Random(0), Traces()  # noqa: S311 (no secret)
     with torch.no_grad(), fh.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH):
         run = torch.compile(model, backend=traces, fullgraph=True) if in_graph else model
         x = torch.randn(12, WIDTH)
@@ -198,9 +197,9 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         fine = good.open()
         for plan, message in refused:
             request = plan.prepare(model).open()
-            with pytest.raises(fh.RowsError, match=message) as raised:
-                with fh.batch({fine: 0, request: 1}):
-                    pass
+            batch = fh.batch({fine: 0, request: 1})
+            with pytest.raises(fh.RowsError, match=message) as raised, batch:
+                pass
             assert raised.value.member is request
         with (
             pytest.raises(fh.RowsError, match="requests of plans"),

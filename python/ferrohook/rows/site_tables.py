@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,35 @@ def serving_sites(models: list[nn.Module]) -> Sites | None:
     return _OPEN.get(models[0]) if models else None
 
 
+class _Form(NamedTuple):
+    """Sizes of tables, and the tensors of the sites."""
+
+    max_requests: int
+    max_rows: int
+    width: int
+    dim: int
+    part: Any
+    like: dict[str, Any]
+    """Dtype and device."""
+
+
 class _Kept(NamedTuple):
     """A capture of a plan at a site."""
 
     site: int
     capture: int
-    index: int
+    place: int
+    """Index of its name in the collector."""
     at: At
+
+
+class _Wanted(NamedTuple):
+    """Rows that a request keeps of the calls since the tables were written."""
+
+    request: Request
+    kept: _Kept
+    rows: list[int]
+    positions: list[int] | None
 
 
 class _Program(NamedTuple):
@@ -62,20 +84,10 @@ class _Program(NamedTuple):
 class Sites:
     """Sites of a model, see `sites`. A context manager: leaving it closes them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        modules: dict[str, nn.Module],
-        sizes: tuple[int, int, int],
-        dim: int,
-        part: Any,
-        like: dict[str, Any],
-    ) -> None:
-        self.max_requests, self.max_rows, width = sizes
-        self.dim = dim
-        self.names = [*modules]
-        self._part = part
-        count = len(modules)
+    def __init__(self, model: nn.Module, names: list[str], form: _Form) -> None:
+        self.max_requests, self.max_rows, width, self.dim, self._part, like = form
+        self.names = names
+        count = len(names)
         self._table = torch.full((count, self.max_requests + 1, width), NOBODY, **like)
         self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
@@ -84,7 +96,7 @@ class Sites:
         self._slots: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Prepared, _Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
-        self._wanted: list[tuple[Request, _Kept, list[int], list[int] | None]] = []
+        self._wanted: list[_Wanted] = []
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
         # The model too, which is where the plans of requests begin: instrumenting it later would
@@ -107,7 +119,7 @@ class Sites:
         dim, part = self.dim, self._part
 
         def changed(x: Tensor) -> Tensor:
-            return operators.steer(x, table, index, dim)
+            return cast("Tensor", operators.steer(x, table, index, dim))
 
         def keep(x: Tensor) -> None:
             operators.tap(x.detach(), kept, calls, places, dim)
@@ -295,46 +307,18 @@ class Sites:
         if batch is None:
             return
         self._collect()
-        base = [0] * self.max_rows
-        index: Any = None
-        places: Any = None
-        self._wanted = []
+        rows = _Rows(len(self.names), self.max_rows)
         for number, request in enumerate(batch.members):
-            if request.failed or not isinstance(request, Request):
+            own = batch._rows(number)
+            if request.failed or not own or not isinstance(request, Request):
                 continue
             prepared = request.prepared
-            program, slot, rows = (
-                self._programs[prepared],
-                self._slots[prepared],
-                batch._rows(number),
-            )
-            own = None if positions is None else [positions[row] for row in rows]
-            if not rows:
-                continue
-            if program.changes == [(None, [*range(len(self.names))])]:
-                for row in rows:
-                    base[row] = slot
-            elif program.changes:
-                index = index if index is not None else torch.zeros_like(self._index, device="cpu")
-                for at, sites in program.changes:
-                    chosen = [rows[place] for place in _chosen(request, at, own, len(rows))]
-                    index[torch.tensor(sites)[:, None], torch.tensor(chosen, dtype=torch.long)] = (
-                        slot
-                    )
-            for kept in program.kept:
-                chosen = _chosen(request, kept.at, own, len(rows))
-                if places is None:
-                    places = torch.full_like(self._places, self.max_rows, device="cpu")
-                taken = [rows[place] for place in chosen]
-                places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
-                at = None if own is None else [own[place] for place in chosen]
-                self._wanted.append((request, kept, taken, at))
-        rows_of_all = torch.tensor(base)
-        self._index.copy_(rows_of_all if index is None else index + rows_of_all)
-        if places is not None:
-            self._places.copy_(places)
-        elif self._wanted:
-            self._places.fill_(self.max_rows)
+            program, slot = self._programs[prepared], self._slots[prepared]
+            at = None if positions is None else [positions[row] for row in own]
+            rows.add(request, program, slot, own, at)
+        self._index.copy_(rows.index())
+        self._places.copy_(rows.places)
+        self._wanted = rows.wanted
         self._calls.zero_()
 
     def _collect(self) -> None:
@@ -369,7 +353,7 @@ class Sites:
                     own = own[first : last + 1]
                 else:
                     own = own[[at[row] for row in taken]]
-                store_rows(request.collector(each.capture), each.index, own, positions)
+                store_rows(request.collector(each.capture), each.place, own, positions)
             except HookError as error:
                 request.fail(error)
 
@@ -381,6 +365,52 @@ class Sites:
             self._index.zero_()
             self._places.fill_(self.max_rows)
             self._serving = None
+
+
+class _Rows:
+    """Rows of the members of a batch at each site, as the tables take them."""
+
+    def __init__(self, sites: int, count: int) -> None:
+        self._everywhere = [0] * count
+        """Slot of each row, for plans that change all sites at all positions."""
+        self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
+        self._shape = sites, count
+        self.places = torch.tensor(count)
+        self.wanted: list[_Wanted] = []
+
+    def add(
+        self,
+        request: Request,
+        program: _Program,
+        slot: int,
+        rows: list[int],
+        positions: list[int] | None,
+    ) -> None:
+        """Adds the rows of a request."""
+        sites, count = self._shape
+        if program.changes == [(None, [*range(sites)])]:
+            for row in rows:
+                self._everywhere[row] = slot
+        elif program.changes:
+            if not self._at_sites.numel():
+                self._at_sites = torch.zeros(sites, count, dtype=torch.long)
+            for at, changed in program.changes:
+                chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
+                columns = torch.tensor(chosen, dtype=torch.long)
+                self._at_sites[torch.tensor(changed)[:, None], columns] = slot
+        for kept in program.kept:
+            if not self.places.dim():
+                self.places = torch.full((sites, count), count)
+            places = _chosen(request, kept.at, positions, len(rows))
+            taken = [rows[place] for place in places]
+            self.places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
+            known = None if positions is None else [positions[place] for place in places]
+            self.wanted.append(_Wanted(request, kept, taken, known))
+
+    def index(self) -> Tensor:
+        """Returns the slot of each row at each site."""
+        everywhere = torch.tensor(self._everywhere)
+        return everywhere + self._at_sites if self._at_sites.numel() else everywhere
 
 
 def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
@@ -460,8 +490,9 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         dtype, device = dtype or parameter.dtype, device or parameter.device
     like = {"dtype": dtype or torch.get_default_dtype(), "device": device or "cpu"}
     with torch.inference_mode(mode=False):
-        sizes = max_requests, max_rows, at_least_one("width", width)
-        return Sites(model, modules, sizes, dim, output_index, like)
+        width = at_least_one("width", width)
+        form = _Form(max_requests, max_rows, width, dim, output_index, like)
+        return Sites(model, [*modules], form)
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
@@ -470,7 +501,7 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
     hidden = getattr(config, "hidden_size", None)
     if isinstance(hidden, int):
         return hidden
-    widths = set()
+    widths: set[int | None] = set()
     for module in modules.values():
         if isinstance(module, nn.Linear):
             widths.add(module.out_features)
@@ -480,7 +511,8 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
             widths.add(module.normalized_shape[-1])
         else:
             widths.add(None)
-    if len(widths) != 1 or None in widths:
+    (known,) = widths if len(widths) == 1 else (None,)
+    if known is None:
         msg = "the width of the sites' tensors is not known: give width"
         raise HookTypeError(msg)
-    return int(widths.pop())
+    return known
