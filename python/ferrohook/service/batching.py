@@ -313,8 +313,8 @@ class Batcher(Generic[In, Out]):
         rows = consecutive(members)
         try:
             output = self._share(members, rows)
-        except Exception as error:  # noqa: BLE001 (of one of them or of all: each finds out alone)
-            LOG.warning("a forward of %d requests failed, each repeats it: %r", len(members), error)
+        except Exception as why:  # noqa: BLE001 (of one of them or of all: each finds out alone)
+            LOG.warning("a forward of %d requests failed, each repeats it: %r", len(members), why)
             return tickets
         for ticket, request in members.items():
             error = request.error if request is not None and request.failed else None
