@@ -268,13 +268,17 @@ def test_a_forward_has_the_latest_deadline_of_its_requests(make: Any, model: Rec
 # Failing
 
 
-def test_a_failing_request_fails_alone(make: Any, model: Recorder) -> None:
+def test_a_failing_request_fails_alone(
+    make: Any, model: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
     batcher = make(max_requests=3)
     futures = [send(batcher, value) for value in (1, -1, 2)]
     assert [futures[place].result(LIMIT).value for place in (0, 2)] == [[2.0], [4.0]]
     with pytest.raises(ArithmeticError, match="-1 is in the batch"):
         futures[1].result(LIMIT)
     assert model.batches == [[1, -1, 2], [1], [-1], [2]]
+    (logged,) = caplog.messages
+    assert logged.startswith("a forward of 3 requests failed, each repeats it: ArithmeticError(")
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, SystemExit])

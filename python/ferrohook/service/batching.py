@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 COUNTS: Final = ("rows_seen", "rows_changed", "hooks_failed")
+LOG = logging.getLogger("ferrohook")
 CLOSED: Final = "the batcher was closed: send the request to another instance of the service"
 
 
@@ -311,7 +313,8 @@ class Batcher(Generic[In, Out]):
         rows = consecutive(members)
         try:
             output = self._share(members, rows)
-        except Exception:  # noqa: BLE001 (of one of them or of all: each finds out alone)
+        except Exception as why:  # noqa: BLE001 (of one of them or of all: each finds out alone)
+            LOG.warning("a forward of %d requests failed, each repeats it: %r", len(members), why)
             return tickets
         for ticket, request in members.items():
             error = request.error if request is not None and request.failed else None
