@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.engines.steps import Step
+    from ferrohook.engines.steps import Span, Step
     from ferrohook.plans import Request
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.rows import Batch
@@ -268,42 +268,38 @@ class PlannedRequests:
             gathered: modules that see other rows, see `batch`.
         """
         with contextlib.ExitStack() as stack:
-            while batch := self._batch(step, gathered):
+            while members := self._members_of(step):
                 try:
-                    stack.enter_context(batch)
+                    stack.enter_context(self._batch(step, members, gathered))
                     break
                 except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-                    self._blame(batch.members, error)
+                    _blame([member for _, member in members], error)
             yield
 
-    def _batch(self, step: Step, gathered: Mapping[Any, Any] | None) -> Batch | None:
-        """Makes the batch of a step's members; None without any."""
+    def _members_of(self, step: Step) -> list[tuple[Span, _Member]]:
+        """Returns the spans of a step whose requests have a plan and did not fail."""
+        return [
+            (span, member)
+            for span in step.spans
+            if (member := self._members.get(span.request_id)) is not None and member.failure is None
+        ]
+
+    def _batch(
+        self, step: Step, members: list[tuple[Span, _Member]], gathered: Mapping[Any, Any] | None
+    ) -> Batch:
         rows, lengths = {}, {}
-        for span in step.spans:
-            member = self._members.get(span.request_id)
-            if member is not None and member.failure is None:
-                member.start = min(member.start, span.position)
-                rows[member.request] = slice(span.first_row, span.first_row + span.rows)
-                lengths[member.request] = span.prompt_length
-        if not rows:
-            return None
+        for span, member in members:
+            member.start = min(member.start, span.position)
+            rows[member.request] = slice(span.first_row, span.first_row + span.rows)
+            lengths[member.request] = span.prompt_length
         return batch(
             rows,
             self._dim,
             positions=step.positions,
             lengths=lengths,
             gathered=gathered,
-            warn=False,  # of a step: in a chunk of a prompt a head has no rows
+            warn=False,  # of one step: in a chunk of a prompt a head has no rows
         )
-
-    def _blame(self, requests: Collection[object], error: Exception) -> None:
-        """Fails the requests for which a batch was not entered: the closed ones, else all."""
-        members = [each for each in self._members.values() if each.request in requests]
-        closed = [each for each in members if each.closed]
-        for member in closed:
-            member.failure = HookError("the plan of the request was closed while it ran")
-        for member in () if closed else members:
-            member.failure = error
 
     def failure_of(self, request_id: str) -> BaseException | None:
         """Returns the failure of a request, None without one."""
@@ -337,3 +333,12 @@ class PlannedRequests:
             return None
         member.request.close()
         return member.result(end)
+
+
+def _blame(members: list[_Member], error: Exception) -> None:
+    """Fails the requests for which no batch was entered: the closed ones, else all."""
+    closed = [each for each in members if each.closed]
+    for member in closed:
+        member.failure = HookError("the plan of the request was closed while it ran")
+    for member in () if closed else members:
+        member.failure = error

@@ -416,7 +416,7 @@ class Attached:
 
     def _live(self) -> set[str]:
         """Returns the ids of the engine's requests, and of their forks to come."""
-        live = set()
+        live: set[str] = set()
         for state in self._states():
             live.update((state.request_id, *_children(state.request_id, state.num_children)))
         return live
