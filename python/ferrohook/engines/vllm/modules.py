@@ -218,7 +218,8 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
     ats: dict[str, Any] = {}
     for entry in entries:
         for name in entry.what if isinstance(entry, HookEntry) else ():
-            if ats.setdefault(name, entry.at) != entry.at:
+            at: Any = entry.at
+            if ats.setdefault(name, at) != at:
                 msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
                 raise ValueError(msg)
 
