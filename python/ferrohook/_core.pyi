@@ -9,9 +9,9 @@ from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "Activation",
-    "BatchBase",
     "Attachment",
     "AttachmentContext",
+    "BatchBase",
     "Call",
     "CallCache",
     "CallCounter",

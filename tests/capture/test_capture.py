@@ -179,10 +179,13 @@ def test_output_index_selects_one_element() -> None:
     assert torch.equal(captured(Data(t, u), output_index="second"), u)
     assert torch.equal(captured(Named(t, u), output_index="second"), u)
     assert captured((t, {"x": u}), output_index=1)["x"] is u
+    assert torch.equal(captured((u, 2 * u), output_index="sum"), 3 * u)
+    assert captured({"sum": t}, output_index="sum") is t
 
 
 @pytest.mark.parametrize(
-    ("value", "index"), [((1, 2), 2), ({"a": 1}, "b"), ((1, 2), "b"), (Data(1), 0), (None, 0)]
+    ("value", "index"),
+    [((1, 2), 2), ({"a": 1}, "b"), ((1, 2), "b"), ((1, 2, 3), "sum"), (Data(1), 0), (None, 0)],
 )
 def test_a_missing_output_index_raises_and_the_model_works_afterwards(
     value: Any, index: Any

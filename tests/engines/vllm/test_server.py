@@ -31,6 +31,7 @@ from support.vllm_engine import ENVIRONMENT, EOS, WIDTH, Answer, random_jobs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
 NEW = 10
 PROMPT = [*range(10, 60)]
 VECTOR = torch.linspace(-2, 2, WIDTH)

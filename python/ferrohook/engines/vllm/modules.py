@@ -217,8 +217,10 @@ def _check_compiled(entry: HookEntry | KeepEntry) -> None:
 def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
     ats: dict[str, Any] = {}
     for entry in entries:
-        for name in entry.what if isinstance(entry, HookEntry) else ():
-            if ats.setdefault(name, entry.at) != entry.at:
+        at: Any = entry.at
+        names: Any = entry.what if isinstance(entry, HookEntry) else ()  # a list, as rewritten
+        for name in names:
+            if ats.setdefault(name, at) != at:
                 msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
                 raise ValueError(msg)
 
