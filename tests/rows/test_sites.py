@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -178,6 +179,37 @@ def test_gradients_pass_through(model: Model) -> None:
     with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         (grad,) = torch.autograd.grad(model(x).square().sum(), x)
     assert torch.allclose(grad, expected)
+
+
+def test_calls_in_other_contexts_are_not_served(model: Model) -> None:
+    vectors = [torch.randn(WIDTH) for _ in range(3)]
+    prepared, x = plan_of(vectors, keep=True).prepare(model), torch.randn(6, WIDTH)
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+        request, found = prepared.open(), []
+        with fh.batch({request: slice(0, 2)}):
+            out = model(x[:3])
+            thread = threading.Thread(target=lambda: found.append(model(x)))
+            thread.start()
+            thread.join()
+        assert torch.allclose(found[0], by_hand(model, x, [])[-1])
+        expected = by_hand(model, x[:3], [(slice(0, 2), vectors)])
+        assert torch.allclose(out, expected[-1], atol=1e-6)
+        assert torch.allclose(request.acts["layers.2"], expected[-1][:2], atol=1e-6)
+        assert torch.allclose(model(x), found[0])  # more rows than the tables have
+
+
+def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
+    vectors = [torch.randn(WIDTH) for _ in range(3)]
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=2, max_rows=2, width=WIDTH):
+        plans = [plan_of(vectors, keep=keep).prepare(model) for keep in (False, True)]
+        steered, kept = (each.open() for each in plans)
+        x = torch.randn(2, 3, WIDTH)
+        with fh.batch({steered: 0, kept: 1}):
+            out = model(x)
+    both = [(slice(0, 2), vectors)]
+    assert torch.allclose(out, by_hand(model, x, both)[-1], atol=1e-6)
+    assert steered.error is None
+    assert "not of (rows, width)" in str(kept.error)
 
 
 def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, store_rows
+from ferrohook._core import Attachment, frames, store_rows
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.groups import register
@@ -98,6 +98,8 @@ class Sites:
         self._serving: BatchBase | None = None
         self._wanted: list[_Wanted] = []
         self._lock = threading.Lock()
+        operators.own(self._index, self)
+        operators.own(self._places, self)
         self._model = weakref.ref(model)
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
@@ -173,6 +175,11 @@ class Sites:
 
     def __repr__(self) -> str:
         return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
+
+    def serves_here(self) -> bool:
+        """True in a context that has entered the batch that it serves."""
+        batch = self._serving
+        return batch is not None and batch in frames.get()
 
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is entered.
@@ -331,31 +338,37 @@ class Sites:
         if ran is None or any(ran):
             for number in range(len(batch.members)):
                 batch._mark_ran(number)
-        rows = sorted({row for _, _, taken, _ in wanted for row in taken})
+        rows = sorted({row for each in wanted for row in each.rows})
         if not rows or ran is None:
             return
         at = {row: place for place, row in enumerate(rows)}
         kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
-        for request, each, taken, positions in wanted:
-            if request.failed or not ran[each.site] or not taken:
+        for each in wanted:
+            calls = ran[each.kept.site]
+            if each.request.failed or not calls or not each.rows:
                 continue
             try:
-                if ran[each.site] > 1:
-                    name = self.names[each.site]
-                    msg = (
-                        f"{name!r} ran {ran[each.site]} times in one batch, and a site keeps the "
-                        "last: make a batch for each call"
-                    )
-                    raise RowsError(msg)
-                first, last = at[taken[0]], at[taken[-1]]
-                own = kept[each.site]
-                if last - first + 1 == len(taken) and taken == sorted(taken):
-                    own = own[first : last + 1]
-                else:
-                    own = own[[at[row] for row in taken]]
-                store_rows(request.collector(each.capture), each.place, own, positions)
+                self._check_calls(each.kept.site, calls)
+                own = _taken(kept[each.kept.site], [at[row] for row in each.rows])
+                collector = each.request.collector(each.kept.capture)
+                store_rows(collector, each.kept.place, own, each.positions)
             except HookError as error:
-                request.fail(error)
+                each.request.fail(error)
+
+    def _check_calls(self, site: int, calls: int) -> None:
+        name = self.names[site]
+        if calls < 0:
+            msg = (
+                f"the output of {name!r} is not of (rows, width), with rows in dimension "
+                f"{self.dim} and a width of {self._kept.shape[-1]}: a site cannot keep it"
+            )
+            raise RowsError(msg)
+        if calls > 1:
+            msg = (
+                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
+                "for each call"
+            )
+            raise RowsError(msg)
 
     def end_service(self) -> None:
         """Stores what was kept, and ends the service of a batch."""
@@ -365,6 +378,14 @@ class Sites:
             self._index.zero_()
             self._places.fill_(self.max_rows)
             self._serving = None
+
+
+def _taken(kept: Tensor, places: list[int]) -> Tensor:
+    """Takes rows: a view where they stand in order, one behind the other."""
+    first = places[0]
+    if places == [*range(first, first + len(places))]:
+        return kept[first : first + len(places)]
+    return kept[places]
 
 
 class _Rows:
@@ -446,8 +467,11 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
     `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
     `keep`. A request whose plan needs anything else, or another module, is refused as the batch is
-    entered. Sites serve one batch at a time, with any calls of the model meanwhile; captures are of
-    one call in each batch (or between two calls of `Batch.move`).
+    entered. Sites serve one batch at a time; captures are of one call in each batch (or between two
+    calls of `Batch.move`). A request that fails has its rows steered until the next of these.
+
+    On the CPU, calls in contexts that have not entered the batch are not served. A GPU has one
+    table for all calls: make none beside the batch.
 
     Several vectors that a request adds at a site are added up first.
 
