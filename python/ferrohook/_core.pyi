@@ -8,9 +8,9 @@ from typing import Any, Final, Literal, Protocol, Self, TypeAlias, TypeVar, fina
 from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
-    "BatchBase",
     "Attachment",
     "AttachmentContext",
+    "BatchBase",
     "Call",
     "CallCache",
     "CallCounter",
