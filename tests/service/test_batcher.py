@@ -522,8 +522,8 @@ def test_the_line_loses_nobody_and_lets_nobody_overtake(
         line.append(ticket)
     left = [ticket for ticket in tickets if data.draw(st.integers(0, 5)) == 0]
     for ticket in left:
-        line.remove(ticket)
-        line.remove(ticket)
+        line.remove(ticket.future)
+        line.remove(ticket.future)
     waiting = [ticket for ticket in tickets if ticket not in left]
     assert len(line) == len(waiting)
     taken: list[Ticket[int]] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +262,37 @@ def test_the_deadline_of_one_request_passes_in_the_forward(
         assert second.result(LIMIT).value == [[1.0]]
         assert begun.is_set()
         assert batcher.snapshot()["hooks_failed"] == 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_answered_request_is_freed_without_a_collection(
+    model: Model, plans: PreparedPlans, *, alone: bool
+) -> None:
+    prepared, items, requests = plans.prepare(add(1) + KEEP), [], []
+
+    def opened() -> fh.Request:
+        request = prepared.open()
+        requests.append(weakref.ref(request))
+        return request
+
+    batcher: Batcher[Tensor, Any] = Batcher(
+        model, torch.cat, lambda output, rows: output[rows].tolist(), max_requests=2, max_wait=LIMIT
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        with batcher:
+            futures = []
+            for _ in range(2):
+                x = torch.zeros(1, 1)
+                items.append(weakref.ref(x))
+                futures.append(batcher.submit(x, opened, alone=alone))
+            del x
+            assert [future.result(LIMIT).value for future in futures] == [[[1.0]]] * 2
+            futures.clear()
+        assert [ref() for ref in (*items, *requests)] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_threads_with_plans_of_their_own(model: Model, plans: PreparedPlans) -> None:

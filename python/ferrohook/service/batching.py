@@ -185,10 +185,11 @@ class Batcher(Generic[In, Out]):
             try:
                 self._start_worker()
             except RuntimeError:  # the interpreter ends
-                self._line.remove(ticket)
+                self._line.remove(ticket.future)
                 raise
             self._changed.notify()
-        ticket.future.add_done_callback(lambda _: self._leave(ticket))
+        # Not a function that refers to the ticket: a future keeps its callbacks, and the ticket it.
+        ticket.future.add_done_callback(self._leave)
         return ticket.future
 
     async def run(
@@ -256,11 +257,11 @@ class Batcher(Generic[In, Out]):
             self._gathering = True
             self._working += 1
 
-    def _leave(self, ticket: Ticket[In]) -> None:
-        """Removes a ticket that was cancelled."""
-        if ticket.future.cancelled():
+    def _leave(self, future: Future[Any]) -> None:
+        """Removes the ticket of a future that was cancelled."""
+        if future.cancelled():
             with self._changed:
-                self._line.remove(ticket)
+                self._line.remove(future)
                 self._changed.notify()
 
     def _work(self) -> None:

@@ -91,12 +91,14 @@ class Line(Generic[In]):
         self._length = max(self._length, ticket.length)
         self._alone |= ticket.alone
 
-    def remove(self, ticket: Ticket[In]) -> None:
-        """Removes a ticket, if it still waits."""
-        tickets = self._clients.get(ticket.client)
-        if tickets is not None and ticket in tickets:
-            tickets.remove(ticket)
-            self._forget(ticket)
+    def remove(self, future: Future[Any]) -> None:
+        """Removes the ticket of a future, if it still waits."""
+        for tickets in self._clients.values():
+            for ticket in tickets:
+                if ticket.future is future:
+                    tickets.remove(ticket)
+                    self._forget(ticket)
+                    return
 
     def _forget(self, ticket: Ticket[In]) -> None:
         self._requests -= 1
