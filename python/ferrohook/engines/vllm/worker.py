@@ -23,7 +23,7 @@ from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep
-from ferrohook.rows.sites import sites
+from ferrohook.rows.site_tables import sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
