@@ -17,7 +17,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import operators
-from ferrohook.rows.positions import places_of
+from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, taken_from
 from ferrohook.selection import select
 from ferrohook.steering import Add
 
@@ -52,35 +52,6 @@ class _Form(NamedTuple):
     """Dtype and device."""
 
 
-class _Kept(NamedTuple):
-    """A capture of a plan at a site."""
-
-    site: int
-    capture: int
-    place: int
-    """Index of its name in the collector."""
-    at: At
-
-
-class _Wanted(NamedTuple):
-    """Rows that a request keeps of the calls since the tables were written."""
-
-    request: Request
-    kept: _Kept
-    rows: list[int]
-    positions: list[int] | None
-
-
-class _Program(NamedTuple):
-    """Work of a plan at sites."""
-
-    vectors: Tensor
-    """A row for each site: (sites, width)."""
-    changes: list[tuple[At, list[int]]]
-    """Positions, and the sites that are changed at them."""
-    kept: list[_Kept]
-
-
 class Sites:
     """Sites of a model, see `sites`. A context manager: leaving it closes them."""
 
@@ -94,9 +65,9 @@ class Sites:
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
         self._slots: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
-        self._programs: weakref.WeakKeyDictionary[Prepared, _Program] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[Wanted] = []
         self._lock = threading.Lock()
         operators.own(self._index, self)
         operators.own(self._places, self)
@@ -233,7 +204,7 @@ class Sites:
             raise HookError(msg)
         return prepared
 
-    def _program(self, prepared: Prepared) -> _Program:
+    def _program(self, prepared: Prepared) -> Program:
         model = self._model()
         if model is None or prepared.model is not model:
             msg = "the plan was prepared for another model than the sites"
@@ -262,7 +233,7 @@ class Sites:
             capture, places = next(captures)
             sites = [paths[id(module)] for module in modules.values()]
             kept += [
-                _Kept(site, capture, index, entry.at)
+                Kept(site, capture, index, entry.at)
                 for site, index in zip(sites, places.values(), strict=True)
             ]
         changes: list[tuple[At, list[int]]] = []
@@ -272,7 +243,7 @@ class Sites:
                 changes.append((at, [site]))
             else:
                 same.append(site)
-        return _Program(vectors, changes, kept)
+        return Program(vectors, changes, kept)
 
     def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
         reason = None
@@ -314,7 +285,7 @@ class Sites:
         if batch is None:
             return
         self._collect()
-        rows = _Rows(len(self.names), self.max_rows)
+        rows = SiteRows(len(self.names), self.max_rows)
         for number, request in enumerate(batch.members):
             own = batch._rows(number)
             if request.failed or not own or not isinstance(request, Request):
@@ -349,7 +320,7 @@ class Sites:
                 continue
             try:
                 self._check_calls(each.kept.site, calls)
-                own = _taken(kept[each.kept.site], [at[row] for row in each.rows])
+                own = taken_from(kept[each.kept.site], [at[row] for row in each.rows])
                 collector = each.request.collector(each.kept.capture)
                 store_rows(collector, each.kept.place, own, each.positions)
             except HookError as error:
@@ -378,75 +349,6 @@ class Sites:
             self._index.zero_()
             self._places.fill_(self.max_rows)
             self._serving = None
-
-
-def _taken(kept: Tensor, places: list[int]) -> Tensor:
-    """Takes rows: a view where they stand in order, one behind the other."""
-    first = places[0]
-    if places == [*range(first, first + len(places))]:
-        return kept[first : first + len(places)]
-    return kept[places]
-
-
-class _Rows:
-    """Rows of the members of a batch at each site, as the tables take them."""
-
-    def __init__(self, sites: int, count: int) -> None:
-        self._everywhere = [0] * count
-        """Slot of each row, for plans that change all sites at all positions."""
-        self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
-        self._shape = sites, count
-        self.places = torch.tensor(count)
-        self.wanted: list[_Wanted] = []
-
-    def add(
-        self,
-        request: Request,
-        program: _Program,
-        slot: int,
-        rows: list[int],
-        positions: list[int] | None,
-    ) -> None:
-        """Adds the rows of a request."""
-        sites, count = self._shape
-        if program.changes == [(None, [*range(sites)])]:
-            for row in rows:
-                self._everywhere[row] = slot
-        elif program.changes:
-            if not self._at_sites.numel():
-                self._at_sites = torch.zeros(sites, count, dtype=torch.long)
-            for at, changed in program.changes:
-                chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
-                columns = torch.tensor(chosen, dtype=torch.long)
-                self._at_sites[torch.tensor(changed)[:, None], columns] = slot
-        for kept in program.kept:
-            if not self.places.dim():
-                self.places = torch.full((sites, count), count)
-            places = _chosen(request, kept.at, positions, len(rows))
-            taken = [rows[place] for place in places]
-            self.places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
-            known = None if positions is None else [positions[place] for place in places]
-            self.wanted.append(_Wanted(request, kept, taken, known))
-
-    def index(self) -> Tensor:
-        """Returns the slot of each row at each site."""
-        everywhere = torch.tensor(self._everywhere)
-        return everywhere + self._at_sites if self._at_sites.numel() else everywhere
-
-
-def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
-    """Returns the places of the positions `at` among a request's rows.
-
-    Raises:
-        RowsError: they are not known.
-    """
-    if at is None:
-        return [*range(count)]
-    if positions is None:
-        msg = f"positions {at!r} at a site are found from the batch's: give it positions"
-        raise RowsError(msg)
-    ((places, _, _),) = places_of([at], positions, request.prompt_lengths, 0)
-    return places
 
 
 def sites(  # noqa: PLR0913 (all but the first two by keyword)
