@@ -148,7 +148,7 @@ class BatchLimits(BaseModel):
 
 
 class Capabilities(BaseModel):
-    """What a request may ask for."""
+    """Capabilities: plans, limits and modules that a request may ask for."""
 
     ferrohook: str
     """Version of the library."""
