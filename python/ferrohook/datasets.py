@@ -19,8 +19,8 @@ from ferrohook.stores import Store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-MAPPED = 64
-"""Batches of a store that a data set has mapped at a time."""
+MAPPED = 4096
+"""Batches of a store that a data set has mapped at a time: Linux allows 65,530 of a process."""
 
 _Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -134,10 +134,11 @@ class ActivationDataset(Dataset[Tensor]):
     def _gather(self, numbers: _Numbers) -> Tensor:
         places = np.searchsorted(self.ends, numbers, side="right")
         rows = self._empty.new_empty(len(numbers), self.width)
-        for place in np.unique(places):
-            (own,) = np.nonzero(places == place)
+        order = np.argsort(places, kind="stable")
+        found, starts = np.unique(places[order], return_index=True)
+        for place, own in zip(found.tolist(), np.split(order, starts)[1:], strict=True):
             within = numbers[own] - (self.ends[place] - self.sizes[place])
-            rows[torch.from_numpy(own)] = self._mapped(int(place))[torch.from_numpy(within)]
+            rows[torch.from_numpy(own)] = self._mapped(place)[torch.from_numpy(within)]
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
