@@ -136,7 +136,7 @@ def load(texts: list[str]) -> tuple[nn.Module, list[dict[str, Tensor]], list[lis
         dict(tokenizer(texts[start : start + TEXTS_OF_A_BATCH], padding=True, return_tensors="pt"))
         for start in range(0, len(texts), TEXTS_OF_A_BATCH)
     ]
-    tokens: Any = [
+    tokens = [
         tokenizer.convert_ids_to_tokens(ids[mask.bool()])
         for batch in batches
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
