@@ -10,6 +10,7 @@ from typing_extensions import Buffer, disjoint_base
 __all__ = [
     "Attachment",
     "AttachmentContext",
+    "BatchBase",
     "Call",
     "CallCache",
     "CallCounter",

@@ -181,8 +181,8 @@ def test_tables_are_made_anew_only_when_requests_change(model: nn.Sequential) ->
     a, b, c = (each.open() for each in prepared)
     stacks = []
     for members in ([a, b], [a, b], [a, b, c], [a, b], [a, b, c]):
-        with torch.no_grad(), fh.batch({each: at for at, each in enumerate(members)}):
-            with Operations() as operations:
-                model(torch.randn(len(members), WIDTH))
+        rows = {each: at for at, each in enumerate(members)}
+        with torch.no_grad(), fh.batch(rows), Operations() as operations:
+            model(torch.randn(len(members), WIDTH))
         stacks.append(operations.counts["stack.default"])
     assert stacks == [1, 0, 1, 0, 0]

@@ -91,9 +91,9 @@ def test_at(model: nn.Sequential, at: object, chosen: list[int], python: bool, l
 
 def test_the_length_of_a_prompt_is_remembered_or_refused(model: nn.Sequential) -> None:
     request = fh.Plan(fh.on("1", fh.Zero(), at="generated")).prepare(model).open()
-    with pytest.raises(fh.RowsError, match="give lengths"):
-        with fh.batch({request: 0}, positions=torch.tensor([0])):
-            pass
+    batch = fh.batch({request: 0}, positions=torch.tensor([0]))
+    with pytest.raises(fh.RowsError, match="give lengths"), batch:
+        pass
     for position, zero in ((1, False), (2, True)):
         lengths = {request: 2} if position == 1 else None
         with fh.batch({request: 0}, positions=torch.tensor([position]), lengths=lengths):

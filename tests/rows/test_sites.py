@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.compiling import compiled, compiles
+from support.compiling import compiled
 
 WIDTH = 8
 
@@ -69,11 +70,10 @@ def plan_of(vectors: list[Tensor], *, keep: bool) -> fh.Plan:
     return fh.Plan(*entries, *([fh.keep("layers.*")] if keep else []))
 
 
-@pytest.mark.parametrize(
-    "in_graph", [False, pytest.param(True, marks=compiles)], ids=["eager", "compiled"]
-)
+@compiled
+@pytest.mark.parametrize("in_graph", [False, True])
 def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) -> None:
-    chosen, traces = random.Random(0), Traces()
+    chosen, traces = random.Random(0), Traces()  # noqa: S311 (no secret)
     with torch.no_grad(), fh.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH):
         run = torch.compile(model, backend=traces, fullgraph=True) if in_graph else model
         x = torch.randn(12, WIDTH)
@@ -181,6 +181,37 @@ def test_gradients_pass_through(model: Model) -> None:
     assert torch.allclose(grad, expected)
 
 
+def test_calls_in_other_contexts_are_not_served(model: Model) -> None:
+    vectors = [torch.randn(WIDTH) for _ in range(3)]
+    prepared, x = plan_of(vectors, keep=True).prepare(model), torch.randn(6, WIDTH)
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+        request, found = prepared.open(), []
+        with fh.batch({request: slice(0, 2)}):
+            out = model(x[:3])
+            thread = threading.Thread(target=lambda: found.append(model(x)))
+            thread.start()
+            thread.join()
+        assert torch.allclose(found[0], by_hand(model, x, [])[-1])
+        expected = by_hand(model, x[:3], [(slice(0, 2), vectors)])
+        assert torch.allclose(out, expected[-1], atol=1e-6)
+        assert torch.allclose(request.acts["layers.2"], expected[-1][:2], atol=1e-6)
+        assert torch.allclose(model(x), found[0])  # more rows than the tables have
+
+
+def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
+    vectors = [torch.randn(WIDTH) for _ in range(3)]
+    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=2, max_rows=2, width=WIDTH):
+        plans = [plan_of(vectors, keep=keep).prepare(model) for keep in (False, True)]
+        steered, kept = (each.open() for each in plans)
+        x = torch.randn(2, 3, WIDTH)
+        with fh.batch({steered: 0, kept: 1}):
+            out = model(x)
+    both = [(slice(0, 2), vectors)]
+    assert torch.allclose(out, by_hand(model, x, both)[-1], atol=1e-6)
+    assert steered.error is None
+    assert "not of (rows, width)" in str(kept.error)
+
+
 def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
     v = torch.randn(WIDTH)
     refused = [
@@ -198,9 +229,9 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         fine = good.open()
         for plan, message in refused:
             request = plan.prepare(model).open()
-            with pytest.raises(fh.RowsError, match=message) as raised:
-                with fh.batch({fine: 0, request: 1}):
-                    pass
+            batch = fh.batch({fine: 0, request: 1})
+            with pytest.raises(fh.RowsError, match=message) as raised, batch:
+                pass
             assert raised.value.member is request
         with (
             pytest.raises(fh.RowsError, match="requests of plans"),

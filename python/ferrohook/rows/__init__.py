@@ -7,7 +7,7 @@
 
 from ferrohook.rows.batches import Batch as Batch
 from ferrohook.rows.batches import batch as batch
-from ferrohook.rows.sites import Sites as Sites
-from ferrohook.rows.sites import sites as sites
+from ferrohook.rows.site_tables import Sites as Sites
+from ferrohook.rows.site_tables import sites as sites
 
 __all__ = ["Batch", "Sites", "batch", "sites"]

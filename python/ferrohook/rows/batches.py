@@ -15,13 +15,13 @@ from ferrohook.arguments import at_least_one, expect
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import masks_of, places_of
-from ferrohook.rows.sites import serving_sites
+from ferrohook.rows.site_tables import serving_sites
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from ferrohook._core import Frame
-    from ferrohook.rows.sites import Sites
+    from ferrohook.rows.site_tables import Sites
 
 RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""

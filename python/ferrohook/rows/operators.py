@@ -1,24 +1,68 @@
 """The operators of sites, for graphs that are compiled or replayed: `steer` and `tap`.
 
-They read tables whose contents alone change between calls.
+They read tables whose contents alone change between calls. On the CPU, where their kernels run in
+each call, they do nothing in a context that the batch is not entered in.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ferrohook.errors import HookTypeError
+
+MISFIT = -1
+"""Count of calls of a site whose output is not of (rows, width)."""
+
+
+class Owner(Protocol):
+    """Owner of tables."""
+
+    def serves_here(self) -> bool:
+        """True in a context that has entered the batch that it serves."""
+        ...
+
+
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def own(table: Tensor, owner: Owner) -> None:
+    """Makes `owner` the one of the rows of calls, a table of `steer` or `tap`."""
+    _OWNERS[table.untyped_storage().data_ptr()] = owner
+
+
+def _idle(x: Tensor, rows: Tensor) -> bool:
+    if x.device.type != "cpu":
+        return False
+    owner = _OWNERS.get(rows.untyped_storage().data_ptr())
+    return owner is not None and not owner.serves_here()
+
 
 @torch.library.custom_op("ferrohook::steer", mutates_args=())
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
-    rows = table.index_select(0, index[: x.shape[dim]])
-    return x + _spread(rows, x, dim)
+    if _idle(x, index):
+        return x.clone()
+    if x.dim() < dim + 2 or x.shape[-1] != table.shape[1]:
+        msg = (
+            f"sites of the width {table.shape[1]} with rows in dimension {dim} got a tensor of the "
+            f"shape {tuple(x.shape)}"
+        )
+        raise HookTypeError(msg)
+    count = x.shape[dim]
+    rows = table.index_select(0, index[:count]).to(x.dtype)
+    rows = rows.view(len(rows), *[1] * (x.dim() - dim - 2), rows.shape[1])
+    if len(rows) == count:
+        return x + rows
+    steered = x.clone()  # rows behind those of the tables are nobody's
+    steered.narrow(dim, 0, len(rows)).add_(rows)
+    return steered
 
 
 @_steer.register_fake
-def _(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
+def _(x: Tensor, *_tables: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -31,27 +75,27 @@ torch.library.register_autograd("ferrohook::steer", _steer_backward)
 
 @torch.library.custom_op("ferrohook::tap", mutates_args=("kept", "calls"))
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
+    if _idle(x, places):
+        return
+    rows = x.movedim(dim, 0)[: len(places)]
+    if rows.numel() != len(rows) * kept.shape[1]:
+        calls.fill_(MISFIT)
+        return
     calls.add_(1)
-    places = places[: x.shape[dim]]
-    rows = x.movedim(dim, 0)
+    places = places[: len(rows)]
+    rows = rows.reshape(len(rows), -1)
     if x.device.type == "cpu":
         # Without a graph to replay, rows that nobody keeps cost nothing.
         wanted = (places < len(kept) - 1).nonzero().flatten()
         if not len(wanted):
             return
         places, rows = places[wanted], rows[wanted]
-    kept.index_copy_(0, places, rows.reshape(len(places), -1).to(kept.dtype))
+    kept.index_copy_(0, places, rows.to(kept.dtype))
 
 
 @_tap.register_fake
 def _(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
     pass
-
-
-def _spread(rows: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Returns (rows, width) in the shape that a tensor with the rows in `dim` takes."""
-    between = x.dim() - dim - 2
-    return rows.to(x.dtype).view(rows.shape[0], *[1] * between, rows.shape[1])
 
 
 steer = torch.ops.ferrohook.steer

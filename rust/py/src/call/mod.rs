@@ -224,7 +224,7 @@ impl<'py> Call<'_, 'py> {
             return Ok(None);
         }
         match self.frames.entered(py)? {
-            Some(frames) => MemberHooks::begin(py, registry, phase, frames),
+            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames)),
             None => Ok(None),
         }
     }

@@ -42,10 +42,8 @@ impl<'py> MemberHooks<'py> {
         registry: &Registry,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Self>> {
-        let Some(batch) = BatchBase::find(frames) else {
-            return Ok(None);
-        };
+    ) -> Option<Self> {
+        let batch = BatchBase::find(frames)?;
         let mut hooks = Vec::new();
         let mut now = None;
         for (number, member) in batch.get().all().iter().enumerate() {
@@ -65,7 +63,7 @@ impl<'py> MemberHooks<'py> {
             }
             hooks.push((number, snapshot));
         }
-        Ok((!hooks.is_empty()).then_some(Self { batch, hooks }))
+        (!hooks.is_empty()).then_some(Self { batch, hooks })
     }
 
     /// Splits the hooks at those of the whole batch, one more segment than there are of these.
@@ -95,7 +93,7 @@ impl<'py> MemberHooks<'py> {
     }
 }
 
-impl<'a, 'py> Segment<'a, 'py> {
+impl<'a> Segment<'a, '_> {
     fn add(&mut self, number: usize, snapshot: &'a Snapshot<Hook>, entries: Range<usize>) {
         if !entries.is_empty() {
             self.members.push((number, snapshot, entries));
@@ -165,16 +163,16 @@ pub struct Narrowed<'py> {
 
 /// A value of the whole batch, and the rows of it that members changed.
 pub struct Value<'a, 'py> {
-    value: &'a Bound<'py, PyAny>,
+    whole: &'a Bound<'py, PyAny>,
     layout: &'a Layout,
     batch: &'a BatchBase,
     changes: Vec<Vec<(usize, Bound<'py, PyAny>)>>,
 }
 
 impl<'a, 'py> Value<'a, 'py> {
-    pub fn new(value: &'a Bound<'py, PyAny>, layout: &'a Layout, batch: &'a BatchBase) -> Self {
+    pub fn new(whole: &'a Bound<'py, PyAny>, layout: &'a Layout, batch: &'a BatchBase) -> Self {
         Self {
-            value,
+            whole,
             layout,
             batch,
             changes: Vec::new(),
@@ -188,7 +186,7 @@ impl<'a, 'py> Value<'a, 'py> {
     /// True if one of its tensors has the rows.
     pub fn covered(&self) -> PyResult<bool> {
         let mut covered = false;
-        for_each_tensor(self.value, &mut |tensor| {
+        for_each_tensor(self.whole, &mut |tensor| {
             covered = covered || self.layout.covers(tensor)?;
             Ok(())
         })?;
@@ -197,15 +195,15 @@ impl<'a, 'py> Value<'a, 'py> {
 
     /// Makes the error for a value without a tensor that has the rows.
     pub fn not_covered(&self, describe: &str) -> PyErr {
-        let py = self.value.py();
+        let py = self.whole.py();
         let mut shapes = Vec::new();
-        let _ = for_each_tensor(self.value, &mut |tensor| {
+        let _ = for_each_tensor(self.whole, &mut |tensor| {
             let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
             shapes.push(format!("{shape:?}"));
             Ok(())
         });
         let shapes = if shapes.is_empty() {
-            format!("no tensor, but {}", type_name(self.value))
+            format!("no tensor, but {}", type_name(self.whole))
         } else {
             format!("tensors of the shapes {}", shapes.join(", "))
         };
@@ -224,7 +222,7 @@ impl<'a, 'py> Value<'a, 'py> {
         let clones = needs.keeps && self.batch.runs_python() && !rows.copies();
         let copies = clones || rows.copies();
         let mut given = Vec::new();
-        let value = map_tensors(self.value, &mut |tensor| {
+        let value = map_tensors(self.whole, &mut |tensor| {
             let narrowed = self.layout.covers(tensor)?;
             let mut tensor = tensor.clone();
             if narrowed {
@@ -233,9 +231,10 @@ impl<'a, 'py> Value<'a, 'py> {
                     tensor = tensor.call_method0(intern!(tensor.py(), "clone"))?;
                 }
             }
-            let version = match narrowed && copies {
-                true => version(&tensor).ok(),
-                false => None,
+            let version = if narrowed && copies {
+                version(&tensor).ok()
+            } else {
+                None
             };
             given.push(Given {
                 tensor: tensor.clone(),
@@ -261,9 +260,9 @@ impl<'a, 'py> Value<'a, 'py> {
         wrote: bool,
         describe: &str,
     ) -> PyResult<()> {
-        let py = self.value.py();
+        let py = self.whole.py();
         let (mut at, mut changed) = (0, Vec::new());
-        let same = for_each_pair(self.value, result, &mut |_, new| {
+        let same = for_each_pair(self.whole, result, &mut |_, new| {
             let Some(given) = narrowed.given.get(at) else {
                 return Ok(());
             };
@@ -305,9 +304,9 @@ impl<'a, 'py> Value<'a, 'py> {
         if self.changes.iter().all(Vec::is_empty) {
             return Ok(None);
         }
-        let py = self.value.py();
+        let py = self.whole.py();
         let mut changes = self.changes.iter();
-        let merged = map_tensors(self.value, &mut |tensor| {
+        let merged = map_tensors(self.whole, &mut |tensor| {
             let changes = changes.next().map_or(&[][..], Vec::as_slice);
             if changes.is_empty() {
                 return Ok(tensor.clone());
@@ -514,9 +513,10 @@ impl<'py> Stages<'_, 'py> {
             }
             let mut invocations = Vec::with_capacity(stage.len());
             stage.retain(|at| {
-                let invocation = match skipped.contains(at) {
-                    true => None,
-                    false => self.entry(*at).enter(&inside),
+                let invocation = if skipped.contains(at) {
+                    None
+                } else {
+                    self.entry(*at).enter(&inside)
                 };
                 invocation.map(|it| invocations.push(it)).is_some()
             });

@@ -13,7 +13,7 @@ use crate::capture::collector::Collector;
 use crate::capture::keeping;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
-use crate::hooks::native::Turn;
+use crate::hooks::native::{Places, Turn};
 use crate::torch::is_tensor;
 use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::map_tensors;
@@ -161,7 +161,9 @@ impl RequestBase {
         let (places, count, dim): (Vec<usize>, usize, usize) = rows.extract()?;
         let torch = py.import(intern!(py, "torch"))?;
         let mut bools = vec![false; count];
-        places.into_iter().for_each(|place| bools[place] = true);
+        for place in places {
+            bools[place] = true;
+        }
         let mask = torch.call_method1(intern!(py, "tensor"), (bools,))?;
         let mask = mask.call_method1(intern!(py, "to"), (torch.getattr(intern!(py, "bool"))?,))?;
         if dim == 0 {
@@ -263,12 +265,8 @@ impl Source {
         })
     }
 
-    /// Returns the places of the captured positions among the rows of a member, and their index;
-    /// None in the inner option if they are not known as such.
-    pub fn places(
-        &self,
-        frames: &Bound<'_, PyTuple>,
-    ) -> PyResult<Option<Option<(usize, Vec<usize>)>>> {
+    /// Returns the captured places among the rows of a member; None if they are not known.
+    pub fn places(&self, frames: &Bound<'_, PyTuple>) -> PyResult<Option<Places>> {
         let py = frames.py();
         let Some(place) = &self.place else {
             return Ok(Some(None));

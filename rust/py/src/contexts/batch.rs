@@ -307,7 +307,7 @@ impl BatchBase {
 
 impl BatchBase {
     /// Finds the batch among the entered frames: the innermost.
-    pub fn find<'a, 'py>(frames: &'a Bound<'py, PyTuple>) -> Option<Bound<'py, Self>> {
+    pub fn find<'py>(frames: &Bound<'py, PyTuple>) -> Option<Bound<'py, Self>> {
         let mut found = None;
         for frame in frames.iter_borrowed() {
             if let Ok(batch) = frame.cast::<Self>()
@@ -396,9 +396,10 @@ impl BatchBase {
         kwargs: Option<&Bound<'py, PyDict>>,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Layout> {
-        let gathered = match self.gathered.is_empty() {
-            true => None,
-            false => self.gathered.get(&(module.as_ptr() as usize)),
+        let gathered = if self.gathered.is_empty() {
+            None
+        } else {
+            self.gathered.get(&(module.as_ptr() as usize))
         };
         let Some(gathered) = gathered else {
             return Ok(Layout {
@@ -495,27 +496,27 @@ fn read_rows(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
     };
     if let Ok(slice) = rows.cast::<PySlice>() {
         let bound = |name| slice.getattr(name)?.extract::<Option<i64>>();
-        let (start, stop) = (bound("start")?, bound("stop")?);
+        let (first, behind) = (bound("start")?, bound("stop")?);
         let step = bound("step")?.unwrap_or(1);
         if step < 1 {
             let message = format!("the step of a slice of rows is at least 1, got {step}");
             return Err(PyValueError::new_err(message));
         }
-        let place = |bound: i64| match usize::try_from(bound) {
-            Ok(bound) => Ok(bound),
-            Err(_) => {
-                let from_end = usize::try_from(-bound).unwrap_or(usize::MAX);
-                Ok(size.ok_or_else(unknown)?.saturating_sub(from_end))
+        let place = |bound: i64| {
+            if let Ok(bound) = usize::try_from(bound) {
+                return Ok(bound);
             }
+            let from_end = usize::try_from(-bound).unwrap_or(usize::MAX);
+            Ok(size.ok_or_else(unknown)?.saturating_sub(from_end))
         };
-        let start = start.map_or(Ok(0), place)?;
-        let stop = stop.map_or_else(|| size.ok_or_else(unknown), place)?;
+        let start = first.map_or(Ok(0), place)?;
+        let end = behind.map_or_else(|| size.ok_or_else(unknown), place)?;
         if step == 1 {
-            let length = stop.saturating_sub(start);
+            let length = end.saturating_sub(start);
             return Ok(Rows::Range { start, length });
         }
-        let step = usize::try_from(step).unwrap_or(usize::MAX);
-        return Ok(Rows::of((start..stop).step_by(step).collect()));
+        let every = usize::try_from(step).unwrap_or(usize::MAX);
+        return Ok(Rows::of((start..end).step_by(every).collect()));
     }
     let one = rows.is_instance_of::<PyInt>();
     let wrong = |_| {
@@ -541,18 +542,18 @@ fn read_rows(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
     } else {
         rows.extract().map_err(wrong)?
     };
-    let place = |row: i64| match usize::try_from(row) {
-        Ok(row) => Ok(row),
-        Err(_) => {
-            let from_end = usize::try_from(-row).unwrap_or(usize::MAX);
-            let size = size.ok_or_else(unknown)?;
-            size.checked_sub(from_end).ok_or_else(|| {
-                rows_error(
-                    py,
-                    format!("row {row} is out of range: the batch has {size}"),
-                )
-            })
+    let place = |row: i64| {
+        if let Ok(row) = usize::try_from(row) {
+            return Ok(row);
         }
+        let from_end = usize::try_from(-row).unwrap_or(usize::MAX);
+        let size = size.ok_or_else(unknown)?;
+        size.checked_sub(from_end).ok_or_else(|| {
+            rows_error(
+                py,
+                format!("row {row} is out of range: the batch has {size}"),
+            )
+        })
     };
     numbers
         .into_iter()

@@ -56,13 +56,15 @@ impl<'py> Turn<'_, 'py> {
     }
 }
 
+/// Index of positions among those of a plan, and their places among the rows of a member; None for
+/// all rows.
+pub type Places = Option<(usize, Vec<usize>)>;
+
 /// Form of a hook that runs for many members of a batch at once.
 pub struct Merging<'py> {
     /// The hook whose class runs it.
     pub hook: Bound<'py, PyAny>,
-    /// Index of its positions among those of its plan, and the places of these among the member's
-    /// rows; None for all rows.
-    pub at: Option<(usize, Vec<usize>)>,
+    pub at: Places,
 }
 
 /// Merged hook of one member.

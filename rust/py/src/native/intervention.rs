@@ -82,8 +82,8 @@ impl InterventionBase {
         traced: Bound<'_, PyTuple>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, NativeHook)> {
-        let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
         let (dims, trained) = match vector {
             Some(vector) => (
                 Some(vector.call_method0("dim")?.extract::<usize>()?),

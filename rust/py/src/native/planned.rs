@@ -167,7 +167,7 @@ impl Native for PlanGuard {
             let frames = (turn.frames)()?.unwrap_or_else(|| PyTuple::empty(py));
             invoke::call(
                 positions.bind(py),
-                [turn.module, &turn.args, &kwargs, &frames],
+                [turn.module, turn.args, &kwargs, &frames],
             )?;
         }
         Ok(None)

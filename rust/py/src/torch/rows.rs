@@ -18,12 +18,15 @@ pub enum Rows {
     Index(Index),
 }
 
+/// A device, and a tensor on it.
+type OnDevice = (Py<PyAny>, Py<PyAny>);
+
 /// Rows in any order.
 #[derive(Clone)]
 pub struct Index {
     pub rows: Arc<[usize]>,
     /// Tensors of the rows, one for each device.
-    tensors: Arc<Mutex<Vec<(Py<PyAny>, Py<PyAny>)>>>,
+    tensors: Arc<Mutex<Vec<OnDevice>>>,
 }
 
 impl Index {

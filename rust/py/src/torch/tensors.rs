@@ -196,12 +196,14 @@ fn map_below<'py>(
     }
 }
 
+type LookAtPair<'a, 'py> = dyn FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<()> + 'a;
+
 /// Calls `look` with each tensor of a structure and its counterpart in another; false if the
 /// structures or other leaves differ.
 pub fn for_each_pair<'py>(
     first: &Bound<'py, PyAny>,
     second: &Bound<'py, PyAny>,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<()>,
+    look: &mut LookAtPair<'_, 'py>,
 ) -> PyResult<bool> {
     each_pair_below(first, second, 0, look)
 }
@@ -210,7 +212,7 @@ fn each_pair_below<'py>(
     first: &Bound<'py, PyAny>,
     second: &Bound<'py, PyAny>,
     depth: usize,
-    look: &mut dyn FnMut(&Bound<'py, PyAny>, &Bound<'py, PyAny>) -> PyResult<()>,
+    look: &mut LookAtPair<'_, 'py>,
 ) -> PyResult<bool> {
     let structures = (Structure::of(first, depth)?, Structure::of(second, depth)?);
     let same = match &structures {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, store_rows
+from ferrohook._core import Attachment, frames, store_rows
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.groups import register
@@ -17,7 +17,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import operators
-from ferrohook.rows.positions import places_of
+from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, taken_from
 from ferrohook.selection import select
 from ferrohook.steering import Add
 
@@ -40,52 +40,37 @@ def serving_sites(models: list[nn.Module]) -> Sites | None:
     return _OPEN.get(models[0]) if models else None
 
 
-class _Kept(NamedTuple):
-    """A capture of a plan at a site."""
+class _Form(NamedTuple):
+    """Sizes of tables, and the tensors of the sites."""
 
-    site: int
-    capture: int
-    index: int
-    at: At
-
-
-class _Program(NamedTuple):
-    """Work of a plan at sites."""
-
-    vectors: Tensor
-    """A row for each site: (sites, width)."""
-    changes: list[tuple[At, list[int]]]
-    """Positions, and the sites that are changed at them."""
-    kept: list[_Kept]
+    max_requests: int
+    max_rows: int
+    width: int
+    dim: int
+    part: Any
+    like: dict[str, Any]
+    """Dtype and device."""
 
 
 class Sites:
     """Sites of a model, see `sites`. A context manager: leaving it closes them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        modules: dict[str, nn.Module],
-        sizes: tuple[int, int, int],
-        dim: int,
-        part: Any,
-        like: dict[str, Any],
-    ) -> None:
-        self.max_requests, self.max_rows, width = sizes
-        self.dim = dim
-        self.names = [*modules]
-        self._part = part
-        count = len(modules)
+    def __init__(self, model: nn.Module, names: list[str], form: _Form) -> None:
+        self.max_requests, self.max_rows, width, self.dim, self._part, like = form
+        self.names = names
+        count = len(names)
         self._table = torch.full((count, self.max_requests + 1, width), NOBODY, **like)
         self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
         self._slots: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
-        self._programs: weakref.WeakKeyDictionary[Prepared, _Program] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
-        self._wanted: list[tuple[Request, _Kept, list[int], list[int] | None]] = []
+        self._wanted: list[Wanted] = []
         self._lock = threading.Lock()
+        operators.own(self._index, self)
+        operators.own(self._places, self)
         self._model = weakref.ref(model)
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
@@ -107,7 +92,7 @@ class Sites:
         dim, part = self.dim, self._part
 
         def changed(x: Tensor) -> Tensor:
-            return operators.steer(x, table, index, dim)
+            return cast("Tensor", operators.steer(x, table, index, dim))
 
         def keep(x: Tensor) -> None:
             operators.tap(x.detach(), kept, calls, places, dim)
@@ -162,6 +147,11 @@ class Sites:
     def __repr__(self) -> str:
         return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
 
+    def serves_here(self) -> bool:
+        """True in a context that has entered the batch that it serves."""
+        batch = self._serving
+        return batch is not None and batch in frames.get()
+
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is entered.
 
@@ -214,7 +204,7 @@ class Sites:
             raise HookError(msg)
         return prepared
 
-    def _program(self, prepared: Prepared) -> _Program:
+    def _program(self, prepared: Prepared) -> Program:
         model = self._model()
         if model is None or prepared.model is not model:
             msg = "the plan was prepared for another model than the sites"
@@ -243,7 +233,7 @@ class Sites:
             capture, places = next(captures)
             sites = [paths[id(module)] for module in modules.values()]
             kept += [
-                _Kept(site, capture, index, entry.at)
+                Kept(site, capture, index, entry.at)
                 for site, index in zip(sites, places.values(), strict=True)
             ]
         changes: list[tuple[At, list[int]]] = []
@@ -253,7 +243,7 @@ class Sites:
                 changes.append((at, [site]))
             else:
                 same.append(site)
-        return _Program(vectors, changes, kept)
+        return Program(vectors, changes, kept)
 
     def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
         reason = None
@@ -295,46 +285,18 @@ class Sites:
         if batch is None:
             return
         self._collect()
-        base = [0] * self.max_rows
-        index: Any = None
-        places: Any = None
-        self._wanted = []
+        rows = SiteRows(len(self.names), self.max_rows)
         for number, request in enumerate(batch.members):
-            if request.failed or not isinstance(request, Request):
+            own = batch._rows(number)
+            if request.failed or not own or not isinstance(request, Request):
                 continue
             prepared = request.prepared
-            program, slot, rows = (
-                self._programs[prepared],
-                self._slots[prepared],
-                batch._rows(number),
-            )
-            own = None if positions is None else [positions[row] for row in rows]
-            if not rows:
-                continue
-            if program.changes == [(None, [*range(len(self.names))])]:
-                for row in rows:
-                    base[row] = slot
-            elif program.changes:
-                index = index if index is not None else torch.zeros_like(self._index, device="cpu")
-                for at, sites in program.changes:
-                    chosen = [rows[place] for place in _chosen(request, at, own, len(rows))]
-                    index[torch.tensor(sites)[:, None], torch.tensor(chosen, dtype=torch.long)] = (
-                        slot
-                    )
-            for kept in program.kept:
-                chosen = _chosen(request, kept.at, own, len(rows))
-                if places is None:
-                    places = torch.full_like(self._places, self.max_rows, device="cpu")
-                taken = [rows[place] for place in chosen]
-                places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
-                at = None if own is None else [own[place] for place in chosen]
-                self._wanted.append((request, kept, taken, at))
-        rows_of_all = torch.tensor(base)
-        self._index.copy_(rows_of_all if index is None else index + rows_of_all)
-        if places is not None:
-            self._places.copy_(places)
-        elif self._wanted:
-            self._places.fill_(self.max_rows)
+            program, slot = self._programs[prepared], self._slots[prepared]
+            at = None if positions is None else [positions[row] for row in own]
+            rows.add(request, program, slot, own, at)
+        self._index.copy_(rows.index())
+        self._places.copy_(rows.places)
+        self._wanted = rows.wanted
         self._calls.zero_()
 
     def _collect(self) -> None:
@@ -347,31 +309,37 @@ class Sites:
         if ran is None or any(ran):
             for number in range(len(batch.members)):
                 batch._mark_ran(number)
-        rows = sorted({row for _, _, taken, _ in wanted for row in taken})
+        rows = sorted({row for each in wanted for row in each.rows})
         if not rows or ran is None:
             return
         at = {row: place for place, row in enumerate(rows)}
         kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
-        for request, each, taken, positions in wanted:
-            if request.failed or not ran[each.site] or not taken:
+        for each in wanted:
+            calls = ran[each.kept.site]
+            if each.request.failed or not calls or not each.rows:
                 continue
             try:
-                if ran[each.site] > 1:
-                    name = self.names[each.site]
-                    msg = (
-                        f"{name!r} ran {ran[each.site]} times in one batch, and a site keeps the "
-                        "last: make a batch for each call"
-                    )
-                    raise RowsError(msg)
-                first, last = at[taken[0]], at[taken[-1]]
-                own = kept[each.site]
-                if last - first + 1 == len(taken) and taken == sorted(taken):
-                    own = own[first : last + 1]
-                else:
-                    own = own[[at[row] for row in taken]]
-                store_rows(request.collector(each.capture), each.index, own, positions)
+                self._check_calls(each.kept.site, calls)
+                own = taken_from(kept[each.kept.site], [at[row] for row in each.rows])
+                collector = each.request.collector(each.kept.capture)
+                store_rows(collector, each.kept.place, own, each.positions)
             except HookError as error:
-                request.fail(error)
+                each.request.fail(error)
+
+    def _check_calls(self, site: int, calls: int) -> None:
+        name = self.names[site]
+        if calls < 0:
+            msg = (
+                f"the output of {name!r} is not of (rows, width), with rows in dimension "
+                f"{self.dim} and a width of {self._kept.shape[-1]}: a site cannot keep it"
+            )
+            raise RowsError(msg)
+        if calls > 1:
+            msg = (
+                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
+                "for each call"
+            )
+            raise RowsError(msg)
 
     def end_service(self) -> None:
         """Stores what was kept, and ends the service of a batch."""
@@ -381,21 +349,6 @@ class Sites:
             self._index.zero_()
             self._places.fill_(self.max_rows)
             self._serving = None
-
-
-def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
-    """Returns the places of the positions `at` among a request's rows.
-
-    Raises:
-        RowsError: they are not known.
-    """
-    if at is None:
-        return [*range(count)]
-    if positions is None:
-        msg = f"positions {at!r} at a site are found from the batch's: give it positions"
-        raise RowsError(msg)
-    ((places, _, _),) = places_of([at], positions, request.prompt_lengths, 0)
-    return places
 
 
 def sites(  # noqa: PLR0913 (all but the first two by keyword)
@@ -416,8 +369,11 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
     `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
     `keep`. A request whose plan needs anything else, or another module, is refused as the batch is
-    entered. Sites serve one batch at a time, with any calls of the model meanwhile; captures are of
-    one call in each batch (or between two calls of `Batch.move`).
+    entered. Sites serve one batch at a time; captures are of one call in each batch (or between two
+    calls of `Batch.move`). A request that fails has its rows steered until the next of these.
+
+    On the CPU, calls in contexts that have not entered the batch are not served. A GPU has one
+    table for all calls: make none beside the batch.
 
     Several vectors that a request adds at a site are added up first.
 
@@ -460,8 +416,9 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         dtype, device = dtype or parameter.dtype, device or parameter.device
     like = {"dtype": dtype or torch.get_default_dtype(), "device": device or "cpu"}
     with torch.inference_mode(mode=False):
-        sizes = max_requests, max_rows, at_least_one("width", width)
-        return Sites(model, modules, sizes, dim, output_index, like)
+        width = at_least_one("width", width)
+        form = _Form(max_requests, max_rows, width, dim, output_index, like)
+        return Sites(model, [*modules], form)
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
@@ -470,7 +427,7 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
     hidden = getattr(config, "hidden_size", None)
     if isinstance(hidden, int):
         return hidden
-    widths = set()
+    widths: set[int | None] = set()
     for module in modules.values():
         if isinstance(module, nn.Linear):
             widths.add(module.out_features)
@@ -480,7 +437,8 @@ def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:
             widths.add(module.normalized_shape[-1])
         else:
             widths.add(None)
-    if len(widths) != 1 or None in widths:
+    (known,) = widths if len(widths) == 1 else (None,)
+    if known is None:
         msg = "the width of the sites' tensors is not known: give width"
         raise HookTypeError(msg)
-    return int(widths.pop())
+    return known

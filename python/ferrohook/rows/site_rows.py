@@ -1,0 +1,113 @@
+"""Rows of the members of a batch at sites."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import RowsError
+from ferrohook.rows.positions import places_of
+
+if TYPE_CHECKING:
+    from ferrohook.plans import Request
+    from ferrohook.plans.positions import At
+
+
+class Kept(NamedTuple):
+    """A capture of a plan at a site."""
+
+    site: int
+    capture: int
+    place: int
+    """Index of its name in the collector."""
+    at: At
+
+
+class Wanted(NamedTuple):
+    """Rows that a request keeps of the calls since the tables were written."""
+
+    request: Request
+    kept: Kept
+    rows: list[int]
+    positions: list[int] | None
+
+
+class Program(NamedTuple):
+    """Work of a plan at sites."""
+
+    vectors: Tensor
+    """A row for each site: (sites, width)."""
+    changes: list[tuple[At, list[int]]]
+    """Positions, and the sites that are changed at them."""
+    kept: list[Kept]
+
+
+def taken_from(kept: Tensor, places: list[int]) -> Tensor:
+    """Takes rows: a view where they stand in order, one behind the other."""
+    first = places[0]
+    if places == [*range(first, first + len(places))]:
+        return kept[first : first + len(places)]
+    return kept[places]
+
+
+class SiteRows:
+    """Rows of the members of a batch at each site, as the tables take them."""
+
+    def __init__(self, sites: int, count: int) -> None:
+        self._everywhere = [0] * count
+        """Slot of each row, for plans that change all sites at all positions."""
+        self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
+        self._shape = sites, count
+        self.places = torch.tensor(count)
+        self.wanted: list[Wanted] = []
+
+    def add(
+        self,
+        request: Request,
+        program: Program,
+        slot: int,
+        rows: list[int],
+        positions: list[int] | None,
+    ) -> None:
+        """Adds the rows of a request."""
+        sites, count = self._shape
+        if program.changes == [(None, [*range(sites)])]:
+            for row in rows:
+                self._everywhere[row] = slot
+        elif program.changes:
+            if not self._at_sites.numel():
+                self._at_sites = torch.zeros(sites, count, dtype=torch.long)
+            for at, changed in program.changes:
+                chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
+                columns = torch.tensor(chosen, dtype=torch.long)
+                self._at_sites[torch.tensor(changed)[:, None], columns] = slot
+        for kept in program.kept:
+            if not self.places.dim():
+                self.places = torch.full((sites, count), count)
+            places = _chosen(request, kept.at, positions, len(rows))
+            taken = [rows[place] for place in places]
+            self.places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
+            known = None if positions is None else [positions[place] for place in places]
+            self.wanted.append(Wanted(request, kept, taken, known))
+
+    def index(self) -> Tensor:
+        """Returns the slot of each row at each site."""
+        everywhere = torch.tensor(self._everywhere)
+        return everywhere + self._at_sites if self._at_sites.numel() else everywhere
+
+
+def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
+    """Returns the places of the positions `at` among a request's rows.
+
+    Raises:
+        RowsError: they are not known.
+    """
+    if at is None:
+        return [*range(count)]
+    if positions is None:
+        msg = f"positions {at!r} at a site are found from the batch's: give it positions"
+        raise RowsError(msg)
+    ((places, _, _),) = places_of([at], positions, request.prompt_lengths, 0)
+    return places
