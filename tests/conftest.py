@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--other-blas", action="store_true", help="round matrix products otherwise for each shape"
     )
     parser.addoption(
-        "--requests", type=int, default=4_000, help="requests in batches of threads, for each test"
+        "--requests",
+        type=int,
+        help="number of random requests in each test that counts wrong answers",
     )
 
 

@@ -154,7 +154,7 @@ def test_batches_of_a_compiled_model_are_a_loop_by_hand(program: Any, seed: int)
 @pytest.mark.timeout(3_000)
 def test_threads_share_a_compiled_model(request: pytest.FixtureRequest) -> None:
     case = Compiled()
-    total = request.config.getoption("--requests")
+    total = request.config.getoption("requests") or 4_000
     turn = threading.Lock()  # sites serve one batch at a time
     case.check([], torch.zeros(ROWS, WIDTH, dtype=torch.float64))
 

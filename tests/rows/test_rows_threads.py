@@ -165,7 +165,7 @@ def count_wrong(
 def test_batches_of_threads_are_right(request: pytest.FixtureRequest) -> None:
     model = Chain()
     prepared = [plan_of(number).prepare(model) for number in range(PLANS)]
-    requests = request.config.getoption("--requests")
+    requests = request.config.getoption("requests") or 4_000
     assert count_wrong(prepared, requests, model) == 0
     for each in prepared:
         each.close()

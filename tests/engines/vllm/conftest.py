@@ -13,10 +13,6 @@ if TYPE_CHECKING:
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--requests", type=int, default=36, help="random requests of an engine")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if INSTALLED:
         config.addinivalue_line("filterwarnings", "ignore")  # vLLM's own, many

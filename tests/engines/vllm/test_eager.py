@@ -81,7 +81,7 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, model = models[kind]
-    jobs = random_jobs(request.config.getoption("requests"), seed=7)
+    jobs = random_jobs(request.config.getoption("requests") or 36, seed=7)
     engine = start(folder, **options)
     try:
         scheduler = engine.llm_engine.engine_core.engine_core.scheduler
