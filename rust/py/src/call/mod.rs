@@ -1,6 +1,7 @@
 //! Call of a hooked module, from its arguments to its output.
 
 pub mod backward;
+mod members;
 pub mod rows;
 pub mod stop;
 
@@ -12,8 +13,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::backward::Tap;
-use crate::call::rows::{Hooks, MemberHooks, Needs, Segment, Simple, Stages, Value};
-use crate::contexts::batch::Layout;
+use crate::call::members::steps_with_rows;
+use crate::call::rows::{MemberHooks, Segment};
 use crate::contexts::current::Frames;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
@@ -77,23 +78,6 @@ fn steps<'s, 'py>(
         .iter()
         .map(Step::Torch)
         .chain(own.map(Step::Own))
-}
-
-/// Steps of a phase in a batch whose members have hooks.
-fn steps_with_rows<'s, 'py>(
-    torch_hooks: &'s [TorchHook<'py>],
-    snapshot: Option<&'s Snapshot<Hook>>,
-    segments: &'s [Segment<'s, 'py>],
-) -> Vec<Step<'s, 'py>> {
-    let mut own = snapshot.into_iter().flat_map(Snapshot::iter).map(Step::Own);
-    let mut steps: Vec<_> = torch_hooks.iter().map(Step::Torch).collect();
-    for segment in segments {
-        if !segment.is_empty() {
-            steps.push(Step::Rows(segment));
-        }
-        steps.extend(own.next());
-    }
-    steps
 }
 
 // The path of hooks of PyTorch's contract is inlined into the walk of the forward phase: it is most
@@ -217,18 +201,6 @@ impl<'py> Call<'_, 'py> {
         self.registry.get().begin(py, phase, &self.frames)
     }
 
-    /// Takes the hooks of a phase of the batch's members; None if there are none.
-    fn begin_rows(&self, phase: Phase) -> PyResult<Option<MemberHooks<'py>>> {
-        let (py, registry) = (self.module.py(), self.registry.get());
-        if !registry.work().watched(phase) {
-            return Ok(None);
-        }
-        match self.frames.entered(py)? {
-            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames)),
-            None => Ok(None),
-        }
-    }
-
     fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
         Site {
             entry,
@@ -247,269 +219,6 @@ impl<'py> Call<'_, 'py> {
         self.kwargs
             .get_or_insert_with(|| PyDict::new(self.module.py()))
             .clone()
-    }
-
-    #[cold]
-    fn forward_pre_in_batch(
-        &mut self,
-        members: &MemberHooks<'py>,
-        snapshot: Option<&Snapshot<Hook>>,
-        target: &Target<'_, 'py>,
-    ) -> PyResult<()> {
-        let segments = members.segments(snapshot);
-        for step in steps_with_rows(&[], snapshot, &segments) {
-            match step {
-                Step::Torch(_) => {}
-                Step::Own(entry) => self.forward_pre(std::iter::once(entry), target)?,
-                Step::Rows(segment) => self.forward_pre_of_members(segment, target)?,
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes the call as the hooks of a member see it.
-    fn of_member(
-        &self,
-        segment: &Segment<'_, 'py>,
-        member: usize,
-        arguments: &Bound<'py, PyAny>,
-        layout: &Layout,
-    ) -> PyResult<Self> {
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let positions = batch.positions_of(layout, member);
-        let member = &batch.all()[member];
-        rows::note_run(member);
-        let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
-        Ok(Self {
-            module: self.module,
-            registry: self.registry,
-            frames: Frames::fixed(rows::frames_of(py, member)),
-            args,
-            kwargs: self.kwargs.is_some().then_some(kwargs),
-            took: self.took,
-            positions,
-            repeats: Repeats::default(),
-        })
-    }
-
-    fn forward_pre_of_members(
-        &mut self,
-        segment: &Segment<'_, 'py>,
-        target: &Target<'_, 'py>,
-    ) -> PyResult<()> {
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
-        for (_, entries) in segment.members() {
-            if !Needs::of(py, &entries, false)?.reads {
-                batch.set_size(&before)?; // the guard of a plan: the call is that of its model
-            }
-        }
-        let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), None)?;
-        let only = match self.args.get_item(0) {
-            Ok(only) if self.args.len() == 1 => Value::new(&only, &layout, batch).covered()?,
-            _ => false,
-        };
-        let (simple, others) = Self::split(py, segment, Phase::ForwardPre, &layout, only)?;
-        self.forward_pre_of_each(segment, others, &layout, target)?;
-        if simple.is_empty() {
-            return Ok(());
-        }
-        let value = self.args.get_item(0)?;
-        match self.run_simple(segment, &simple, &layout, &value)? {
-            Ok(Some(changed)) => self.args = PyTuple::new(py, [changed])?,
-            Ok(None) => {}
-            Err(_each_alone) => {
-                let simple = simple.iter().map(Simple::entries).collect();
-                self.forward_pre_of_each(segment, simple, &layout, target)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows.
-    fn forward_pre_of_each(
-        &mut self,
-        segment: &Segment<'_, 'py>,
-        members: Vec<Hooks<'_>>,
-        layout: &Layout,
-        target: &Target<'_, 'py>,
-    ) -> PyResult<()> {
-        if members.is_empty() {
-            return Ok(());
-        }
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
-        let mut value = Value::new(&before, layout, batch);
-        let covered = value.covered()?;
-        for (number, entries) in members {
-            let mut run = || {
-                let needs = Needs::of(py, &entries, batch.positioned())?;
-                let describe = || self.site(entries[0]).describe();
-                if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before, layout)?;
-                    return call.forward_pre(entries.iter().copied(), target);
-                }
-                if !covered {
-                    return Err(value.not_covered(&describe()));
-                }
-                let narrowed = value.narrow(number, &needs)?;
-                let mut call = self.of_member(segment, number, &narrowed.value, layout)?;
-                call.forward_pre(entries.iter().copied(), target)?;
-                let after = rows::arguments(&call.args, call.kwargs.as_ref())?;
-                value.take(number, &narrowed, &after, needs.python, &describe())
-            };
-            if let Err(error) = run() {
-                rows::settle(py, &batch.all()[number], error)?;
-            }
-        }
-        if let Some(merged) = value.merged()? {
-            let (args, kwargs) = merged.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
-            let kwargs = self.kwargs.is_some().then_some(kwargs);
-            self.replace_input(Some((args, kwargs)));
-        }
-        Ok(())
-    }
-
-    /// Splits members with rows into those whose hooks merge, if the value has the rows, and the
-    /// others.
-    fn split<'s>(
-        py: Python<'py>,
-        segment: &Segment<'s, 'py>,
-        phase: Phase,
-        layout: &Layout,
-        covered: bool,
-    ) -> PyResult<(Vec<Simple<'s, 'py>>, Vec<Hooks<'s>>)> {
-        let batch = segment.batch.get();
-        let (mut simple, mut others) = (Vec::new(), Vec::new());
-        for (number, entries) in segment.members() {
-            if layout.rows(batch, number).len() == 0 {
-                rows::note_run(&batch.all()[number]);
-                continue;
-            }
-            let merging = if covered {
-                Simple::of(py, phase, batch, number, &entries)?
-            } else {
-                None
-            };
-            match merging {
-                Some(merging) => simple.push(merging),
-                None => others.push((number, entries)),
-            }
-        }
-        Ok((simple, others))
-    }
-
-    /// Runs the hooks of members that merge.
-    fn run_simple(
-        &self,
-        segment: &Segment<'_, 'py>,
-        members: &[Simple<'_, 'py>],
-        layout: &Layout,
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let stages = Stages {
-            members,
-            batch,
-            layout,
-            describe: &|entry| self.site(entry).describe(),
-        };
-        let mut fail = |number: usize, entry: &Entry<Hook>, error| {
-            let arguments = rows::arguments(&self.args, self.kwargs.as_ref())?;
-            let call = self.of_member(segment, number, &arguments, layout)?;
-            match call.apply_on_error(entry, error) {
-                Ok(()) => Ok(true),
-                Err(error) => rows::settle(py, &batch.all()[number], error).map(|()| false),
-            }
-        };
-        stages.run(value, &mut fail)
-    }
-
-    /// Runs forward hooks of the members; `output` is None if the module did not return: those
-    /// with `always_call` run then.
-    #[cold]
-    fn forward_of_members(
-        &mut self,
-        segment: &Segment<'_, 'py>,
-        output: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), output)?;
-        let Some(output) = output else {
-            let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
-            for (number, entries) in segment.members() {
-                let mut call = self.of_member(segment, number, &before, &layout)?;
-                call.run_always_called(&mut entries.into_iter().map(Step::Own), None);
-            }
-            return Ok(None);
-        };
-        let covered = Value::new(output, &layout, batch).covered()?;
-        let (simple, others) = Self::split(py, segment, Phase::Forward, &layout, covered)?;
-        let changed = self.forward_of_each(segment, others, &layout, output)?;
-        if simple.is_empty() {
-            return Ok(changed);
-        }
-        let now = changed.as_ref().unwrap_or(output);
-        let more = match self.run_simple(segment, &simple, &layout, now)? {
-            Ok(more) => more,
-            Err(_each_alone) => {
-                let simple = simple.iter().map(Simple::entries).collect();
-                self.forward_of_each(segment, simple, &layout, now)?
-            }
-        };
-        Ok(more.or(changed))
-    }
-
-    /// Runs the hooks of each member alone, on tensors narrowed to its rows.
-    fn forward_of_each(
-        &self,
-        segment: &Segment<'_, 'py>,
-        members: Vec<Hooks<'_>>,
-        layout: &Layout,
-        output: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if members.is_empty() {
-            return Ok(None);
-        }
-        let py = self.module.py();
-        let batch = segment.batch.get();
-        let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
-        let inputs = Value::new(&before, layout, batch);
-        let mut value = Value::new(output, layout, batch);
-        let covered = value.covered()?;
-        for (number, entries) in members {
-            let mut run = || {
-                let needs = Needs::of(py, &entries, batch.positioned())?;
-                let describe = || self.site(entries[0]).describe();
-                if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before, layout)?;
-                    let steps = entries.iter().copied().map(Step::Own);
-                    return call.forward(steps, output.clone()).map(drop);
-                }
-                if !covered {
-                    return Err(value.not_covered(&describe()));
-                }
-                let narrowed = value.narrow(number, &needs)?;
-                let mut call = if needs.python {
-                    let arguments = inputs.narrow(number, &needs)?.value;
-                    self.of_member(segment, number, &arguments, layout)?
-                } else {
-                    self.of_member(segment, number, &before, layout)?
-                };
-                let steps = entries.iter().copied().map(Step::Own);
-                let result = call.forward(steps, narrowed.value.clone())?;
-                value.take(number, &narrowed, &result, needs.python, &describe())
-            };
-            if let Err(error) = run() {
-                rows::settle(py, &batch.all()[number], error)?;
-            }
-        }
-        value.merged()
     }
 
     fn forward_pre<'s>(
