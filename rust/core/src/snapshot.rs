@@ -103,7 +103,9 @@ impl<H> Snapshot<H> {
         Self(lease(Arc::new(entries.into())))
     }
 
-    pub(crate) fn entries(&self) -> &[Arc<Entry<H>>] {
+    /// The hooks in firing order, to be kept beyond the snapshot.
+    #[must_use]
+    pub fn entries(&self) -> &[Arc<Entry<H>>] {
         self.0.as_deref().map_or(&[], |entries| entries)
     }
 

@@ -15,6 +15,7 @@ use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
+use crate::hooks::merged::note_change;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
 use crate::hooks::site::Site;
@@ -127,6 +128,7 @@ impl Registry {
             handle.remove();
             return Err(closed);
         }
+        note_change();
         Ok(HookHandle(handle))
     }
 

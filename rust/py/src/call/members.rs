@@ -1,14 +1,18 @@
 //! Part of a call that runs the hooks of a batch's members.
 
+use std::sync::Arc;
+
 use ferrohook_core::{Entry, Phase, Snapshot};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::call::rows::{self, Hooks, MemberHooks, Needs, Segment, Simple, Stages, Value};
+use crate::call::rows::{self, Hooks, MemberHooks, Needs, Segment, Value};
+use crate::call::stages::Stages;
 use crate::call::{Call, Step};
-use crate::contexts::batch::Layout;
+use crate::contexts::batch::{BatchBase, Layout};
 use crate::contexts::current::Frames;
 use crate::hooks::hook::Hook;
+use crate::hooks::merged::{MergedHooks, Simple};
 use crate::hooks::site::Repeats;
 use crate::torch::hooks::TorchHook;
 use crate::torch::target::Target;
@@ -30,15 +34,25 @@ pub fn steps_with_rows<'s, 'py>(
     steps
 }
 
+/// Steps of some hooks.
+fn own<'s, 'py: 's>(entries: &'s [Arc<Entry<Hook>>]) -> impl Iterator<Item = Step<'s, 'py>> {
+    entries.iter().map(|entry| Step::Own(entry))
+}
+
 impl<'py> Call<'_, 'py> {
-    /// Takes the hooks of a phase of the batch's members; None if there are none.
-    pub(super) fn begin_rows(&self, phase: Phase) -> PyResult<Option<MemberHooks<'py>>> {
+    /// Takes the hooks of a phase of the batch's members; None if there are none. `recall`: those
+    /// that are remembered as they merge, if there are.
+    pub(super) fn begin_rows(
+        &self,
+        phase: Phase,
+        recall: bool,
+    ) -> PyResult<Option<MemberHooks<'py>>> {
         let (py, registry) = (self.module.py(), self.registry.get());
         if !registry.work().watched(phase) {
             return Ok(None);
         }
         match self.frames.entered(py)? {
-            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames)),
+            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames, recall)),
             None => Ok(None),
         }
     }
@@ -64,13 +78,12 @@ impl<'py> Call<'_, 'py> {
     /// Makes the call as the hooks of a member see it.
     fn of_member(
         &self,
-        segment: &Segment<'_, 'py>,
+        batch: &BatchBase,
         member: usize,
         arguments: &Bound<'py, PyAny>,
         layout: &Layout,
     ) -> PyResult<Self> {
         let py = self.module.py();
-        let batch = segment.batch.get();
         let positions = batch.positions_of(layout, member);
         let member = &batch.all()[member];
         rows::note_run(member);
@@ -96,7 +109,7 @@ impl<'py> Call<'_, 'py> {
         let batch = segment.batch.get();
         let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
         for (_, entries) in segment.members() {
-            if !Needs::of(py, &entries, false)?.reads {
+            if !Needs::of(py, entries, false)?.reads {
                 batch.set_size(&before)?; // the guard of a plan: the call is that of its model
             }
         }
@@ -105,18 +118,17 @@ impl<'py> Call<'_, 'py> {
             Ok(only) if self.args.len() == 1 => Value::new(&only, &layout, batch).covered()?,
             _ => false,
         };
-        let (simple, others) = Self::split(py, segment, Phase::ForwardPre, &layout, only)?;
+        let (merged, others) = Self::split(py, segment, Phase::ForwardPre, &layout, only)?;
         self.forward_pre_of_each(segment, others, &layout, target)?;
-        if simple.is_empty() {
+        if merged.members.is_empty() {
             return Ok(());
         }
         let value = self.args.get_item(0)?;
-        match self.run_simple(segment, &simple, &layout, &value)? {
+        match self.run_merged(batch, &merged, &layout, &value)? {
             Ok(Some(changed)) => self.args = PyTuple::new(py, [changed])?,
             Ok(None) => {}
             Err(_each_alone) => {
-                let simple = simple.iter().map(Simple::entries).collect();
-                self.forward_pre_of_each(segment, simple, &layout, target)?;
+                self.forward_pre_of_each(segment, merged.each(), &layout, target)?;
             }
         }
         Ok(())
@@ -140,18 +152,18 @@ impl<'py> Call<'_, 'py> {
         let covered = value.covered()?;
         for (number, entries) in members {
             let mut run = || {
-                let needs = Needs::of(py, &entries, batch.positioned())?;
-                let describe = || self.site(entries[0]).describe();
+                let needs = Needs::of(py, entries, batch.positioned())?;
+                let describe = || self.site(&entries[0]).describe();
                 if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before, layout)?;
-                    return call.forward_pre(entries.iter().copied(), target);
+                    let mut call = self.of_member(batch, number, &before, layout)?;
+                    return call.forward_pre(entries.iter().map(AsRef::as_ref), target);
                 }
                 if !covered {
                     return Err(value.not_covered(&describe()));
                 }
                 let narrowed = value.narrow(number, &needs)?;
-                let mut call = self.of_member(segment, number, &narrowed.value, layout)?;
-                call.forward_pre(entries.iter().copied(), target)?;
+                let mut call = self.of_member(batch, number, &narrowed.value, layout)?;
+                call.forward_pre(entries.iter().map(AsRef::as_ref), target)?;
                 let after = rows::arguments(&call.args, call.kwargs.as_ref())?;
                 value.take(number, &narrowed, &after, needs.python, &describe())
             };
@@ -175,7 +187,7 @@ impl<'py> Call<'_, 'py> {
         phase: Phase,
         layout: &Layout,
         covered: bool,
-    ) -> PyResult<(Vec<Simple<'s, 'py>>, Vec<Hooks<'s>>)> {
+    ) -> PyResult<(MergedHooks, Vec<Hooks<'s>>)> {
         let batch = segment.batch.get();
         let (mut simple, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in segment.members() {
@@ -184,7 +196,7 @@ impl<'py> Call<'_, 'py> {
                 continue;
             }
             let merging = if covered {
-                Simple::of(py, phase, batch, number, &entries)?
+                Simple::of(py, phase, batch, number, entries)?
             } else {
                 None
             };
@@ -193,34 +205,47 @@ impl<'py> Call<'_, 'py> {
                 None => others.push((number, entries)),
             }
         }
-        Ok((simple, others))
+        Ok((MergedHooks::new(simple), others))
     }
 
     /// Runs the hooks of members that merge.
-    fn run_simple(
+    fn run_merged(
         &self,
-        segment: &Segment<'_, 'py>,
-        members: &[Simple<'_, 'py>],
+        batch: &BatchBase,
+        hooks: &MergedHooks,
         layout: &Layout,
         value: &Bound<'py, PyAny>,
     ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
         let py = self.module.py();
-        let batch = segment.batch.get();
         let stages = Stages {
-            members,
+            hooks,
             batch,
             layout,
             describe: &|entry| self.site(entry).describe(),
         };
         let mut fail = |number: usize, entry: &Entry<Hook>, error| {
             let arguments = rows::arguments(&self.args, self.kwargs.as_ref())?;
-            let call = self.of_member(segment, number, &arguments, layout)?;
+            let call = self.of_member(batch, number, &arguments, layout)?;
             match call.apply_on_error(entry, error) {
                 Ok(()) => Ok(true),
                 Err(error) => rows::settle(py, &batch.all()[number], error).map(|()| false),
             }
         };
         stages.run(value, &mut fail)
+    }
+
+    /// Runs forward hooks of members that merge, on an output that has the rows.
+    fn forward_merged(
+        &self,
+        batch: &BatchBase,
+        hooks: &MergedHooks,
+        layout: &Layout,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self.run_merged(batch, hooks, layout, output)? {
+            Ok(changed) => Ok(changed),
+            Err(_each_alone) => self.forward_of_each(batch, hooks.each(), layout, output),
+        }
     }
 
     /// Runs forward hooks of the members; `output` is None if the module did not return: those
@@ -234,35 +259,46 @@ impl<'py> Call<'_, 'py> {
         let py = self.module.py();
         let batch = segment.batch.get();
         let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), output)?;
+        let covered = match output {
+            Some(output) => Value::new(output, &layout, batch).covered()?,
+            None => false,
+        };
+        if let Some(merged) = &segment.merged {
+            if let Some(output) = output.filter(|_| covered) {
+                return self.forward_merged(batch, merged, &layout, output);
+            }
+            return match self.begin_rows(Phase::Forward, false)? {
+                Some(members) => self.forward_of_members(&members.segments(None)[0], output),
+                None => Ok(None),
+            };
+        }
         let Some(output) = output else {
             let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
             for (number, entries) in segment.members() {
-                let mut call = self.of_member(segment, number, &before, &layout)?;
-                call.run_always_called(&mut entries.into_iter().map(Step::Own), None);
+                let mut call = self.of_member(batch, number, &before, &layout)?;
+                call.run_always_called(&mut own(entries), None);
             }
             return Ok(None);
         };
-        let covered = Value::new(output, &layout, batch).covered()?;
-        let (simple, others) = Self::split(py, segment, Phase::Forward, &layout, covered)?;
-        let changed = self.forward_of_each(segment, others, &layout, output)?;
-        if simple.is_empty() {
+        let (merged, others) = Self::split(py, segment, Phase::Forward, &layout, covered)?;
+        let remember = segment.all && others.is_empty() && merged.last;
+        let changed = self.forward_of_each(batch, others, &layout, output)?;
+        if merged.members.is_empty() {
             return Ok(changed);
         }
         let now = changed.as_ref().unwrap_or(output);
-        let more = match self.run_simple(segment, &simple, &layout, now)? {
-            Ok(more) => more,
-            Err(_each_alone) => {
-                let simple = simple.iter().map(Simple::entries).collect();
-                self.forward_of_each(segment, simple, &layout, now)?
-            }
-        };
+        let merged = Arc::new(merged);
+        let more = self.forward_merged(batch, &merged, &layout, now)?;
+        if remember {
+            batch.remember(&layout, self.registry.get().module(), merged);
+        }
         Ok(more.or(changed))
     }
 
     /// Runs the hooks of each member alone, on tensors narrowed to its rows.
     fn forward_of_each(
         &self,
-        segment: &Segment<'_, 'py>,
+        batch: &BatchBase,
         members: Vec<Hooks<'_>>,
         layout: &Layout,
         output: &Bound<'py, PyAny>,
@@ -271,19 +307,17 @@ impl<'py> Call<'_, 'py> {
             return Ok(None);
         }
         let py = self.module.py();
-        let batch = segment.batch.get();
         let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
         let inputs = Value::new(&before, layout, batch);
         let mut value = Value::new(output, layout, batch);
         let covered = value.covered()?;
         for (number, entries) in members {
             let mut run = || {
-                let needs = Needs::of(py, &entries, batch.positioned())?;
-                let describe = || self.site(entries[0]).describe();
+                let needs = Needs::of(py, entries, batch.positioned())?;
+                let describe = || self.site(&entries[0]).describe();
                 if !needs.reads {
-                    let mut call = self.of_member(segment, number, &before, layout)?;
-                    let steps = entries.iter().copied().map(Step::Own);
-                    return call.forward(steps, output.clone()).map(drop);
+                    let mut call = self.of_member(batch, number, &before, layout)?;
+                    return call.forward(own(entries), output.clone()).map(drop);
                 }
                 if !covered {
                     return Err(value.not_covered(&describe()));
@@ -291,12 +325,11 @@ impl<'py> Call<'_, 'py> {
                 let narrowed = value.narrow(number, &needs)?;
                 let mut call = if needs.python {
                     let arguments = inputs.narrow(number, &needs)?.value;
-                    self.of_member(segment, number, &arguments, layout)?
+                    self.of_member(batch, number, &arguments, layout)?
                 } else {
-                    self.of_member(segment, number, &before, layout)?
+                    self.of_member(batch, number, &before, layout)?
                 };
-                let steps = entries.iter().copied().map(Step::Own);
-                let result = call.forward(steps, narrowed.value.clone())?;
+                let result = call.forward(own(entries), narrowed.value.clone())?;
                 value.take(number, &narrowed, &result, needs.python, &describe())
             };
             if let Err(error) = run() {

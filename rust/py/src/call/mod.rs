@@ -3,6 +3,7 @@
 pub mod backward;
 mod members;
 pub mod rows;
+mod stages;
 pub mod stop;
 
 use std::time::{Duration, Instant};
@@ -107,7 +108,7 @@ impl<'py> Call<'_, 'py> {
             Some(hooks) => hooks.forward()?,
             None => Vec::new(),
         };
-        if let Some(members) = self.begin_rows(Phase::Forward)? {
+        if let Some(members) = self.begin_rows(Phase::Forward, snapshot.is_none())? {
             return self.run_after_in_batch(&members, snapshot.as_ref(), &torch_hooks, ran);
         }
         let (output, tap) = match ran {
@@ -161,7 +162,7 @@ impl<'py> Call<'_, 'py> {
             None => None,
         };
         let snapshot = self.begin(Phase::ForwardPre)?;
-        if let Some(members) = self.begin_rows(Phase::ForwardPre)? {
+        if let Some(members) = self.begin_rows(Phase::ForwardPre, false)? {
             self.forward_pre_in_batch(&members, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {
             self.forward_pre(snapshot.iter(), target)?;

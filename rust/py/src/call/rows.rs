@@ -1,11 +1,10 @@
 //! Hooks of the members of a batch in one phase of one call: each sees and changes its own rows.
 
-use std::borrow::Cow;
-use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use ferrohook_core::{Entry, Inside, Phase, Snapshot};
+use ferrohook_core::{Entry, Phase, Snapshot};
 use pyo3::exceptions::{PyException, PyTimeoutError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -15,10 +14,11 @@ use crate::call::stop::Stop;
 use crate::contexts::batch::{BatchBase, Layout, Member};
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::native::{AnyNative, Merging, NativeHook, Part, SharedValue};
+use crate::hooks::merged::MergedHooks;
+use crate::hooks::native::AnyNative;
 use crate::hooks::site::log_error;
 use crate::registry::Registry;
-use crate::torch::rows::{Rows, TokenPositions};
+use crate::torch::rows::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version};
 
 /// Hooks of a batch's members for one phase of one module.
@@ -26,27 +26,57 @@ pub struct MemberHooks<'py> {
     pub batch: Bound<'py, BatchBase>,
     /// Number of the member, and its hooks in firing order.
     hooks: Vec<(usize, Snapshot<Hook>)>,
+    /// The hooks, if they are remembered as they merge.
+    merged: Option<Arc<MergedHooks>>,
 }
 
 /// Hooks of members that run between two hooks of the whole batch.
 pub struct Segment<'a, 'py> {
     pub batch: &'a Bound<'py, BatchBase>,
-    members: Vec<(usize, &'a Snapshot<Hook>, Range<usize>)>,
+    members: Vec<Hooks<'a>>,
+    /// The hooks, if they are remembered as they merge: `members` is empty.
+    pub merged: Option<Arc<MergedHooks>>,
+    /// True if these are all hooks of the members, and the batch has none.
+    pub all: bool,
 }
 
 impl<'py> MemberHooks<'py> {
-    /// Takes the snapshots of the members of the entered batch; None if none has a hook.
+    /// Takes the hooks of the members of the entered batch; None if none has one. `recall`: those
+    /// that are remembered as they merge, if there are.
     #[cold]
     pub fn begin(
         py: Python<'py>,
         registry: &Registry,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
+        recall: bool,
     ) -> Option<Self> {
         let batch = BatchBase::find(frames)?;
+        if recall && let Some(merged) = batch.get().recall(registry.module()) {
+            return Some(Self {
+                batch,
+                hooks: Vec::new(),
+                merged: Some(merged),
+            });
+        }
+        let hooks = Self::resolve(py, batch.get(), registry, phase);
+        (!hooks.is_empty()).then_some(Self {
+            batch,
+            hooks,
+            merged: None,
+        })
+    }
+
+    /// Takes the snapshots of the members of a batch that have hooks.
+    fn resolve(
+        py: Python<'_>,
+        batch: &BatchBase,
+        registry: &Registry,
+        phase: Phase,
+    ) -> Vec<(usize, Snapshot<Hook>)> {
         let mut hooks = Vec::new();
         let mut now = None;
-        for (number, member) in batch.get().all().iter().enumerate() {
+        for (number, member) in batch.all().iter().enumerate() {
             let frame = member.frame.get();
             if frame.failed() || member.rows.len() == 0 {
                 continue;
@@ -63,7 +93,7 @@ impl<'py> MemberHooks<'py> {
             }
             hooks.push((number, snapshot));
         }
-        (!hooks.is_empty()).then_some(Self { batch, hooks })
+        hooks
     }
 
     /// Splits the hooks at those of the whole batch, one more segment than there are of these.
@@ -73,20 +103,21 @@ impl<'py> MemberHooks<'py> {
             .map(|_| Segment {
                 batch: &self.batch,
                 members: Vec::new(),
+                merged: self.merged.clone(),
+                all: count == 0,
             })
             .collect();
         for (number, snapshot) in &self.hooks {
-            let mut from = 0;
-            let entries: Vec<_> = snapshot.iter().collect();
+            let mut rest = snapshot.entries();
             let bounds = whole.into_iter().flat_map(Snapshot::iter);
             for (segment, bound) in segments.iter_mut().zip(bounds) {
-                let ahead = entries[from..].iter().take_while(|it| it.precedes(bound));
-                let until = from + ahead.count();
-                segment.add(*number, snapshot, from..until);
-                from = until;
+                let ahead = rest.iter().take_while(|it| it.precedes(bound)).count();
+                let (entries, behind) = rest.split_at(ahead);
+                segment.add(*number, entries);
+                rest = behind;
             }
             if let Some(last) = segments.last_mut() {
-                last.add(*number, snapshot, from..entries.len());
+                last.add(*number, rest);
             }
         }
         segments
@@ -94,22 +125,19 @@ impl<'py> MemberHooks<'py> {
 }
 
 impl<'a> Segment<'a, '_> {
-    fn add(&mut self, number: usize, snapshot: &'a Snapshot<Hook>, entries: Range<usize>) {
+    fn add(&mut self, number: usize, entries: &'a [Arc<Entry<Hook>>]) {
         if !entries.is_empty() {
-            self.members.push((number, snapshot, entries));
+            self.members.push((number, entries));
         }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.members.is_empty()
+        self.members.is_empty() && self.merged.is_none()
     }
 
     /// The members, and the hooks of each.
     pub fn members(&self) -> impl Iterator<Item = Hooks<'a>> {
-        self.members.iter().map(|(number, snapshot, entries)| {
-            let entries = snapshot.iter().skip(entries.start).take(entries.len());
-            (*number, entries.collect())
-        })
+        self.members.iter().copied()
     }
 }
 
@@ -342,213 +370,7 @@ fn check_same<'py>(
 }
 
 /// Number of a member, and its hooks.
-pub type Hooks<'a> = (usize, Vec<&'a Entry<Hook>>);
-
-/// Member all of whose hooks merge with those of others: those that change, then those that keep.
-pub struct Simple<'a, 'py> {
-    number: usize,
-    hooks: Vec<(&'a Entry<Hook>, Merging<'py>)>,
-}
-
-impl<'a, 'py> Simple<'a, 'py> {
-    /// The member and its hooks, to be run alone.
-    pub fn entries(&self) -> Hooks<'a> {
-        let entries = self.hooks.iter().map(|(entry, _)| *entry);
-        (self.number, entries.collect())
-    }
-
-    /// Returns the merging hooks of a member; None if one of them runs for each member alone.
-    pub fn of(
-        py: Python<'py>,
-        phase: Phase,
-        batch: &BatchBase,
-        number: usize,
-        entries: &[&'a Entry<Hook>],
-    ) -> PyResult<Option<Self>> {
-        let frames = batch.all()[number].frames.bind(py);
-        let mut hooks = Vec::with_capacity(entries.len());
-        let mut keeps = false;
-        for entry in entries {
-            let hook = entry.hook();
-            let Some(native) = hook.native().filter(|_| hook.seconds().is_none()) else {
-                return Ok(None);
-            };
-            if keeps && !native.keeps() {
-                return Ok(None);
-            }
-            keeps |= native.keeps();
-            let Some(merging) = native.merges(hook.object().bind(py), phase, frames)? else {
-                return Ok(None);
-            };
-            hooks.push((*entry, merging));
-        }
-        Ok(Some(Self { number, hooks }))
-    }
-}
-
-/// A hook of a member: number of the member among those that run, and its place.
-type HookAt = (usize, usize);
-
-/// Members whose hooks run stage by stage, those of all members at once.
-pub struct Stages<'a, 'py> {
-    pub members: &'a [Simple<'a, 'py>],
-    pub batch: &'a BatchBase,
-    pub layout: &'a Layout,
-    /// Describes a hook, for errors.
-    pub describe: &'a dyn Fn(&Entry<Hook>) -> String,
-}
-
-/// Takes the error of a hook of the member with a number. Returns true if the member goes on.
-pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a;
-
-impl<'py> Stages<'_, 'py> {
-    fn entry(&self, (member, at): HookAt) -> &Entry<Hook> {
-        self.members[member].hooks[at].0
-    }
-
-    /// Calls `run` with the parts of some hooks.
-    fn with_parts<R>(&self, stage: &[HookAt], run: impl FnOnce(&[Part<'_, 'py>]) -> R) -> R {
-        let describes: Vec<_> = stage
-            .iter()
-            .map(|at| {
-                let entry = self.entry(*at);
-                move || (self.describe)(entry)
-            })
-            .collect();
-        let parts = stage.iter().zip(&describes);
-        let parts: Vec<_> = parts
-            .map(|((member, at), describe)| {
-                let simple = &self.members[*member];
-                let merging = &simple.hooks[*at].1;
-                let all = self.layout.rows(self.batch, simple.number);
-                let positions = self.batch.positions_of(self.layout, simple.number);
-                let (rows, positions) = match &merging.at {
-                    None => (Cow::Borrowed(all), positions),
-                    Some((_, places)) => {
-                        let at = |of: TokenPositions| TokenPositions {
-                            dim: of.dim,
-                            ..of.at(places)
-                        };
-                        (Cow::Owned(all.at(places)), positions.map(at))
-                    }
-                };
-                Part {
-                    hook: merging.hook.clone(),
-                    key: (
-                        simple.number,
-                        merging.at.as_ref().map_or(0, |(at, _)| at + 1),
-                    ),
-                    rows,
-                    frames: frames_of(merging.hook.py(), &self.batch.all()[simple.number]),
-                    positions,
-                    describe,
-                }
-            })
-            .collect();
-        run(&parts)
-    }
-
-    fn class(&self, (member, at): HookAt) -> PyResult<&'static dyn AnyNative> {
-        let hook = &self.members[member].hooks[at].1.hook;
-        Ok(hook.cast::<NativeHook>()?.get().class())
-    }
-
-    /// Next hooks of the members: those that change, of all, go first; then those that keep.
-    fn next(&self, running: &[Option<usize>]) -> Vec<HookAt> {
-        let members = running.iter().enumerate();
-        let next = members.filter_map(|(member, at)| {
-            let at = (*at)?;
-            let (entry, _) = self.members[member].hooks.get(at)?;
-            let keeps = entry.hook().native().is_some_and(AnyNative::keeps);
-            Some(((member, at), keeps))
-        });
-        let next: Vec<_> = next.collect();
-        let all_keep = next.iter().all(|(_, keeps)| *keeps);
-        let now = next.into_iter().filter(|(_, keeps)| *keeps == all_keep);
-        now.map(|(at, _)| at).collect()
-    }
-
-    /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
-    /// that each member's hooks have to run alone.
-    pub fn run(
-        &self,
-        value: &Bound<'py, PyAny>,
-        fail: &mut Fail<'_>,
-    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
-        let inside = Inside::here();
-        let mut running: Vec<Option<usize>> = vec![Some(0); self.members.len()];
-        let mut skipped = Vec::new();
-        for simple in self.members {
-            note_run(&self.batch.all()[simple.number]);
-        }
-        // All are checked first: the rows of a member that fails stay as they are.
-        let mut ahead = running.clone();
-        loop {
-            let stage = self.next(&ahead);
-            let Some(first) = stage.first() else {
-                break;
-            };
-            let class = self.class(*first)?;
-            for (number, error) in self.with_parts(&stage, |it| class.check_parts(it, value))? {
-                let at = stage[number];
-                let _counted = self.entry(at).enter(&inside);
-                if fail(self.members[at.0].number, self.entry(at), error)? {
-                    skipped.push(at);
-                } else {
-                    (running[at.0], ahead[at.0]) = (None, None);
-                }
-            }
-            for (member, at) in stage {
-                ahead[member] = ahead[member].map(|_| at + 1);
-            }
-        }
-        let mut changed = None;
-        loop {
-            let mut stage = self.next(&running);
-            if stage.is_empty() {
-                return Ok(Ok(changed));
-            }
-            for (member, at) in &stage {
-                running[*member] = Some(at + 1);
-            }
-            let mut invocations = Vec::with_capacity(stage.len());
-            stage.retain(|at| {
-                let invocation = if skipped.contains(at) {
-                    None
-                } else {
-                    self.entry(*at).enter(&inside)
-                };
-                invocation.map(|it| invocations.push(it)).is_some()
-            });
-            stage.retain(|(member, at)| {
-                let at = &self.members[*member].hooks[*at].1.at;
-                at.as_ref().is_none_or(|(_, places)| !places.is_empty())
-            });
-            let Some(first) = stage.first() else {
-                continue;
-            };
-            let class = self.class(*first)?;
-            let shared = SharedValue {
-                value: changed.as_ref().unwrap_or(value),
-                dim: self.layout.dim,
-                size: self.layout.size,
-                written: self.batch.runs_python(),
-                selections: self.batch.selections(self.layout),
-            };
-            let merged = match self.with_parts(&stage, |parts| class.run_parts(parts, &shared)) {
-                Ok(merged) => merged,
-                Err(error) => return Ok(Err(error)),
-            };
-            for (number, error) in merged.failed {
-                let at = stage[number];
-                if !fail(self.members[at.0].number, self.entry(at), error)? {
-                    running[at.0] = None;
-                }
-            }
-            changed = merged.value.or(changed);
-        }
-    }
-}
+pub type Hooks<'a> = (usize, &'a [Arc<Entry<Hook>>]);
 
 /// Returns the arguments of a call as one structure.
 pub fn arguments<'py>(
@@ -576,7 +398,7 @@ pub struct Needs {
 }
 
 impl Needs {
-    pub fn of(py: Python<'_>, entries: &[&Entry<Hook>], positioned: bool) -> PyResult<Self> {
+    pub fn of(py: Python<'_>, entries: &[Arc<Entry<Hook>>], positioned: bool) -> PyResult<Self> {
         let mut needs = Self {
             reads: false,
             python: false,

@@ -17,9 +17,8 @@ use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
-use crate::hooks::native::{
-    Merged, Merging, Native, NativeHook, Outcome, Part, SharedValue, Traced, Turn,
-};
+use crate::hooks::merged::{Joint, Merging, Part, Select};
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::hooks::site::Repeats;
 use crate::torch::rows::TokenPositions;
@@ -28,11 +27,11 @@ use crate::torch::tensors::part_of;
 /// Native hook that records the input or the output of a module.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct Recorder {
-    source: Source,
-    index: usize,
+    pub source: Source,
+    pub index: usize,
     inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
-    part: Option<Py<PyAny>>,
+    pub part: Option<Py<PyAny>>,
 }
 
 #[pymethods]
@@ -102,48 +101,21 @@ impl Native for Recorder {
         slf: &Bound<'py, Self>,
         _phase: Phase,
         frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>> {
+    ) -> PyResult<Option<Merging>> {
         let this = slf.get();
         if !this.source.collector.get().merges() {
             return Ok(None);
         }
         let at = this.source.places(frames)?;
-        let hook = slf.as_any().clone();
-        Ok(at.map(|at| Merging { hook, at }))
+        Ok(at.map(|at| Merging {
+            hook: slf.as_any().clone().unbind(),
+            at,
+            lasts: this.source.place.is_some(),
+        }))
     }
 
-    fn run_parts<'py>(
-        parts: &[Part<'_, 'py>],
-        value: &SharedValue<'_, 'py>,
-    ) -> PyResult<Merged<'py>> {
-        let mut merged = Merged::default();
-        for group in Self::groups(parts)? {
-            let first = parts[group[0]].hook.cast::<Self>()?.get();
-            let of_group: Vec<_> = group.iter().map(|part| &parts[*part]).collect();
-            let copy = first.source.collector.get().clones();
-            let together = first
-                .part_of(value.value)
-                .and_then(|part| Together::of(&of_group, value, &part, copy));
-            let mut start = 0;
-            for (number, part) in group.iter().zip(of_group) {
-                let this = part.hook.cast::<Self>()?.get();
-                let store = |together: &Together<'py>| {
-                    let collector = this.source.of_member(part.hook.py(), &part.frames)?;
-                    collector.map_or(Ok(()), |collector| {
-                        together.store(&collector, this.index, part, start, value.dim)
-                    })
-                };
-                let stored = match &together {
-                    Ok(together) => store(together),
-                    Err(error) => Err(error.clone_ref(part.hook.py())),
-                };
-                start += part.rows.len();
-                if let Err(error) = stored {
-                    merged.failed.push((*number, error));
-                }
-            }
-        }
-        Ok(merged)
+    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(Together::of(parts, select)?))
     }
 
     /// Traces the operator of the recorded part, which is the same for every capture.
@@ -165,34 +137,6 @@ impl Native for Recorder {
 pub const SUM: &str = "sum";
 
 impl Recorder {
-    /// Groups parts that record the same part of a value in the same way.
-    fn groups(parts: &[Part<'_, '_>]) -> PyResult<Vec<Vec<usize>>> {
-        let mut groups: Vec<Vec<usize>> = Vec::new();
-        for (number, part) in parts.iter().enumerate() {
-            let py = part.hook.py();
-            let this = part.hook.cast::<Self>()?.get();
-            let mut found = None;
-            for group in &mut groups {
-                let first = parts[group[0]].hook.cast::<Self>()?.get();
-                let same = match (&first.part, &this.part) {
-                    (None, None) => true,
-                    (Some(first), Some(this)) => first.bind(py).eq(this)?,
-                    _ => false,
-                };
-                let clones = |it: &Self| it.source.collector.get().clones();
-                if same && clones(first) == clones(this) {
-                    found = Some(group);
-                    break;
-                }
-            }
-            match found {
-                Some(group) => group.push(number),
-                None => groups.push(vec![number]),
-            }
-        }
-        Ok(groups)
-    }
-
     fn name(&self) -> &str {
         &self.source.collector.get().names()[self.index]
     }
@@ -231,7 +175,7 @@ impl Recorder {
     }
 
     /// Returns the part of a value that it records.
-    fn part_of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    pub fn part_of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match &self.part {
             Some(part) => self.part(value, part.bind(value.py())),
             None => Ok(value.clone()),

@@ -1,7 +1,6 @@
 //! Recorded values by name, and the budget of their bytes.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
 
@@ -30,12 +29,13 @@ pub struct Kept {
     pub tensors: Vec<KeptTensor>,
     pub bytes: usize,
     /// Rows of the tensors that are the value's, narrowed when it is read; None: all.
-    pub rows: Option<Arc<KeptRows>>,
+    pub rows: Option<KeptRows>,
     /// Positions of the tokens in their request, if known.
     pub positions: Option<TokenPositions>,
 }
 
 /// Rows of stored tensors that belong to one member of a batch.
+#[derive(Clone)]
 pub struct KeptRows {
     pub rows: Rows,
     pub dim: usize,

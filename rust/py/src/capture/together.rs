@@ -1,19 +1,128 @@
-//! Storage of one value for many members of a batch: one reference, or one selection of rows, that
-//! each reads its own rows of.
+//! Recorders of many members of a batch: a value is stored once, by reference or as one selection of
+//! rows, and each member reads its own rows of it.
 
 use std::sync::Arc;
 
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
+use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
-use crate::hooks::native::{Part, SharedValue};
-use crate::torch::rows::Rows;
+use crate::hooks::merged::{Joint, Merged, Part, Select, SharedValue};
+use crate::torch::rows::{Rows, Selection, TokenPositions};
 use crate::torch::tensors::{map_tensors, requires_grad, version};
 
+/// Recorders of some members.
+pub struct Together(Vec<Group>);
+
+/// Recorders of the same part of a value.
+struct Group {
+    /// Number of the part of each, itself, and its rows.
+    recorders: Vec<(usize, Py<Recorder>, Rows)>,
+    /// True if they store copies.
+    clones: bool,
+    selection: Arc<Selection>,
+}
+
+impl Together {
+    pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let this = part.hook.cast::<Recorder>()?;
+            let mut found = None;
+            for group in &mut groups {
+                if alike(parts[group[0]].hook.cast()?, this)? {
+                    found = Some(group);
+                    break;
+                }
+            }
+            match found {
+                Some(group) => group.push(number),
+                None => groups.push(vec![number]),
+            }
+        }
+        let groups = groups.into_iter().map(|group| {
+            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
+            let mut recorders = Vec::with_capacity(group.len());
+            for (number, part) in group.iter().zip(&of_group) {
+                let recorder = part.hook.cast::<Recorder>()?.clone().unbind();
+                recorders.push((*number, recorder, (*part.rows).clone()));
+            }
+            Ok(Group {
+                clones: clones(of_group[0].hook.cast()?),
+                recorders,
+                selection: select.rows(&of_group),
+            })
+        });
+        Ok(Self(groups.collect::<PyResult<_>>()?))
+    }
+}
+
+fn clones(recorder: &Bound<'_, Recorder>) -> bool {
+    recorder.get().source.collector.get().clones()
+}
+
+/// True if they record the same part of a value in the same way.
+fn alike(first: &Bound<'_, Recorder>, second: &Bound<'_, Recorder>) -> PyResult<bool> {
+    let same = match (&first.get().part, &second.get().part) {
+        (None, None) => true,
+        (Some(part), Some(other)) => part.bind(first.py()).eq(other)?,
+        _ => false,
+    };
+    Ok(same && clones(first) == clones(second))
+}
+
+impl Joint for Together {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
+        let mut merged = Merged::default();
+        for group in &self.0 {
+            group.store(shared, &mut merged.failed);
+        }
+        Ok(merged)
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut recorders = self.0.iter().flat_map(|group| &group.recorders);
+        recorders.try_for_each(|(_, recorder, _)| visit.call(recorder))
+    }
+}
+
+impl Group {
+    /// Stores the rows of each; `failed` takes the errors of parts.
+    fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
+        let py = shared.value.py();
+        let (_, first, _) = &self.recorders[0];
+        let part = first.get().part_of(shared.value);
+        let stored =
+            part.and_then(|part| Stored::of(&self.selection.rows, shared, &part, self.clones));
+        let mut start = 0;
+        for (number, recorder, rows) in &self.recorders {
+            let this = recorder.get();
+            let store = |stored: &Stored<'_>| {
+                let frames = (shared.frames)(*number);
+                let Some(collector) = this.source.of_member(py, &frames)? else {
+                    return Ok(());
+                };
+                let positions = (shared.positions)(*number);
+                let kept = stored.of_member(&collector, rows, start, shared.dim, positions)?;
+                collector.get().store(py, this.index, kept)
+            };
+            let done = match &stored {
+                Ok(stored) => store(stored),
+                Err(error) => Err(error.clone_ref(py)),
+            };
+            start += rows.len();
+            if let Err(error) = done {
+                failed.push((*number, error));
+            }
+        }
+    }
+}
+
 /// A value as the members share it.
-pub struct Together<'py> {
+struct Stored<'py> {
     value: Bound<'py, PyAny>,
     tensors: Vec<(Bound<'py, PyAny>, Option<i64>, bool)>,
     /// True if it is a selection of the members' rows, one member behind the other.
@@ -21,16 +130,14 @@ pub struct Together<'py> {
     size: usize,
 }
 
-impl<'py> Together<'py> {
-    /// Takes the rows of some parts from a value; `copy`: a copy of them in any case.
-    pub fn of(
-        parts: &[&Part<'_, 'py>],
+impl<'py> Stored<'py> {
+    /// Takes rows from a value; `copy`: a copy of them in any case.
+    fn of(
+        rows: &Rows,
         shared: &SharedValue<'_, 'py>,
         value: &Bound<'py, PyAny>,
         copy: bool,
     ) -> PyResult<Self> {
-        let selection = shared.select(parts);
-        let rows = &selection.rows;
         // A reference to a tensor most of which is of others would keep that alive.
         let mut selected = copy || shared.written || 2 * rows.len() < shared.size;
         let mut tensors = Vec::new();
@@ -65,21 +172,21 @@ impl<'py> Together<'py> {
         })
     }
 
-    /// Stores the rows of a part, `start` rows behind those of the first part.
-    pub fn store(
+    /// Returns the rows of a member, `start` rows behind those of the first one.
+    fn of_member(
         &self,
         collector: &Bound<'py, Collector>,
-        index: usize,
-        part: &Part<'_, 'py>,
+        rows: &Rows,
         start: usize,
         dim: usize,
-    ) -> PyResult<()> {
+        positions: Option<TokenPositions>,
+    ) -> PyResult<Kept> {
         let this = collector.get();
-        let length = part.rows.len();
+        let length = rows.len();
         let rows = if self.selected {
             Rows::Range { start, length }
         } else {
-            (*part.rows).clone()
+            rows.clone()
         };
         let mut bytes = 0;
         let mut tensors = Vec::with_capacity(self.tensors.len());
@@ -96,18 +203,17 @@ impl<'py> Together<'py> {
                 gradient: None,
             });
         }
-        let kept = Kept {
-            serial: this.next_serial(),
+        Ok(Kept {
+            serial: 0, // for gradients, which a request in a batch has none of
             value: self.value.clone().unbind(),
             tensors,
             bytes,
-            rows: Some(Arc::new(KeptRows {
+            rows: Some(KeptRows {
                 rows,
                 dim,
                 size: self.size,
-            })),
-            positions: part.positions.clone(),
-        };
-        this.store(collector.py(), index, kept)
+            }),
+            positions,
+        })
     }
 }

@@ -14,7 +14,9 @@ use rustc_hash::FxHashMap;
 
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
+use crate::contexts::remembered::Remembered;
 use crate::error::{hook_type_error, rows_error, type_name};
+use crate::hooks::merged::MergedHooks;
 use crate::torch::is_tensor;
 use crate::torch::rows::{Rows, Selections, TokenPositions, length};
 
@@ -93,6 +95,8 @@ pub struct BatchBase {
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
     served: AtomicBool,
+    /// Merged hooks of the members, from the moment it is entered until it is left.
+    remembered: Mutex<Option<Box<Remembered>>>,
 }
 
 #[pymethods]
@@ -163,6 +167,7 @@ impl BatchBase {
             modules,
             joined: AtomicBool::new(false),
             served: AtomicBool::new(false),
+            remembered: Mutex::default(),
         };
         Ok((batch, Frame::new(None)))
     }
@@ -256,6 +261,7 @@ impl BatchBase {
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
+        this.take_remembered();
         let enter = || {
             slf.call_method0(intern!(py, "_begin"))?;
             Frame::enter(slf.as_super())
@@ -278,6 +284,7 @@ impl BatchBase {
         let left = Frame::leave(slf.as_super());
         let members = &this.members;
         if slf.as_super().get().closed() {
+            this.give_remembered();
             this.part(members.len());
             if this.served.swap(false, Ordering::AcqRel) {
                 slf.call_method0(intern!(py, "_end_service"))?;
@@ -301,7 +308,11 @@ impl BatchBase {
         }
         self.modules
             .iter()
-            .try_for_each(|module| visit.call(module))
+            .try_for_each(|module| visit.call(module))?;
+        match &*self.remembered.lock() {
+            Some(remembered) => remembered.traverse(&visit),
+            None => Ok(()),
+        }
     }
 }
 
@@ -328,6 +339,54 @@ impl BatchBase {
             !frame.failed() && phases.any(|phase| frame.snapshot(module, *phase).is_some())
         };
         Self::find(frames).is_some_and(|batch| batch.get().members.iter().any(hooked))
+    }
+
+    /// Takes the merged hooks from the first member, if they are of the same members and rows.
+    fn take_remembered(&self) {
+        let members = || {
+            self.members
+                .iter()
+                .map(|it| (it.frame.get().id(), &it.rows))
+        };
+        let former = self.members[0].frame.get().take_remembered();
+        let former = former.filter(|it| it.is_of(members(), self.dim));
+        let remembered = former.unwrap_or_else(|| {
+            let members = members().map(|(id, rows)| (id, rows.clone()));
+            Box::new(Remembered::new(members.collect(), self.dim))
+        });
+        *self.remembered.lock() = Some(remembered);
+    }
+
+    /// Gives the merged hooks to the first member, for the next batch.
+    fn give_remembered(&self) {
+        let taken = self.remembered.lock().take();
+        if let Some(remembered) = taken {
+            self.members[0].frame.get().keep_remembered(remembered);
+        }
+    }
+
+    /// Finds the merged hooks of the members for the module with this id.
+    pub fn recall(&self, module: u64) -> Option<Arc<MergedHooks>> {
+        let deadline = || {
+            let deadlines = self
+                .members
+                .iter()
+                .filter_map(|it| it.frame.get().deadline());
+            deadlines.min()
+        };
+        let found = self.remembered.lock().as_mut()?.find(module, deadline);
+        found.unwrap_or_default()
+    }
+
+    /// Remembers the merged hooks of the members for the module with this id, unless it has rows of
+    /// its own.
+    pub fn remember(&self, layout: &Layout, module: u64, hooks: Arc<MergedHooks>) {
+        if layout.gathered.is_none() {
+            let mut remembered = self.remembered.lock();
+            let dropped = remembered.as_mut().map(|it| it.add(module, hooks));
+            drop(remembered);
+            drop(dropped); // runs Python code
+        }
     }
 
     pub fn all(&self) -> &[Member] {

@@ -14,9 +14,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use crate::contexts::current::{self, Entered, active, same_without, set, without};
+use crate::contexts::remembered::{FrameId, Remembered};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, rows_error, type_name};
 use crate::hooks::hook::Hook;
+use crate::hooks::merged::note_change;
 
 /// Modules and hooks that are released together, once.
 pub trait Release: Send + Sync {
@@ -34,6 +36,7 @@ pub trait Release: Send + Sync {
 #[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
 #[derive(Default)]
 pub struct Frame {
+    id: FrameId,
     tag: Option<Py<PyAny>>,
     /// Frame whose hooks fire too: that of a prepared plan, which is never entered itself.
     shared: Option<Py<Self>>,
@@ -63,9 +66,29 @@ pub struct Frame {
     backward: AtomicBool,
     /// True once it has a hook that runs Python.
     python: AtomicBool,
+    /// Merged hooks of the last batch whose first member it was.
+    remembered: Mutex<Option<Box<Remembered>>>,
 }
 
 impl Frame {
+    pub fn id(&self) -> FrameId {
+        self.id
+    }
+
+    /// Takes the merged hooks of the last batch whose first member it was.
+    pub fn take_remembered(&self) -> Option<Box<Remembered>> {
+        self.remembered.lock().take()
+    }
+
+    /// Keeps the merged hooks of a batch whose first member it was, unless it is closed.
+    pub fn keep_remembered(&self, remembered: Box<Remembered>) {
+        let former = self.remembered.lock().replace(remembered);
+        drop(former); // runs Python code
+        if self.closed() {
+            drop(self.take_remembered());
+        }
+    }
+
     pub fn new(tag: Option<Py<PyAny>>) -> Self {
         Self {
             tag,
@@ -113,6 +136,10 @@ impl Frame {
             drop(modules);
             taken.clear();
         }
+        if self.in_batch.load(Ordering::Acquire) {
+            note_change(); // hooks that it shares fire for it no more
+        }
+        drop(self.take_remembered());
         true
     }
 
@@ -208,7 +235,9 @@ impl Frame {
 
     /// Ends its part in batches, for this reason. Returns true for the call that did so.
     pub fn end(&self, py: Python<'_>, error: &PyErr) -> bool {
-        self.failure.set(copied(py, error)).is_ok()
+        let first = self.failure.set(copied(py, error)).is_ok();
+        note_change();
+        first
     }
 
     fn fires_backward(&self) -> bool {
@@ -395,6 +424,7 @@ impl Frame {
             .map_err(|error| PyValueError::new_err(format!("seconds: {error}")))?;
         if let Some(deadline) = Instant::now().checked_add(after) {
             let _ = self.deadline.set(deadline);
+            note_change();
         }
         Ok(())
     }
@@ -511,7 +541,10 @@ impl Frame {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
         }
-        Ok(())
+        match &*self.remembered.lock() {
+            Some(remembered) => remembered.traverse(&visit),
+            None => Ok(()),
+        }
     }
 
     fn __clear__(&self) {

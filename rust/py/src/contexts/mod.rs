@@ -12,4 +12,5 @@ pub mod activation;
 pub mod batch;
 pub mod current;
 pub mod frame;
+pub mod remembered;
 pub mod scoped;

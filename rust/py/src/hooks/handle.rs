@@ -10,6 +10,7 @@ use pyo3::types::PyString;
 use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
 use crate::hooks::hook::Hook;
+use crate::hooks::merged::note_change;
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// Handle of one registered hook: removes, disables and describes it.
@@ -65,6 +66,7 @@ impl HookHandle {
     #[setter]
     fn set_priority(&self, priority: Priority) {
         self.0.set_priority(priority.0);
+        note_change();
     }
 
     /// Removes the hook: it is not started any more. A thread that is inside it goes on to its end.

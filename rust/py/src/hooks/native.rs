@@ -1,17 +1,17 @@
 //! Native hooks: hooks that run in Rust; Python classes that implement [`Native`].
 
-use std::borrow::Cow;
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ferrohook_core::Phase;
 use pyo3::PyClass;
+use pyo3::exceptions::PyNotImplementedError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
-use crate::torch::rows::{Rows, Selection, Selections, TokenPositions, length};
+use crate::hooks::merged::{Joint, Merging, Part, Select};
+use crate::torch::rows::TokenPositions;
 
 /// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
@@ -53,68 +53,6 @@ impl<'py> Turn<'_, 'py> {
             type_name(got)
         );
         hook_type_error(got.py(), message)
-    }
-}
-
-/// Index of positions among those of a plan, and their places among the rows of a member; None for
-/// all rows.
-pub type Places = Option<(usize, Vec<usize>)>;
-
-/// Form of a hook that runs for many members of a batch at once.
-pub struct Merging<'py> {
-    /// The hook whose class runs it.
-    pub hook: Bound<'py, PyAny>,
-    pub at: Places,
-}
-
-/// Merged hook of one member.
-pub struct Part<'a, 'py> {
-    pub hook: Bound<'py, PyAny>,
-    /// Number of the member, and 0 or 1 more than the index of its positions.
-    pub key: (usize, usize),
-    /// Rows that it is for.
-    pub rows: Cow<'a, Rows>,
-    /// The frame of the member.
-    pub frames: Bound<'py, PyTuple>,
-    /// Positions of their tokens, if known.
-    pub positions: Option<TokenPositions>,
-    /// Describes hook, phase and module, for errors.
-    pub describe: &'a dyn Fn() -> String,
-}
-
-/// Value of the whole batch that merged hooks run for.
-pub struct SharedValue<'a, 'py> {
-    pub value: &'a Bound<'py, PyAny>,
-    pub dim: usize,
-    pub size: usize,
-    /// True if a member may write in place.
-    pub written: bool,
-    /// None if the module has rows of its own.
-    pub selections: Option<&'a Selections>,
-}
-
-/// Result of merged hooks.
-#[derive(Default)]
-pub struct Merged<'py> {
-    /// Replacement of the value.
-    pub value: Option<Bound<'py, PyAny>>,
-    /// Parts that failed.
-    pub failed: Vec<(usize, PyErr)>,
-}
-
-impl SharedValue<'_, '_> {
-    /// Returns the rows of some parts together.
-    pub fn select(&self, parts: &[&Part<'_, '_>]) -> Arc<Selection> {
-        let rows: Vec<&Rows> = parts.iter().map(|part| &*part.rows).collect();
-        match self.selections {
-            Some(made) => made.get(parts.iter().map(|part| part.key).collect(), &rows),
-            None => Arc::new(Selection::of(&rows)),
-        }
-    }
-
-    /// True if the tensor has the rows.
-    pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(length(tensor, self.dim)? == Some(self.size))
     }
 }
 
@@ -214,7 +152,7 @@ pub trait Native: PyClass {
         _slf: &Bound<'py, Self>,
         _phase: Phase,
         _frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>> {
+    ) -> PyResult<Option<Merging>> {
         Ok(None)
     }
 
@@ -226,13 +164,11 @@ pub trait Native: PyClass {
         Ok(Vec::new())
     }
 
-    /// Runs merged hooks of some members, one of each. An error of one part is that of its member;
-    /// an error of all has each run alone.
-    fn run_parts<'py>(
-        _parts: &[Part<'_, 'py>],
-        _value: &SharedValue<'_, 'py>,
-    ) -> PyResult<Merged<'py>> {
-        Ok(Merged::default())
+    /// Joins [merged](Self::merges) hooks of some members, one of each.
+    fn join(_parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Err(PyNotImplementedError::new_err(
+            "hooks that merge are joined",
+        ))
     }
 
     /// Runs the hook.
@@ -265,17 +201,13 @@ pub trait AnyNative: Send + Sync {
         hook: &Bound<'py, PyAny>,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>>;
+    ) -> PyResult<Option<Merging>>;
     fn check_parts<'py>(
         &self,
         parts: &[Part<'_, 'py>],
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<(usize, PyErr)>>;
-    fn run_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &SharedValue<'_, 'py>,
-    ) -> PyResult<Merged<'py>>;
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -334,7 +266,7 @@ impl<T: Native> AnyNative for Class<T> {
         hook: &Bound<'py, PyAny>,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>> {
+    ) -> PyResult<Option<Merging>> {
         T::merges(hook.cast()?, phase, frames)
     }
 
@@ -346,12 +278,8 @@ impl<T: Native> AnyNative for Class<T> {
         T::check_parts(parts, value)
     }
 
-    fn run_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &SharedValue<'_, 'py>,
-    ) -> PyResult<Merged<'py>> {
-        T::run_parts(parts, value)
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        T::join(parts, select)
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -9,21 +9,19 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString, PyTuple};
+use pyo3::types::{PyString, PyTuple};
 
 use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
-use crate::hooks::native::{
-    Merged, Merging, Native, NativeHook, Outcome, Part, SharedValue, Traced, Turn,
-};
-use crate::native::together::{self, Table, spread};
+use crate::hooks::merged::{Joint, Merging, Part, Select};
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::native::together::{Table, Together};
 use crate::torch;
-use crate::torch::rows::Selection;
 use crate::torch::tensors::{part_of, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Operation {
+pub enum Operation {
     /// `x + v`
     Add,
     /// `x * factor`
@@ -40,11 +38,11 @@ enum Operation {
 /// Base of interventions.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct InterventionBase {
-    operation: Operation,
+    pub operation: Operation,
     /// `factor`, or `low` and `high`.
     numbers: Py<PyTuple>,
     /// Index, key or attribute of the changed tensor.
-    part: Option<Py<PyAny>>,
+    pub part: Option<Py<PyAny>>,
     /// Width of the vector: the last dimension of the tensors that it fits.
     width: Option<usize>,
     /// True if the vector has rows of its own, which must not widen `x`.
@@ -56,11 +54,11 @@ pub struct InterventionBase {
     /// Number of dimensions of the vector; None without one.
     dims: Option<usize>,
     /// Number of the intervention, unique in the process.
-    number: u64,
+    pub number: u64,
     /// The vector as tensors of some dtypes and devices take it.
     casts: Casts,
     /// Tables of batches whose first intervention it is.
-    tables: Mutex<Vec<Table>>,
+    pub tables: Mutex<Vec<Table>>,
 }
 
 /// List of casts that only grows, read without a lock: comparing devices runs Python code.
@@ -206,11 +204,11 @@ impl InterventionBase {
 }
 
 /// One invocation of an intervention.
-struct Change<'a, 'py> {
-    intervention: &'a Bound<'py, InterventionBase>,
+pub struct Change<'a, 'py> {
+    pub intervention: &'a Bound<'py, InterventionBase>,
     /// Describes hook, phase and module, for errors.
-    describe: &'a dyn Fn() -> String,
-    mask: Option<&'a Bound<'py, PyAny>>,
+    pub describe: &'a dyn Fn() -> String,
+    pub mask: Option<&'a Bound<'py, PyAny>>,
 }
 
 impl<'py> Change<'_, 'py> {
@@ -219,7 +217,7 @@ impl<'py> Change<'_, 'py> {
     }
 
     /// Changes the part of a value that the intervention is for; `tensor` changes a tensor.
-    fn part_of(
+    pub fn part_of(
         &self,
         value: &Bound<'py, PyAny>,
         tensor: &dyn Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
@@ -292,7 +290,7 @@ impl<'py> Change<'_, 'py> {
         merge(self.describe, mask, &changed, x)
     }
 
-    fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
         let this = self.intervention.get();
         let number = |place| this.numbers.bind(py).get_item(place);
@@ -313,120 +311,6 @@ impl<'py> Change<'_, 'py> {
                 x.add(after.sub(before)?.mul(&direction)?)
             }
         }
-    }
-
-    /// True if it is of the same operation, on the same part of a value.
-    fn merges_with(&self, other: &InterventionBase) -> PyResult<bool> {
-        let this = self.intervention.get();
-        let same = match (&this.part, &other.part) {
-            (None, None) => true,
-            (Some(part), Some(other)) => part.bind(self.py()).eq(other)?,
-            _ => false,
-        };
-        Ok(same && this.operation == other.operation)
-    }
-
-    /// Applies each of some interventions like this one to rows of a tensor.
-    fn rows(
-        &self,
-        parts: &[&Part<'_, 'py>],
-        shared: &SharedValue<'_, 'py>,
-        x: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = self.py();
-        let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
-        let floats = x.call_method0(intern!(py, "is_floating_point"))?;
-        if !shared.covers(x)? || dims < shared.dim + 2 || !floats.is_truthy()? {
-            return Err(self.error("changes rows of", x));
-        }
-        let selection = shared.select(parts);
-        if selection.rows.all(shared.size) {
-            return self.of_rows(parts, &selection, x, shared.dim);
-        }
-        let rows = selection.rows.narrow(x, shared.dim)?;
-        let changed = self.of_rows(parts, &selection, &rows, shared.dim)?;
-        let copy = x.call_method0(intern!(py, "clone"))?;
-        selection.rows.write(&copy, shared.dim, &changed)?;
-        Ok(copy)
-    }
-
-    /// Applies each of some interventions like this one to its rows, in the order of a selection.
-    fn of_rows(
-        &self,
-        parts: &[&Part<'_, 'py>],
-        selection: &Selection,
-        x: &Bound<'py, PyAny>,
-        dim: usize,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let py = self.py();
-        let operation = self.intervention.get().operation;
-        if parts.len() == 1 || operation == Operation::Zero {
-            return self.everywhere(x);
-        }
-        let tables = self.tables(parts, x)?;
-        let spread = |place| spread(&tables.get_item(place)?, selection, x, dim);
-        let dtype = x.getattr(intern!(py, "dtype"))?;
-        match operation {
-            Operation::Add => x.add(spread(0)?),
-            Operation::Scale => x.mul(spread(0)?)?.call_method1(intern!(py, "to"), (dtype,)),
-            Operation::Replace => {
-                let values = spread(0)?.call_method1(intern!(py, "expand_as"), (x,))?;
-                values.call_method0(intern!(py, "clone"))
-            }
-            Operation::Ablate => {
-                let directions = spread(0)?;
-                x.sub(along(x, &directions)?.mul(&directions)?)
-            }
-            Operation::Clamp => {
-                let directions = spread(0)?;
-                let before = along(x, &directions)?;
-                let bounds = (spread(1)?, spread(2)?);
-                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
-                x.add(after.sub(before)?.mul(&directions)?)
-            }
-            Operation::Zero => self.everywhere(x),
-        }
-    }
-
-    /// Returns the tables of some interventions like this one, as `x` takes them.
-    fn tables(
-        &self,
-        parts: &[&Part<'_, 'py>],
-        x: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyTuple>> {
-        let py = self.py();
-        let this = self.intervention.get();
-        let mut key = Vec::with_capacity(parts.len());
-        for part in parts {
-            key.push(part.hook.cast::<InterventionBase>()?.get().number);
-        }
-        let dtype = x.getattr(intern!(py, "dtype"))?;
-        let device = x.getattr(intern!(py, "device"))?;
-        {
-            let tables = this.tables.lock();
-            let found = tables.iter().find(|table| {
-                *table.key == *key
-                    && table.dtype.is(&dtype)
-                    && table.device.bind(py).eq(&device).unwrap_or(false)
-            });
-            if let Some(table) = found {
-                return Ok(table.tensors.bind(py).clone());
-            }
-        }
-        let hooks = PyList::new(py, parts.iter().map(|part| &part.hook))?;
-        let method = intern!(py, "_tables");
-        let tensors = self
-            .intervention
-            .call_method1(method, (hooks, &dtype, &device))?;
-        let tensors = tensors.cast_into::<PyTuple>()?;
-        let table = Table {
-            key: key.into(),
-            dtype: dtype.unbind(),
-            device: device.unbind(),
-            tensors: tensors.clone().unbind(),
-        };
-        let _oldest = together::push(&mut this.tables.lock(), table);
-        Ok(tensors)
     }
 
     /// Returns the vector in the shape of `x`.
@@ -493,7 +377,7 @@ impl<'py> Change<'_, 'py> {
         Ok(vector)
     }
 
-    fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
+    pub fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
         let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
@@ -529,7 +413,10 @@ pub fn merge<'py>(
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
 // Not a product of matrices: autocast runs those in lower precision.
-fn along<'py>(x: &Bound<'py, PyAny>, direction: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub fn along<'py>(
+    x: &Bound<'py, PyAny>,
+    direction: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
     x.mul(direction)?
         .call_method1(intern!(x.py(), "sum"), (-1, true))
 }
@@ -547,14 +434,17 @@ impl Native for InterventionBase {
         slf: &Bound<'py, Self>,
         _phase: Phase,
         _frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>> {
+    ) -> PyResult<Option<Merging>> {
         let this = slf.get();
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
         let row = this
             .dims
             .is_none_or(|dims| dims == 1 && this.width.is_some());
-        let hook = slf.as_any().clone();
-        Ok((row && !this.trained).then_some(Merging { hook, at: None }))
+        Ok((row && !this.trained).then(|| Merging {
+            hook: slf.as_any().clone().unbind(),
+            at: None,
+            lasts: true,
+        }))
     }
 
     fn check_parts<'py>(
@@ -600,31 +490,8 @@ impl Native for InterventionBase {
         Ok(failed)
     }
 
-    fn run_parts<'py>(
-        parts: &[Part<'_, 'py>],
-        value: &SharedValue<'_, 'py>,
-    ) -> PyResult<Merged<'py>> {
-        let mut now = value.value.clone();
-        let mut rest: Vec<_> = parts.iter().collect();
-        while let Some(first) = rest.first() {
-            let change = Change {
-                intervention: first.hook.cast()?,
-                describe: first.describe,
-                mask: None,
-            };
-            let mut group = Vec::new();
-            let mut others = Vec::new();
-            for part in &rest {
-                let same = change.merges_with(part.hook.cast::<Self>()?.get())?;
-                if same { &mut group } else { &mut others }.push(*part);
-            }
-            now = change.part_of(&now, &|x| change.rows(&group, value, x))?;
-            rest = others;
-        }
-        Ok(Merged {
-            value: Some(now),
-            failed: Vec::new(),
-        })
+    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(Together::of(parts, select)?))
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -8,7 +8,8 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
 use crate::error::hook_error;
-use crate::hooks::native::{Merging, Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::merged::Merging;
+use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
 use crate::torch;
 use crate::torch::tree::ModuleTree;
@@ -59,7 +60,7 @@ impl Native for MaskedHook {
         slf: &Bound<'py, Self>,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging<'py>>> {
+    ) -> PyResult<Option<Merging>> {
         let (py, this) = (slf.py(), slf.get());
         let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
             return Ok(None);

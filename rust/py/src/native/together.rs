@@ -1,10 +1,15 @@
 //! Interventions of many members of a batch as one operation: a table of vectors, and the place in
 //! it of each row.
 
+use std::sync::Arc;
+
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
+use crate::hooks::merged::{Joint, Merged, Part, Select, SharedValue};
+use crate::native::intervention::{Change, InterventionBase, Operation, along};
 use crate::torch::rows::Selection;
 
 /// Tensors with a row for each of some interventions, as tensors of one dtype and device take them.
@@ -20,14 +25,14 @@ pub struct Table {
 const MOST_TABLES: usize = 4;
 
 /// Adds a table, and returns the one that it replaces.
-pub fn push(tables: &mut Vec<Table>, table: Table) -> Option<Table> {
+fn push(tables: &mut Vec<Table>, table: Table) -> Option<Table> {
     let oldest = (tables.len() == MOST_TABLES).then(|| tables.remove(0));
     tables.push(table);
     oldest
 }
 
 /// Returns the row of the table for each row of the selection, in the shape that `x` takes.
-pub fn spread<'py>(
+fn spread<'py>(
     table: &Bound<'py, PyAny>,
     selection: &Selection,
     x: &Bound<'py, PyAny>,
@@ -50,4 +55,185 @@ pub fn spread<'py>(
         shape.append(length)?;
     }
     rows.call_method1(intern!(py, "view"), (shape,))
+}
+
+/// Interventions of some members.
+pub struct Together(Vec<Group>);
+
+/// Interventions of the same operation, on the same part of a value.
+struct Group {
+    /// Number of the part of the first one.
+    part: usize,
+    hooks: Vec<Py<InterventionBase>>,
+    /// Numbers of the interventions.
+    key: Box<[u64]>,
+    selection: Arc<Selection>,
+}
+
+impl Together {
+    pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
+        let mut hooks = Vec::with_capacity(parts.len());
+        for part in parts {
+            hooks.push(part.hook.cast::<InterventionBase>()?);
+        }
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        for (number, hook) in hooks.iter().enumerate() {
+            let mut found = None;
+            for group in &mut groups {
+                if alike(hooks[group[0]], hook)? {
+                    found = Some(group);
+                    break;
+                }
+            }
+            match found {
+                Some(group) => group.push(number),
+                None => groups.push(vec![number]),
+            }
+        }
+        let groups = groups.into_iter().map(|group| {
+            let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
+            let hooks = group.iter().map(|number| hooks[*number]);
+            Group {
+                part: group[0],
+                key: hooks.clone().map(|hook| hook.get().number).collect(),
+                hooks: hooks.map(|hook| hook.clone().unbind()).collect(),
+                selection: select.rows(&of_group),
+            }
+        });
+        Ok(Self(groups.collect()))
+    }
+}
+
+/// True if interventions are of the same operation, on the same part of a value.
+fn alike(
+    first: &Bound<'_, InterventionBase>,
+    second: &Bound<'_, InterventionBase>,
+) -> PyResult<bool> {
+    let (this, other) = (first.get(), second.get());
+    let same = match (&this.part, &other.part) {
+        (None, None) => true,
+        (Some(part), Some(other)) => part.bind(first.py()).eq(other)?,
+        _ => false,
+    };
+    Ok(same && this.operation == other.operation)
+}
+
+impl Joint for Together {
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
+        let mut now = shared.value.clone();
+        for group in &self.0 {
+            let change = Change {
+                intervention: group.hooks[0].bind(now.py()),
+                describe: &|| (shared.describe)(group.part),
+                mask: None,
+            };
+            now = change.part_of(&now, &|x| group.rows(&change, shared, x))?;
+        }
+        Ok(Merged {
+            value: Some(now),
+            failed: Vec::new(),
+        })
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut hooks = self.0.iter().flat_map(|group| &group.hooks);
+        hooks.try_for_each(|hook| visit.call(hook))
+    }
+}
+
+impl Group {
+    /// Applies each intervention to its rows of a tensor.
+    fn rows<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        shared: &SharedValue<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
+        let floats = x.call_method0(intern!(py, "is_floating_point"))?;
+        if !shared.covers(x)? || dims < shared.dim + 2 || !floats.is_truthy()? {
+            return Err(change.error("changes rows of", x));
+        }
+        let rows = &self.selection.rows;
+        if rows.all(shared.size) {
+            return self.of_rows(change, x, shared.dim);
+        }
+        let own = rows.narrow(x, shared.dim)?;
+        let changed = self.of_rows(change, &own, shared.dim)?;
+        let copy = x.call_method0(intern!(py, "clone"))?;
+        rows.write(&copy, shared.dim, &changed)?;
+        Ok(copy)
+    }
+
+    /// Applies each intervention to its rows, those of the selection in order.
+    fn of_rows<'py>(
+        &self,
+        change: &Change<'_, 'py>,
+        x: &Bound<'py, PyAny>,
+        dim: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let operation = change.intervention.get().operation;
+        if self.hooks.len() == 1 || operation == Operation::Zero {
+            return change.everywhere(x);
+        }
+        let tables = self.tables(change.intervention, x)?;
+        let spread = |place| spread(&tables.get_item(place)?, &self.selection, x, dim);
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        match operation {
+            Operation::Add => x.add(spread(0)?),
+            Operation::Scale => x.mul(spread(0)?)?.call_method1(intern!(py, "to"), (dtype,)),
+            Operation::Replace => {
+                let values = spread(0)?.call_method1(intern!(py, "expand_as"), (x,))?;
+                values.call_method0(intern!(py, "clone"))
+            }
+            Operation::Ablate => {
+                let directions = spread(0)?;
+                x.sub(along(x, &directions)?.mul(&directions)?)
+            }
+            Operation::Clamp => {
+                let directions = spread(0)?;
+                let before = along(x, &directions)?;
+                let bounds = (spread(1)?, spread(2)?);
+                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
+                x.add(after.sub(before)?.mul(&directions)?)
+            }
+            Operation::Zero => change.everywhere(x),
+        }
+    }
+
+    /// Returns the tables of the interventions, as `x` takes them.
+    fn tables<'py>(
+        &self,
+        first: &Bound<'py, InterventionBase>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let py = x.py();
+        let this = first.get();
+        let dtype = x.getattr(intern!(py, "dtype"))?;
+        let device = x.getattr(intern!(py, "device"))?;
+        {
+            let tables = this.tables.lock();
+            let found = tables.iter().find(|table| {
+                table.key == self.key
+                    && table.dtype.is(&dtype)
+                    && table.device.bind(py).eq(&device).unwrap_or(false)
+            });
+            if let Some(table) = found {
+                return Ok(table.tensors.bind(py).clone());
+            }
+        }
+        let hooks = PyList::new(py, &self.hooks)?;
+        let tensors = first.call_method1(intern!(py, "_tables"), (hooks, &dtype, &device))?;
+        let tensors = tensors.cast_into::<PyTuple>()?;
+        let table = Table {
+            key: self.key.clone(),
+            dtype: dtype.unbind(),
+            device: device.unbind(),
+            tensors: tensors.clone().unbind(),
+        };
+        let _oldest = push(&mut this.tables.lock(), table);
+        Ok(tensors)
+    }
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 /// Rows of a dimension.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Rows {
     /// `length` rows from `start`.
     Range {
@@ -28,6 +28,14 @@ pub struct Index {
     /// Tensors of the rows, one for each device.
     tensors: Arc<Mutex<Vec<OnDevice>>>,
 }
+
+impl PartialEq for Index {
+    fn eq(&self, other: &Self) -> bool {
+        self.rows == other.rows
+    }
+}
+
+impl Eq for Index {}
 
 impl Index {
     pub fn of(rows: Vec<usize>) -> Self {

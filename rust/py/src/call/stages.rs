@@ -1,0 +1,258 @@
+//! Hooks of a batch's members that run stage by stage, those of all members at once.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use ferrohook_core::{Entry, Inside, Phase};
+use pyo3::prelude::*;
+
+use crate::call::rows::note_run;
+use crate::contexts::batch::{BatchBase, Layout};
+use crate::hooks::hook::Hook;
+use crate::hooks::merged::{HookAt, Joint, MergedHooks, Part, Select, SharedValue, Simple};
+use crate::hooks::native::{AnyNative, NativeHook};
+use crate::torch::rows::TokenPositions;
+
+impl Simple {
+    /// Returns the merging hooks of a member; None if one of them runs for each member alone.
+    pub fn of(
+        py: Python<'_>,
+        phase: Phase,
+        batch: &BatchBase,
+        number: usize,
+        entries: &[Arc<Entry<Hook>>],
+    ) -> PyResult<Option<Self>> {
+        let frames = batch.all()[number].frames.bind(py);
+        let mut hooks = Vec::with_capacity(entries.len());
+        let mut keeps = false;
+        for entry in entries {
+            let hook = entry.hook();
+            let Some(native) = hook.native().filter(|_| hook.seconds().is_none()) else {
+                return Ok(None);
+            };
+            if keeps && !native.keeps() {
+                return Ok(None);
+            }
+            keeps |= native.keeps();
+            let Some(merging) = native.merges(hook.object().bind(py), phase, frames)? else {
+                return Ok(None);
+            };
+            hooks.push(merging);
+        }
+        Ok(Some(Self {
+            number,
+            entries: entries.into(),
+            merging: hooks,
+        }))
+    }
+}
+
+/// Runs of merged hooks in one call.
+pub struct Stages<'a> {
+    pub hooks: &'a MergedHooks,
+    pub batch: &'a BatchBase,
+    pub layout: &'a Layout,
+    /// Describes a hook, for errors.
+    pub describe: &'a dyn Fn(&Entry<Hook>) -> String,
+}
+
+/// Takes the error of a hook of the member with a number. Returns true if the member goes on.
+pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a;
+
+impl Stages<'_> {
+    fn entry(&self, (member, at): HookAt) -> &Entry<Hook> {
+        &self.hooks.members[member].entries[at]
+    }
+
+    /// Calls `run` with the parts of some hooks.
+    fn with_parts<R>(
+        &self,
+        py: Python<'_>,
+        stage: &[HookAt],
+        run: impl FnOnce(&[Part<'_, '_>]) -> R,
+    ) -> R {
+        let describes: Vec<_> = stage
+            .iter()
+            .map(|at| {
+                let entry = self.entry(*at);
+                move || (self.describe)(entry)
+            })
+            .collect();
+        let parts = stage.iter().zip(&describes);
+        let parts: Vec<_> = parts
+            .map(|((member, at), describe)| {
+                let simple = &self.hooks.members[*member];
+                let merging = &simple.merging[*at];
+                let all = self.layout.rows(self.batch, simple.number);
+                let (place, rows) = match &merging.at {
+                    None => (0, Cow::Borrowed(all)),
+                    Some((at, places)) => (at + 1, Cow::Owned(all.at(places))),
+                };
+                Part {
+                    hook: merging.hook.bind(py),
+                    key: (simple.number, place),
+                    rows,
+                    describe,
+                }
+            })
+            .collect();
+        run(&parts)
+    }
+
+    fn class(&self, py: Python<'_>, (member, at): HookAt) -> PyResult<&'static dyn AnyNative> {
+        let hook = self.hooks.members[member].merging[at].hook.bind(py);
+        Ok(hook.cast::<NativeHook>()?.get().class())
+    }
+
+    /// Returns the positions of a hook's tokens, if known.
+    fn positions(&self, (member, at): HookAt) -> Option<TokenPositions> {
+        let simple = &self.hooks.members[member];
+        let of_member = self.batch.positions_of(self.layout, simple.number)?;
+        Some(match &simple.merging[at].at {
+            None => of_member,
+            Some((_, places)) => TokenPositions {
+                dim: of_member.dim,
+                ..of_member.at(places)
+            },
+        })
+    }
+
+    /// Next hooks of the members: those that change, of all, go first; then those that keep.
+    fn next(&self, running: &[Option<usize>]) -> Vec<HookAt> {
+        let mut stage = Vec::with_capacity(running.len());
+        let mut all_keep = true;
+        for (member, at) in running.iter().enumerate() {
+            if let Some(at) = *at
+                && let Some(entry) = self.hooks.members[member].entries.get(at)
+            {
+                let keeps = entry.hook().native().is_some_and(AnyNative::keeps);
+                if !keeps && all_keep {
+                    all_keep = false;
+                    stage.clear();
+                }
+                if keeps == all_keep {
+                    stage.push((member, at));
+                }
+            }
+        }
+        stage
+    }
+
+    /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
+    /// that each member's hooks have to run alone.
+    pub fn run<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        fail: &mut Fail<'_>,
+    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
+        let inside = Inside::here();
+        let mut running: Vec<Option<usize>> = vec![Some(0); self.hooks.members.len()];
+        for simple in &self.hooks.members {
+            note_run(&self.batch.all()[simple.number]);
+        }
+        let skipped = if self.hooks.checked(value)? {
+            Vec::new()
+        } else {
+            self.check(value, &inside, &mut running, fail)?
+        };
+        let mut changed = None;
+        loop {
+            let mut stage = self.next(&running);
+            if stage.is_empty() {
+                return Ok(Ok(changed));
+            }
+            for (member, at) in &stage {
+                running[*member] = Some(at + 1);
+            }
+            let mut invocations = Vec::with_capacity(stage.len());
+            stage.retain(|at| {
+                let invocation = if skipped.contains(at) {
+                    None
+                } else {
+                    self.entry(*at).enter(&inside)
+                };
+                invocation.map(|it| invocations.push(it)).is_some()
+            });
+            stage.retain(|(member, at)| {
+                let at = &self.hooks.members[*member].merging[*at].at;
+                at.as_ref().is_none_or(|(_, places)| !places.is_empty())
+            });
+            if stage.is_empty() {
+                continue;
+            }
+            let shared = SharedValue {
+                value: changed.as_ref().unwrap_or(value),
+                dim: self.layout.dim,
+                size: self.layout.size,
+                written: self.batch.runs_python(),
+                frames: &|part| {
+                    let number = self.hooks.members[stage[part].0].number;
+                    self.batch.all()[number].frames.bind(value.py()).clone()
+                },
+                positions: &|part| self.positions(stage[part]),
+                describe: &|part| (self.describe)(self.entry(stage[part])),
+            };
+            let merged = match self.joint(value.py(), &stage)?.run(&shared) {
+                Ok(merged) => merged,
+                Err(error) => return Ok(Err(error)),
+            };
+            for (number, error) in merged.failed {
+                let at = stage[number];
+                if !fail(self.hooks.members[at.0].number, self.entry(at), error)? {
+                    running[at.0] = None;
+                }
+            }
+            changed = merged.value.or(changed);
+            // The innermost first, as they are left in order.
+            while invocations.pop().is_some() {}
+        }
+    }
+
+    fn joint(&self, py: Python<'_>, stage: &[HookAt]) -> PyResult<Arc<dyn Joint>> {
+        self.hooks.joint(stage, || {
+            let class = self.class(py, stage[0])?;
+            let select = Select(self.batch.selections(self.layout));
+            self.with_parts(py, stage, |parts| class.join(parts, &select))
+        })
+    }
+
+    /// Checks all hooks before one runs: the rows of a member that fails stay as they are. Returns
+    /// the hooks to skip.
+    fn check(
+        &self,
+        value: &Bound<'_, PyAny>,
+        inside: &Inside,
+        running: &mut [Option<usize>],
+        fail: &mut Fail<'_>,
+    ) -> PyResult<Vec<HookAt>> {
+        let py = value.py();
+        let mut skipped = Vec::new();
+        let mut ahead = running.to_vec();
+        let mut fine = true;
+        loop {
+            let stage = self.next(&ahead);
+            let Some(first) = stage.first() else {
+                break;
+            };
+            let class = self.class(py, *first)?;
+            let failed = self.with_parts(py, &stage, |parts| class.check_parts(parts, value))?;
+            fine &= failed.is_empty();
+            for (number, error) in failed {
+                let at = stage[number];
+                let _counted = self.entry(at).enter(inside);
+                if fail(self.hooks.members[at.0].number, self.entry(at), error)? {
+                    skipped.push(at);
+                } else {
+                    (running[at.0], ahead[at.0]) = (None, None);
+                }
+            }
+            for (member, at) in stage {
+                ahead[member] = ahead[member].map(|_| at + 1);
+            }
+        }
+        if fine && self.hooks.last {
+            self.hooks.check(value)?;
+        }
+        Ok(skipped)
+    }
+}
