@@ -110,7 +110,7 @@ class Prepared:
                 _check_width(number, entry, modules)
         everything = {name: module for modules in selected for name, module in modules.items()}
         attach(everything | {"": model}, attachment)
-        self._tree = ModuleTree(_parents(model, everything))
+        self._tree = _tree_of(model, everything)
         # Not a method: the model would keep this object, which closes once nobody refers to it.
         find = functools.partial(_find_untraced, self._contents)
         guard = PlanGuard(self._tree, find if self._needs_positions() else None)
@@ -479,10 +479,22 @@ def _width_of(module: nn.Module) -> int | None:
     return module.normalized_shape[-1] if isinstance(module, nn.LayerNorm) else None
 
 
-def _parents(model: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module]:
-    """Returns the modules whose children lie on the paths to `modules`."""
+_trees: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[Any, ModuleTree]]
+_trees = weakref.WeakKeyDictionary()
+
+
+def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:
+    """Returns the modules whose children lie on the paths to `modules`.
+
+    Plans for the same modules share it: a batch checks it once for all of them.
+    """
     paths = {""} | {name[:end] for name in modules for end, sign in enumerate(name) if sign == "."}
-    return [model.get_submodule(path) for path in sorted(paths)]
+    trees = _trees.setdefault(model, weakref.WeakValueDictionary())
+    key = tuple(sorted(paths))
+    tree = trees.get(key)
+    if tree is None or not tree.holds():
+        tree = trees[key] = ModuleTree([model.get_submodule(path) for path in key])
+    return tree
 
 
 def _shortened(mask: Tensor) -> Any:

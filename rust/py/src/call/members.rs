@@ -150,13 +150,21 @@ impl<'py> Call<'_, 'py> {
         let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
         let mut value = Value::new(&before, layout, batch);
         let covered = value.covered()?;
+        let mut checked = None;
         for (number, entries) in members {
             let mut run = || {
                 let needs = Needs::of(py, entries, batch.positioned())?;
                 let describe = || self.site(&entries[0]).describe();
                 if !needs.reads {
+                    let checks = rows::checks(py, entries)?;
+                    if checks.is_some() && checks == checked {
+                        rows::note_run(&batch.all()[number]);
+                        return Ok(());
+                    }
                     let mut call = self.of_member(batch, number, &before, layout)?;
-                    return call.forward_pre(entries.iter().map(AsRef::as_ref), target);
+                    call.forward_pre(entries.iter().map(AsRef::as_ref), target)?;
+                    checked = checks;
+                    return Ok(());
                 }
                 if !covered {
                     return Err(value.not_covered(&describe()));

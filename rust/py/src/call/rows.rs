@@ -372,6 +372,17 @@ fn check_same<'py>(
 /// Number of a member, and its hooks.
 pub type Hooks<'a> = (usize, &'a [Arc<Entry<Hook>>]);
 
+/// Returns the address of the object that the hooks of a member check, if they do nothing else.
+pub fn checks(py: Python<'_>, entries: &[Arc<Entry<Hook>>]) -> PyResult<Option<usize>> {
+    match entries {
+        [entry] => match entry.hook().native() {
+            Some(native) => native.checks(entry.hook().object().bind(py)),
+            None => Ok(None),
+        },
+        _ => Ok(None),
+    }
+}
+
 /// Returns the arguments of a call as one structure.
 pub fn arguments<'py>(
     args: &Bound<'py, PyTuple>,

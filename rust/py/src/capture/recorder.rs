@@ -11,14 +11,12 @@ use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
 use crate::capture::keeping;
 use crate::capture::request::{Place, Source};
-use crate::capture::together::Together;
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
 use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::{Joint, Merging, Part, Select};
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::hooks::site::Repeats;
 use crate::torch::rows::TokenPositions;
@@ -29,7 +27,7 @@ use crate::torch::tensors::part_of;
 pub struct Recorder {
     pub source: Source,
     pub index: usize,
-    inputs: bool,
+    pub inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
     pub part: Option<Py<PyAny>>,
 }
@@ -73,66 +71,6 @@ impl Recorder {
     }
 }
 
-impl Native for Recorder {
-    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Some(Self::phase_of(slf.get().inputs))
-    }
-
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        // Frames are looked up for plans alone.
-        let frames = match slf.get().source.place {
-            Some(_) => (turn.frames)()?,
-            None => None,
-        };
-        let this = slf.get();
-        this.record(frames.as_ref(), turn.repeat, turn.value, turn.positions)?;
-        Ok(None)
-    }
-
-    const OPERATOR: bool = true;
-
-    const KEEPS: bool = true;
-
-    fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
-        slf.get().source.collector.get().keeps_gradients()
-    }
-
-    fn merges<'py>(
-        slf: &Bound<'py, Self>,
-        _phase: Phase,
-        frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging>> {
-        let this = slf.get();
-        if !this.source.collector.get().merges() {
-            return Ok(None);
-        }
-        let at = this.source.places(frames)?;
-        Ok(at.map(|at| Merging {
-            hook: slf.as_any().clone().unbind(),
-            at,
-            lasts: this.source.place.is_some(),
-        }))
-    }
-
-    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(Together::of(parts, select)?))
-    }
-
-    /// Traces the operator of the recorded part, which is the same for every capture.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        let (py, this) = (slf.py(), slf.get());
-        let key = this.key(py)?;
-        let callback = (&this.part, &key).into_pyobject(py)?;
-        Ok(Some(Traced {
-            callback: callback.into_any(),
-            kind: "recorder",
-            with_kwargs: false,
-            faithful: this.source.collector.get().records_in_graph(),
-            operator: Some(key),
-        }))
-    }
-}
-
 /// `output_index` of the sum of the hidden state and the residual that a layer returns as a pair.
 pub const SUM: &str = "sum";
 
@@ -141,7 +79,7 @@ impl Recorder {
         &self.source.collector.get().names()[self.index]
     }
 
-    fn phase_of(inputs: bool) -> Phase {
+    pub fn phase_of(inputs: bool) -> Phase {
         if inputs {
             Phase::ForwardPre
         } else {
@@ -150,7 +88,7 @@ impl Recorder {
     }
 
     /// Returns the key of the operator for the recorded part: the same only for equal parts.
-    fn key(&self, py: Python<'_>) -> PyResult<String> {
+    pub fn key(&self, py: Python<'_>) -> PyResult<String> {
         let Some(part) = &self.part else {
             return Ok(String::new());
         };
@@ -162,7 +100,7 @@ impl Recorder {
     }
 
     /// Records the part of a value, for the request number `repeat` of those in `frames`.
-    fn record<'py>(
+    pub fn record<'py>(
         &self,
         frames: Option<&Bound<'py, PyTuple>>,
         repeat: usize,

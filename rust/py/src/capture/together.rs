@@ -1,16 +1,19 @@
-//! Recorders of many members of a batch: a value is stored once, by reference or as one selection of
-//! rows, and each member reads its own rows of it.
+//! Recorders as native hooks: alone, or those of many members of a batch, which store a value once, by
+//! reference or as one selection of rows; each member reads its own rows of it.
 
 use std::sync::Arc;
 
+use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::capture::collector::Collector;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
-use crate::hooks::merged::{Joint, Merged, Part, Select, SharedValue};
+use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue};
+use crate::hooks::native::{Native, Outcome, Traced, Turn};
 use crate::torch::rows::{Rows, Selection, TokenPositions};
 use crate::torch::tensors::{map_tensors, requires_grad, version};
 
@@ -215,5 +218,65 @@ impl<'py> Stored<'py> {
             }),
             positions,
         })
+    }
+}
+
+impl Native for Recorder {
+    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
+        Some(Self::phase_of(slf.get().inputs))
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        // Frames are looked up for plans alone.
+        let frames = match slf.get().source.place {
+            Some(_) => (turn.frames)()?,
+            None => None,
+        };
+        let this = slf.get();
+        this.record(frames.as_ref(), turn.repeat, turn.value, turn.positions)?;
+        Ok(None)
+    }
+
+    const OPERATOR: bool = true;
+
+    const KEEPS: bool = true;
+
+    fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
+        slf.get().source.collector.get().keeps_gradients()
+    }
+
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        _phase: Phase,
+        frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging>> {
+        let this = slf.get();
+        if !this.source.collector.get().merges() {
+            return Ok(None);
+        }
+        let at = this.source.places(frames)?;
+        Ok(at.map(|at| Merging {
+            hook: slf.as_any().clone().unbind(),
+            at,
+            lasts: this.source.place.is_some(),
+        }))
+    }
+
+    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(Together::of(parts, select)?))
+    }
+
+    /// Traces the operator of the recorded part, which is the same for every capture.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        let (py, this) = (slf.py(), slf.get());
+        let key = this.key(py)?;
+        let callback = (&this.part, &key).into_pyobject(py)?;
+        Ok(Some(Traced {
+            callback: callback.into_any(),
+            kind: "recorder",
+            with_kwargs: false,
+            faithful: this.source.collector.get().records_in_graph(),
+            operator: Some(key),
+        }))
     }
 }

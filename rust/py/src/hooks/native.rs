@@ -146,6 +146,12 @@ pub trait Native: PyClass {
         true
     }
 
+    /// Returns the address of the object that it checks, if it does nothing else: of the members of a
+    /// batch that check the same, one does.
+    fn checks(_slf: &Bound<'_, Self>) -> Option<usize> {
+        None
+    }
+
     /// Returns its form that runs for many members of a batch at once; None if it runs for each
     /// alone. `frames`: that of the member.
     fn merges<'py>(
@@ -196,6 +202,7 @@ pub trait AnyNative: Send + Sync {
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
+    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>>;
     fn merges<'py>(
         &self,
         hook: &Bound<'py, PyAny>,
@@ -259,6 +266,10 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
         Ok(T::reads(hook.cast()?, positioned))
+    }
+
+    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        Ok(T::checks(hook.cast()?))
     }
 
     fn merges<'py>(

@@ -13,9 +13,7 @@ use pyo3::types::{PyString, PyTuple};
 
 use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
-use crate::hooks::merged::{Joint, Merging, Part, Select};
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
-use crate::native::together::{Table, Together};
+use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::torch;
 use crate::torch::tensors::{part_of, with_part};
 
@@ -35,6 +33,15 @@ pub enum Operation {
     Zero,
 }
 
+/// Tensors with a row for each of some interventions, as tensors of one dtype and device take them.
+pub struct Table {
+    /// Numbers of the interventions.
+    pub key: Box<[u64]>,
+    pub dtype: Py<PyAny>,
+    pub device: Py<PyAny>,
+    pub tensors: Py<PyTuple>,
+}
+
 /// Base of interventions.
 #[pyclass(frozen, subclass, extends = NativeHook, module = "ferrohook._core")]
 pub struct InterventionBase {
@@ -44,15 +51,15 @@ pub struct InterventionBase {
     /// Index, key or attribute of the changed tensor.
     pub part: Option<Py<PyAny>>,
     /// Width of the vector: the last dimension of the tensors that it fits.
-    width: Option<usize>,
+    pub width: Option<usize>,
     /// True if the vector has rows of its own, which must not widen `x`.
     has_rows: bool,
     /// True if the vector is trained: it has another graph in each call.
-    trained: bool,
+    pub trained: bool,
     /// Form of the operation in a trace: kind, part, vector, numbers.
-    traced: Py<PyTuple>,
+    pub traced: Py<PyTuple>,
     /// Number of dimensions of the vector; None without one.
-    dims: Option<usize>,
+    pub dims: Option<usize>,
     /// Number of the intervention, unique in the process.
     pub number: u64,
     /// The vector as tensors of some dtypes and devices take it.
@@ -336,7 +343,7 @@ impl<'py> Change<'_, 'py> {
     }
 
     /// Returns the vector as `x` takes it.
-    fn vector(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    pub fn vector(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
         let this = self.intervention.get();
         if let Some(width) = this.width {
@@ -419,92 +426,4 @@ pub fn along<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     x.mul(direction)?
         .call_method1(intern!(x.py(), "sum"), (-1, true))
-}
-
-impl Native for InterventionBase {
-    fn native_in(_slf: &Bound<'_, Self>, phase: Phase) -> bool {
-        matches!(phase, Phase::ForwardPre | Phase::Forward)
-    }
-
-    fn changes(_slf: &Bound<'_, Self>) -> bool {
-        true
-    }
-
-    fn merges<'py>(
-        slf: &Bound<'py, Self>,
-        _phase: Phase,
-        _frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Merging>> {
-        let this = slf.get();
-        // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
-        let row = this
-            .dims
-            .is_none_or(|dims| dims == 1 && this.width.is_some());
-        Ok((row && !this.trained).then(|| Merging {
-            hook: slf.as_any().clone().unbind(),
-            at: None,
-            lasts: true,
-        }))
-    }
-
-    fn check_parts<'py>(
-        parts: &[Part<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>> {
-        let py = value.py();
-        // Width of a tensor of floating point that is the value itself.
-        let mut width = None;
-        if torch::is_tensor(value)?
-            && value
-                .call_method0(intern!(py, "is_floating_point"))?
-                .is_truthy()?
-        {
-            let size = value.call_method1(intern!(py, "size"), (-1,));
-            width = size.and_then(|size| size.extract()).ok();
-        }
-        let mut failed = Vec::new();
-        for (number, part) in parts.iter().enumerate() {
-            let intervention = part.hook.cast::<Self>()?;
-            let this = intervention.get();
-            if this.part.is_none()
-                && width.is_some()
-                && (this.width.is_none() || this.width == width)
-            {
-                continue;
-            }
-            let change = Change {
-                intervention,
-                describe: part.describe,
-                mask: None,
-            };
-            let checked = change.part_of(value, &|x| {
-                if this.dims.is_some() {
-                    change.vector(x)?;
-                }
-                Ok(x.clone())
-            });
-            if let Err(error) = checked {
-                failed.push((number, error));
-            }
-        }
-        Ok(failed)
-    }
-
-    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Ok(Box::new(Together::of(parts, select)?))
-    }
-
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        Self::run_masked(slf, turn, None)
-    }
-
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        Ok(Some(Traced {
-            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
-            kind: "intervention",
-            with_kwargs: false,
-            faithful: true,
-            operator: None,
-        }))
-    }
 }

@@ -153,6 +153,10 @@ impl Native for PlanGuard {
         slf.get().positions.is_some() && !positioned
     }
 
+    fn checks(slf: &Bound<'_, Self>) -> Option<usize> {
+        Some(slf.get().tree.as_ptr() as usize)
+    }
+
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = slf.py();
         if !slf.get().tree.get().holds(py)? {

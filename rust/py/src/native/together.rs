@@ -1,5 +1,5 @@
-//! Interventions of many members of a batch as one operation: a table of vectors, and the place in
-//! it of each row.
+//! Interventions as native hooks: alone, or those of many members of a batch as one operation, by a
+//! table of vectors and the place in it of each row.
 
 use std::sync::Arc;
 
@@ -8,18 +8,12 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::hooks::merged::{Joint, Merged, Part, Select, SharedValue};
-use crate::native::intervention::{Change, InterventionBase, Operation, along};
+use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue};
+use crate::hooks::native::{Native, Outcome, Traced, Turn};
+use crate::native::intervention::{Change, InterventionBase, Operation, Table, along};
+use crate::torch;
 use crate::torch::rows::Selection;
-
-/// Tensors with a row for each of some interventions, as tensors of one dtype and device take them.
-pub struct Table {
-    /// Numbers of the interventions.
-    pub key: Box<[u64]>,
-    pub dtype: Py<PyAny>,
-    pub device: Py<PyAny>,
-    pub tensors: Py<PyTuple>,
-}
+use ferrohook_core::Phase;
 
 /// Number of tables that an intervention keeps, for the batches that begin with it.
 const MOST_TABLES: usize = 4;
@@ -235,5 +229,93 @@ impl Group {
         };
         let _oldest = push(&mut this.tables.lock(), table);
         Ok(tensors)
+    }
+}
+
+impl Native for InterventionBase {
+    fn native_in(_slf: &Bound<'_, Self>, phase: Phase) -> bool {
+        matches!(phase, Phase::ForwardPre | Phase::Forward)
+    }
+
+    fn changes(_slf: &Bound<'_, Self>) -> bool {
+        true
+    }
+
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        _phase: Phase,
+        _frames: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Merging>> {
+        let this = slf.get();
+        // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
+        let row = this
+            .dims
+            .is_none_or(|dims| dims == 1 && this.width.is_some());
+        Ok((row && !this.trained).then(|| Merging {
+            hook: slf.as_any().clone().unbind(),
+            at: None,
+            lasts: true,
+        }))
+    }
+
+    fn check_parts<'py>(
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        let py = value.py();
+        // Width of a tensor of floating point that is the value itself.
+        let mut width = None;
+        if torch::is_tensor(value)?
+            && value
+                .call_method0(intern!(py, "is_floating_point"))?
+                .is_truthy()?
+        {
+            let size = value.call_method1(intern!(py, "size"), (-1,));
+            width = size.and_then(|size| size.extract()).ok();
+        }
+        let mut failed = Vec::new();
+        for (number, part) in parts.iter().enumerate() {
+            let intervention = part.hook.cast::<Self>()?;
+            let this = intervention.get();
+            if this.part.is_none()
+                && width.is_some()
+                && (this.width.is_none() || this.width == width)
+            {
+                continue;
+            }
+            let change = Change {
+                intervention,
+                describe: part.describe,
+                mask: None,
+            };
+            let checked = change.part_of(value, &|x| {
+                if this.dims.is_some() {
+                    change.vector(x)?;
+                }
+                Ok(x.clone())
+            });
+            if let Err(error) = checked {
+                failed.push((number, error));
+            }
+        }
+        Ok(failed)
+    }
+
+    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Ok(Box::new(Together::of(parts, select)?))
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        Self::run_masked(slf, turn, None)
+    }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
+            kind: "intervention",
+            with_kwargs: false,
+            faithful: true,
+            operator: None,
+        }))
     }
 }

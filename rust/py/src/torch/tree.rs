@@ -7,7 +7,7 @@ use crate::cpython::dict::instance_dict;
 use crate::torch;
 
 /// Snapshot of the children of modules, by name. It keeps no module alive.
-#[pyclass(frozen, module = "ferrohook._core")]
+#[pyclass(frozen, weakref, module = "ferrohook._core")]
 pub struct ModuleTree(Vec<Parent>);
 
 struct Parent {
