@@ -12,7 +12,7 @@ use crate::call::{Call, Step};
 use crate::contexts::batch::{BatchBase, Layout};
 use crate::contexts::current::Frames;
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::{MergedHooks, Simple};
+use crate::hooks::members::{MergedHooks, Simple};
 use crate::hooks::site::Repeats;
 use crate::torch::hooks::TorchHook;
 use crate::torch::target::Target;

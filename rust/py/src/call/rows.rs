@@ -14,7 +14,7 @@ use crate::call::stop::Stop;
 use crate::contexts::batch::{BatchBase, Layout, Member};
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::MergedHooks;
+use crate::hooks::members::MergedHooks;
 use crate::hooks::native::AnyNative;
 use crate::hooks::site::log_error;
 use crate::registry::Registry;

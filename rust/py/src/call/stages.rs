@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use crate::call::rows::note_run;
 use crate::contexts::batch::{BatchBase, Layout};
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::{HookAt, Joint, MergedHooks, Part, Select, SharedValue, Simple};
+use crate::hooks::members::{HookAt, MergedHooks, Simple};
+use crate::hooks::merged::{Joint, Part, Select, SharedValue};
 use crate::hooks::native::{AnyNative, NativeHook};
 use crate::torch::rows::TokenPositions;
 

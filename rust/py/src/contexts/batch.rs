@@ -16,7 +16,7 @@ use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::contexts::remembered::Remembered;
 use crate::error::{hook_type_error, rows_error, type_name};
-use crate::hooks::merged::MergedHooks;
+use crate::hooks::members::MergedHooks;
 use crate::torch::is_tensor;
 use crate::torch::rows::{Rows, Selections, TokenPositions, length};
 

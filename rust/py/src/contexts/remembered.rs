@@ -8,7 +8,8 @@ use std::time::Instant;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use rustc_hash::FxHashMap;
 
-use crate::hooks::merged::{MergedHooks, changes};
+use crate::hooks::members::MergedHooks;
+use crate::hooks::merged::changes;
 use crate::torch::rows::Rows;
 
 /// Id of a frame: unique in the process.

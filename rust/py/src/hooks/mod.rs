@@ -3,6 +3,7 @@
 pub mod callable;
 pub mod handle;
 pub mod hook;
+pub mod members;
 pub mod merged;
 pub mod native;
 pub mod operators;
