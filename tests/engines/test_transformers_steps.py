@@ -6,10 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from ferrohook.engines import Step, capabilities, transformers, transformers_steps
+from ferrohook.engines import Span, Step, capabilities, transformers, transformers_steps
 from ferrohook.errors import HookError
 from support.engines import Job, batching, greedy, random_jobs, tiny_llama
 
@@ -183,3 +184,10 @@ def test_a_running_engine_is_attached_between_two_steps() -> None:
             output = attached.get_result(timeout=60)
     output.acts, output.hook_error = {}, None
     assert len(output.generated_tokens) == 100
+
+
+def test_the_head_has_as_many_rows_as_requests() -> None:
+    step = Step([Span("a", 0, 3, 4, 9, wants_logits=False), Span("b", 3, 2, 0, 2)])
+    assert transformers_steps.head_rows(step).tolist() == [4, -1]
+    unwanted = transformers_steps.head_rows(Step(step.spans[:1]))
+    assert (unwanted.tolist(), unwanted.dtype) == ([-1], torch.long)

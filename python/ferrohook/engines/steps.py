@@ -73,12 +73,9 @@ class Step:
         return torch.tensor(values, dtype=torch.long)
 
     @cached_property
-    def logits_rows(self) -> Tensor:
+    def logits_rows(self) -> list[int]:
         """Rows whose logits are computed, in order: the rows that a sliced `lm_head` sees."""
-        return torch.tensor(
-            [span.first_row + span.rows - 1 for span in self.spans if span.wants_logits],
-            dtype=torch.long,
-        )
+        return [span.first_row + span.rows - 1 for span in self.spans if span.wants_logits]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):

@@ -359,8 +359,9 @@ class Attached:
         self, original: Callable[..., bool], *args: Any, **options: Any
     ) -> bool:
         goes_on = original(*args, **options)
-        if self._planned or self._rejected:
+        if self._planned:
             self._planned.reconcile(self._live)
+        if self._rejected:
             self._rejected &= self._live()
         return goes_on
 
@@ -416,9 +417,11 @@ class Attached:
 
     def _live(self) -> set[str]:
         """Returns the ids of the engine's requests, and of their forks to come."""
-        live: set[str] = set()
-        for state in self._states():
-            live.update((state.request_id, *_children(state.request_id, state.num_children)))
+        states = self._states()
+        live = {state.request_id for state in states}
+        for state in states:
+            if state.num_children:
+                live.update(_children(state.request_id, state.num_children))
         return live
 
     def _complete(self, output: Any) -> bool:

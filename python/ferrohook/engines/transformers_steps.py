@@ -56,8 +56,8 @@ def read_step(processor: Any) -> Step:
 
 def head_rows(step: Step) -> Tensor:
     """Returns the row of each of the head's, -1 for padding: as many as requests in the step."""
-    padding = len(step.spans) - len(step.logits_rows)
-    return torch.nn.functional.pad(step.logits_rows, (0, padding), value=-1)
+    rows = step.logits_rows
+    return torch.tensor(rows + [-1] * (len(step.spans) - len(rows)), dtype=torch.long)
 
 
 def _prepared_io(processor: Any) -> Any:
@@ -105,7 +105,7 @@ def check_row_map(manager: Any) -> Modules:
         found == expected
         and embedded == [[tokens]]
         and inputs["position_ids"].tolist() == [expected.positions.tolist()]
-        and inputs["logits_indices"].tolist()[:1] == expected.logits_rows.tolist()
+        and inputs["logits_indices"].tolist()[:1] == expected.logits_rows
         and inputs["logits_indices"].shape == head_rows(expected).shape
     )
     if not right:
