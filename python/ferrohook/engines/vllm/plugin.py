@@ -31,9 +31,6 @@ UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
 _MARK: Final = "_ferrohook"
 _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
 """Front ends by `InputProcessor`."""
-_keys: dict[str, str] = {}
-"""Keys of captures by the engine's id of a request that runs."""
-_MOST_KEYS: Final = 10_000
 
 
 def register() -> None:
@@ -196,20 +193,19 @@ def _assigning(original: Any) -> Any:
     def assign_request_id(request: Any) -> None:
         original(request)
         if _has_plan(request.sampling_params):
-            _keys[request.request_id] = request.sampling_params.extra_args[NAME]["key"]
-            if len(_keys) > _MOST_KEYS:  # cancelled requests
-                _keys.pop(next(iter(_keys)), None)
+            key = request.sampling_params.extra_args[NAME]["key"]
+            for front_end in [*_front_ends.values()]:
+                front_end.assigned(key, request.request_id)
 
     return assign_request_id
 
 
 def _finishing(original: Any) -> Any:
     def _finish_request(self: Any, state: Any) -> Any:
-        key = _keys.pop(state.request_id, None)
-        if key is not None and state.detokenizer is not None:
+        if state.detokenizer is not None:
             tokens = state.prompt_len + state.detokenizer.num_output_tokens()
             for front_end in [*_front_ends.values()]:
-                front_end.finished(key, tokens)
+                front_end.finished(state.request_id, tokens)
         return original(self, state)
 
     return _finish_request
@@ -219,9 +215,8 @@ def _aborting(original: Any) -> Any:
     def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         aborted = original(self, *args, **kwargs)
         for request_id in aborted:
-            if (key := _keys.pop(request_id, None)) is not None:
-                for front_end in [*_front_ends.values()]:
-                    front_end.cancelled(key)
+            for front_end in [*_front_ends.values()]:
+                front_end.cancelled(request_id)
         return aborted
 
     return abort_requests

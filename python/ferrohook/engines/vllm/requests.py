@@ -78,6 +78,8 @@ class Ticket:
     """Name of the captures in the worker; random, so nobody else's."""
     request_id: str
     """Of the client."""
+    engine_id: str | None = None
+    """Of the engine, once it is on its way there."""
     tokens: int | None = None
     """Tokens of prompt and answer, once it is finished."""
 
@@ -141,6 +143,7 @@ class FrontEnd:
         self._lock = threading.Lock()
         self._tickets: dict[str, list[Ticket]] = {}
         self._by_key: dict[str, Ticket] = {}
+        self._by_engine_id: dict[str, Ticket] = {}
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -206,16 +209,22 @@ class FrontEnd:
             while len(self._by_key) > _MOST_TICKETS:  # of clients that never asked
                 self._forget(next(iter(self._by_key.values())))
 
-    def finished(self, key: str, tokens: int) -> None:
-        """Notes the number of tokens of a finished request."""
+    def assigned(self, key: str, engine_id: str) -> None:
+        """Notes the engine's id of a request."""
         with self._lock:
             if (ticket := self._by_key.get(key)) is not None:
-                ticket.tokens = tokens
+                ticket.engine_id = engine_id
+                self._by_engine_id[engine_id] = ticket
 
-    def cancelled(self, key: str) -> None:
+    def finished(self, engine_id: str, tokens: int) -> None:
+        """Notes the number of tokens of a finished request."""
+        if (ticket := self._by_engine_id.get(engine_id)) is not None:
+            ticket.tokens = tokens
+
+    def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
-            if (ticket := self._by_key.get(key)) is not None:
+            if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._forget(ticket)
 
     def find(self, request_id: str) -> Ticket:
@@ -242,6 +251,8 @@ class FrontEnd:
 
     def _forget(self, ticket: Ticket) -> None:
         self._by_key.pop(ticket.key, None)
+        if ticket.engine_id is not None:
+            self._by_engine_id.pop(ticket.engine_id, None)
         tickets = self._tickets.get(ticket.request_id, [])
         if ticket in tickets:
             tickets.remove(ticket)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
+_DROPPED: Final = "the captures of the request were dropped for results_bytes"
 
 
 @dataclasses.dataclass
@@ -331,22 +332,36 @@ class Worker:
             self._retire(request_id)
         finished = self._discard(key)
         if finished is None:
-            reason = "dropped for results_bytes" if key in self._dropped else "not there"
-            return packed({}, {}, error=f"the captures of the request are {reason}")
+            missing = "the captures of the request are not there"
+            return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
         return self._packed(finished.admitted, finished.result, since, tokens)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
-        """Returns captures of a request that runs, as `take` does, and keeps them."""
+        """Returns captures of a request as `take` does, and keeps them; none until all ran.
+
+        The front end asks while it takes the request to run: here it may wait, or be preempted, or
+        be finished.
+        """
         request_id = self._live(key)
         result = None if request_id is None else self._loaded().planned.peek(request_id)
-        if request_id is None or result is None:
-            return packed({}, {}, error="the request does not run")
-        return self._packed(self._admitted[request_id], result, since, tokens)
+        if request_id is not None and result is not None:
+            return self._packed(self._admitted[request_id], result, since, tokens, partial=True)
+        if (finished := self._finished.get(key)) is not None:
+            return self._packed(finished.admitted, finished.result, since, tokens, partial=True)
+        return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
     def _live(self, key: str) -> str | None:
         return next((name for name, it in self._admitted.items() if it.key == key), None)
 
-    def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
+    def _packed(
+        self,
+        admitted: _Admitted,
+        result: Result,
+        since: int,
+        tokens: int,
+        *,
+        partial: bool = False,
+    ) -> bytes:
         if result.error is not None:
             return packed({}, {}, error=f"the plan of the request failed: {result.error}")
         modules = self._loaded().modules
@@ -360,6 +375,8 @@ class Worker:
                 name = path if entry.label is None else f"{entry.label}:{path}"
                 found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
+                    if partial:
+                        return packed({}, {})
                     error = f"{name!r} never ran for the positions {spans_of(missing)}"
                     return packed({}, {}, error=error)
                 if len(expected):
