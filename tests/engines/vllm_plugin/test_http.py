@@ -18,11 +18,12 @@ import safetensors.torch
 
 import ferrohook as fh
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.engines.vllm import http
+from ferrohook.engines.vllm import http, plugin
 from ferrohook.engines.vllm.captures import error_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import Served, Worker
+from support.vllm_server import frames_of
 from support.vllm_shapes import config
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(http, "_PAUSE", 0.0)
-    monkeypatch.setattr(http, "_PATIENCE", 0.001)
+    monkeypatch.setattr(plugin, "_PATIENCE", 0.001)
     return Engine()
 
 
@@ -113,16 +114,6 @@ async def request(app: fastapi.FastAPI, method: str, path: str, **sent: Any) -> 
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.request(method, f"/v1/ferrohook/{path}", **sent)
-
-
-def frames_of(data: bytes) -> list[bytes]:
-    """Splits a stream, which is whole."""
-    frames = []
-    while length := int.from_bytes(data[:8], "little"):
-        frames.append(data[8 : 8 + length])
-        data = data[8 + length :]
-    assert data == bytes(8)
-    return frames
 
 
 async def streamed(engine: Engine) -> list[bytes]:

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
-from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.plugin import call, connect_async
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookError
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 _BINARY: Final = "application/octet-stream"
 _MOST_BYTES: Final = 2**28
 _PAUSE: Final = 0.05
-_PATIENCE: Final = 1.0
-"""Seconds between looks at the engine that a call waits for: a dead one answers nothing."""
 
 
 class Routes:
@@ -129,8 +127,7 @@ class Routes:
         ticket = _ticket(front_end, response_id, index)
         if ticket.tokens is None:
             raise HTTPException(409, "the request is not finished, or was cancelled")
-        front_end.forget(ticket)
-        data = await self._call("ferrohook_take", ticket.key, ticket.tokens)
+        data = await self._take(front_end, ticket)
         if (error := error_of(data)) is not None:
             raise HTTPException(422, error)
         return Response(data, media_type=_BINARY)
@@ -159,11 +156,15 @@ class Routes:
                         since = tokens - 1
                 await asyncio.sleep(_PAUSE)
             else:
-                front_end.forget(ticket)
-                data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+                data = await self._take(front_end, ticket, since)
         except Exception as error:  # noqa: BLE001 (the status is sent: the reason goes into a frame)
             data = packed({}, {}, error=str(error) or repr(error))
         yield _framed(data) + bytes(8)
+
+    async def _take(self, front_end: FrontEnd, ticket: Ticket, since: int = 0) -> bytes:
+        front_end.forget(ticket)
+        data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+        return data if ticket.error is None else packed({}, {}, error=ticket.error)
 
     def _tokens(self, ticket: Ticket) -> int:
         """Returns the number of tokens of a request so far, 0 before its first new one.
@@ -183,16 +184,8 @@ class Routes:
         return int(state.prompt_len + new) if new else 0
 
     async def _call(self, name: str, *args: Any) -> bytes:
-        """Calls the worker; raises where the engine dies meanwhile, for which vLLM waits."""
-        call = asyncio.ensure_future(self._engine.collective_rpc(name, args=args))
-        try:
-            while not (await asyncio.wait({call}, timeout=_PATIENCE))[0]:
-                if self._engine.errored:
-                    raise self._engine.dead_error
-            answers: list[bytes] = call.result()
-        finally:
-            call.cancel()
-        return answers[0]
+        (answer, *_) = await call(self._engine, name, *args)
+        return answer
 
 
 def _framed(data: bytes) -> bytes:

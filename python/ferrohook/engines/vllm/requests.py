@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,8 @@ class Ticket:
     """Of the engine, once it is on its way there."""
     tokens: int | None = None
     """Tokens of prompt and answer, once it is finished."""
+    error: str | None = None
+    """Failure of its plan."""
 
 
 class Vectors(Mapping[str, "Tensor"]):
@@ -144,6 +147,7 @@ class FrontEnd:
         self._tickets: dict[str, list[Ticket]] = {}
         self._by_key: dict[str, Ticket] = {}
         self._by_engine_id: dict[str, Ticket] = {}
+        self._failures: dict[str, str] = {}
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -220,6 +224,22 @@ class FrontEnd:
         """Notes the number of tokens of a finished request."""
         if (ticket := self._by_engine_id.get(engine_id)) is not None:
             ticket.tokens = tokens
+
+    def failed(self, engine_id: str, request_id: str, reason: str) -> None:
+        """Notes the failure of a request's plan."""
+        with self._lock:
+            self._failures[request_id] = reason
+            if len(self._failures) > _MOST_TICKETS:
+                self._failures.pop(next(iter(self._failures)))
+            if (ticket := self._by_engine_id.get(engine_id)) is not None:
+                ticket.error = reason
+
+    def failure(self, request_id: str) -> str | None:
+        """Returns the failure of a client's request, or of one of its prompts, once."""
+        names = re.compile(rf"{re.escape(request_id)}(-\d+)?")
+        with self._lock:
+            name = next(filter(names.fullmatch, self._failures), None)
+            return None if name is None else self._failures.pop(name)
 
     def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
