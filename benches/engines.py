@@ -97,8 +97,10 @@ def race(children: dict[str, Child], requests: int) -> None:
 
 def serve_all(name: str, folder: Path) -> None:
     """Answers with the wrong answers of a plug-in, then with the CPU seconds of rounds."""
-    from support.vllm_engine import save_model, start, stop  # noqa: PLC0415 (tests' own)
+    import support.engines  # noqa: PLC0415 (tests' own)
+    from support.vllm_engine import EOS, save_model, start, stop  # noqa: PLC0415
 
+    support.engines.EOS = EOS
     model = save_model("llama", folder / "tiny")
     wrong: dict[str, tuple[int, int]] = {}
 

@@ -134,6 +134,8 @@ def test_cancelled_requests_leave_nothing(models: Any, llm: Any) -> None:
     assert 0 < len(answers) < len(jobs)
     answer(llm, Job([5, 6]))
     assert state(llm)["requests"] == 0
+    answer(llm, steering())  # the worker learns with it which captures nobody fetches
+    assert state(llm)["results"] == 0
 
 
 def test_requests_without_a_plan_are_as_without_the_plug_in(models: Any, llm: Any) -> None:

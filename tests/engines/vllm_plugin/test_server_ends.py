@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +32,14 @@ def worker_of(server: Server) -> psutil.Process:
     return max(children, key=lambda child: child.memory_info().rss)
 
 
-async def ended(server: Server, end: Any) -> tuple[httpx.Response, bytes]:
-    """Ends a server while a request runs in a worker that stands still.
-
-    Returns the answer to the request, and the stream of its captures.
-    """
+async def ended(server: Server, end: Any) -> tuple[httpx.Response | BaseException, bytes]:
+    """Ends a server while a request captures; returns the answer and the stream of captures."""
     sent = body(JOB, max_tokens=190, ignore_eos=True)
-    worker = worker_of(server)
     async with httpx.AsyncClient(base_url=server.address, headers=KEY, timeout=60) as client:
         await client.post("/v1/completions", json=body(JOB))
         headers = {"X-Request-Id": "ending"}
-        worker.send_signal(signal.SIGSTOP)
+        if end is kill_worker:  # it answers nobody any more
+            worker_of(server).send_signal(signal.SIGSTOP)
         post = asyncio.ensure_future(client.post("/v1/completions", json=sent, headers=headers))
         path = "/v1/ferrohook/captures/cmpl-ending/stream"
         while True:
@@ -51,23 +47,33 @@ async def ended(server: Server, end: Any) -> tuple[httpx.Response, bytes]:
                 if response.status_code == httpx.codes.NOT_FOUND:
                     await asyncio.sleep(0.01)  # the request is on its way
                     continue
-                end(worker)
+                end(server)
                 data = b"".join([part async for part in response.aiter_bytes()])
-                return await post, data
+            (answer,) = await asyncio.gather(post, return_exceptions=True)
+            return answer, data
 
 
-@pytest.mark.parametrize("ends", ["worker", "server"])
-def test_a_request_captures_while_all_ends(models: Any, tmp_path: Path, ends: str) -> None:
+def kill_worker(server: Server) -> None:
+    worker_of(server).kill()
+
+
+def end_server(server: Server) -> None:
+    server.process.send_signal(signal.SIGTERM)
+
+
+def test_a_worker_dies_while_a_request_captures(models: Any, tmp_path: Path) -> None:
     folder, _ = models["llama"]
     with serving(folder, tmp_path / "log") as server:
+        answer, data = asyncio.run(ended(server, kill_worker))
+        assert isinstance(answer, httpx.Response)
+        assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        assert "EngineCore" in str(error_of(frames_of(data)[-1]))
+        server.process.wait(60)
 
-        def end(worker: psutil.Process) -> None:
-            if ends == "worker":
-                worker.kill()
-            else:
-                os.kill(server.process.pid, signal.SIGTERM)
 
-        answer, data = asyncio.run(ended(server, end))
-        assert answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
-        assert error_of(frames_of(data)[-1])
+def test_a_server_shuts_down_while_a_request_captures(models: Any, tmp_path: Path) -> None:
+    folder, _ = models["llama"]
+    with serving(folder, tmp_path / "log") as server:
+        _, data = asyncio.run(ended(server, end_server))
+        assert frames_of(data)
         server.process.wait(60)

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -148,6 +149,7 @@ class FrontEnd:
         self._by_key: dict[str, Ticket] = {}
         self._by_engine_id: dict[str, Ticket] = {}
         self._failures: dict[str, str] = {}
+        self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -185,7 +187,10 @@ class FrontEnd:
             if any(_counts_from_prompt(entry.at) for entry in changes):
                 salt += f":{len(request.prompt_token_ids)}"
             request.cache_salt = f"{request.cache_salt or ''}{salt}"
+        # The worker learns of captures that nobody can fetch with the next request.
+        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         payload = {"plan": text, "vectors": used, "digest": digest, "key": key}
+        payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
@@ -245,6 +250,7 @@ class FrontEnd:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
+                self._cancelled.append(ticket.key)
                 self._forget(ticket)
 
     def find(self, request_id: str) -> Ticket:

@@ -184,6 +184,8 @@ class Worker:
                 msg = "a plan came to the worker past the front end"
                 raise HookError(msg)  # noqa: TRY301 (fails the request, as any error here does)
             digest = payload["digest"]
+            for key in payload.get("cancelled", ()):
+                self._discard(key)
             plan = self._plan(payload)
             with self._loaded().planned.admitting(request_id, plan):
                 pass
