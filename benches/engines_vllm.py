@@ -15,42 +15,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benches.children import Child, answer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, WIDTH, PROMPT, NEW = 8, 256, 16, 48
+LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
 SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
 
 def main() -> None:
     """Prints the table."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from support.vllm_engine import save_model, start  # noqa: PLC0415 (tests' own)
 
     folder = Path(tempfile.mkdtemp())
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
     save_model("llama", folder, **sizes, num_attention_heads=4, num_key_value_heads=4)
-    llm = start(folder, max_num_seqs=64, max_num_batched_tokens=2048, kv_cache_memory_bytes=2**28)
-    print(f"vLLM eager, Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
+    llm = start(folder, **LIMITS)
+    print(f"Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
     for requests in (16, 64):
         print_rows(llm, requests)
+    print("compiled, by Dynamo without Inductor, to an engine without the operators")
+    print_compiled(folder)
 
 
 def print_rows(llm: Any, requests: int, rounds: int = 7) -> None:
     """Prints medians of paired rounds, and the spread."""
     import ferrohook as fh  # noqa: PLC0415
 
-    layers = "model.layers.*"
-    generator = torch.Generator().manual_seed(1)
-
-    def vector() -> torch.Tensor:
-        return torch.randn(WIDTH, generator=generator) * 0.1
-
-    steered = [fh.Plan(fh.on(layers, fh.Add(vector()))) for _ in range(requests)]
+    steered = steering(requests)
     variants: dict[str, list[Any]] = {
         "attached, no plans": [None] * requests,
         "all steered in all layers": steered,
-        "all layers captured for all": [fh.Plan(fh.keep(layers))] * requests,
+        "all layers captured for all": [fh.Plan(fh.keep("model.layers.*"))] * requests,
     }
     ratios: dict[str, list[float]] = {name: [] for name in variants}
     measure(llm, steered)
@@ -58,11 +56,57 @@ def print_rows(llm: Any, requests: int, rounds: int = 7) -> None:
         plain = without(llm, lambda: measure(llm, [None] * requests))
         for name, plans in variants.items():
             ratios[name].append(measure(llm, plans) / plain)
+    print_ratios(requests, ratios)
+
+
+def print_ratios(requests: int, ratios: dict[str, list[float]]) -> None:
+    """Prints medians, and the spread."""
     for name, found in ratios.items():
         low, *_, high = sorted(found)
         print(
-            f"  {requests} requests, {name}: {statistics.median(found):.3f} ({low:.2f}-{high:.2f})"
+            f"  {requests} requests, {name}: {statistics.median(found):.3f} ({low:.2f}-{high:.2f})",
+            flush=True,
         )
+
+
+def steering(requests: int) -> list[Any]:
+    """A plan for each request, that adds a vector of its own in all layers."""
+    import ferrohook as fh  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(1)
+    vectors = (torch.randn(WIDTH, generator=generator) * 0.1 for _ in range(requests))
+    return [fh.Plan(fh.on("model.layers.*", fh.Add(vector))) for vector in vectors]
+
+
+def print_compiled(folder: Path, rounds: int = 7) -> None:
+    """Prints ratios of a compiled engine with sites to one without ferrohook, by turns."""
+    env = {"VLLM_CPU_CI_ENV": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    module = "benches.engines_vllm"
+    with (
+        Child(module, str(folder), env={**env, "VLLM_PLUGINS": "none"}) as plain,
+        Child(module, str(folder), "sites", env={**env, "VLLM_PLUGINS": "ferrohook"}) as sites,
+    ):
+        for requests in (16, 64):
+            ratios: dict[str, list[float]] = {"no plans": [], "all steered in all layers": []}
+            for turn in range(-1, rounds):
+                without = plain.ask(f"{requests} plain")
+                idle, steered = sites.ask(f"{requests} plain"), sites.ask(f"{requests} steered")
+                if turn >= 0:  # the first is a warm-up
+                    for found, spent in zip(ratios.values(), (idle, steered), strict=True):
+                        found.append(spent / without)
+            print_ratios(requests, ratios)
+
+
+def serve_compiled(folder: Path, *, has_sites: bool) -> None:
+    """Answers with the CPU seconds of a compiled engine's rounds."""
+    from support.vllm_engine import start  # noqa: PLC0415 (tests' own)
+
+    config = {"ferrohook": {"sites": "model.layers.*"}} if has_sites else {}
+    llm = start(folder, enforce_eager=False, additional_config=config, **LIMITS)
+    for line in sys.stdin:
+        requests, kind = line.split()
+        plans = steering(int(requests)) if kind == "steered" else [None] * int(requests)
+        answer(measure(llm, plans))
 
 
 def without(llm: Any, run: Callable[[], float]) -> float:
@@ -103,4 +147,8 @@ def measure(llm: Any, plans: list[Any]) -> float:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    if len(sys.argv) > 1:
+        serve_compiled(Path(sys.argv[1]), has_sites="sites" in sys.argv)
+    else:
+        main()

@@ -18,40 +18,9 @@ from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
 from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.worker import Served, Worker
+from support.vllm_shapes import config
 
 WIDTH = 4
-
-
-def config(**changes: Any) -> Any:
-    """The parts of a `VllmConfig` that are read."""
-    parallel = {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "use_sequence_parallel_moe": False,
-        "use_ubatching": False,
-    }
-    return types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(
-            **{name: changes.pop(name, value) for name, value in parallel.items()}
-        ),
-        model_config=types.SimpleNamespace(
-            is_encoder_decoder=False, runner_type="generate", is_diffusion=False
-        ),
-        cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=False),
-        compilation_config=types.SimpleNamespace(
-            **{name: changes.pop(name, 0) for name in ("mode", "cudagraph_mode")}
-        ),
-        scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=32),
-        **{
-            "speculative_config": None,
-            "kv_transfer_config": None,
-            "additional_config": {},
-            **changes,
-        },
-    )
 
 
 @pytest.mark.parametrize(
@@ -90,12 +59,18 @@ def test_options_are_validated(options: Any, reason: str) -> None:
 
 
 def test_the_plug_in_attaches_once() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
     from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
+    from vllm.v1.engine.output_processor import OutputProcessor  # noqa: PLC0415
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: PLC0415
 
+    owners = (InputProcessor, OutputProcessor, Scheduler, WorkerWrapperBase)
     plugin.register()
-    before = InputProcessor.process_inputs
+    before = [dict(vars(owner)) for owner in owners]
     plugin.register()
-    assert InputProcessor.process_inputs is before
+    for owner, attributes in zip(owners, before, strict=True):
+        changed = {name for name, value in vars(owner).items() if value is not attributes[name]}
+        assert {name.partition("_")[0] for name in changed} <= {"ferrohook"}  # plain functions
 
 
 def test_an_untried_release_serves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

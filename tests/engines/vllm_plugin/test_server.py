@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +18,15 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
-from ferrohook.engines.vllm.captures import Captured, unpacked
+from ferrohook.engines.vllm.captures import Captured, error_of, unpacked
 from support.engines import Change, Job
-from support.vllm_engine import ENVIRONMENT, EOS, WIDTH, Answer, random_jobs
+from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
+from support.vllm_server import KEY, NEW, body, frames_of, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
-NEW = 10
 PROMPT = [*range(10, 60)]
 VECTOR = torch.linspace(-2, 2, WIDTH)
 
@@ -45,74 +39,14 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, _ = models["llama"]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = {
-        "model": folder,
-        "served-model-name": "tiny",
-        "dtype": "float32",
-        "max-model-len": 256,
-        "max-num-seqs": 16,
-        "max-num-batched-tokens": 64,
-        "block-size": 32,
-        "host": "127.0.0.1",
-        "port": port,
-        "api-key": "secret",
-        "kv-cache-memory-bytes": 2**26,
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"},
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 480
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{address}/health").status_code == httpx.codes.OK:
-                    break
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield address
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its engine and worker
-        process.wait()
+    with serving(folder, tmp_path_factory.mktemp("server") / "log") as made:
+        yield made.address
 
 
 @pytest.fixture
 def client(server: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server, headers=KEY, timeout=120) as made:
         yield made
-
-
-KEY = {"Authorization": "Bearer secret"}
-
-
-def body(job: Job, **changes: Any) -> dict[str, Any]:
-    plan = job.plan
-    xargs = None if plan is None else {"ferrohook": plan.to_json()}
-    return {
-        "model": "tiny",
-        "prompt": job.prompt,
-        "max_tokens": NEW,
-        "temperature": 0,
-        "vllm_xargs": xargs,
-        "return_token_ids": True,
-        **changes,
-    }
 
 
 async def streamed(client: httpx.AsyncClient, job: Job, name: str, pause: float) -> Answer:
@@ -158,7 +92,6 @@ def test_captures_stream_beside_the_text(models: Any, server: str) -> None:
     job = Job(PROMPT, (Change(1, fh.Add(VECTOR), "generated"),), ("model.layers.2",))
 
     async def frames(client: httpx.AsyncClient, name: str) -> list[Captured]:
-        found: list[Captured] = []
         path = f"/v1/ferrohook/captures/cmpl-{name}/stream"
         while True:
             async with client.stream("GET", path) as response:
@@ -167,11 +100,7 @@ def test_captures_stream_beside_the_text(models: Any, server: str) -> None:
                     continue
                 assert response.status_code == httpx.codes.OK
                 data = b"".join([part async for part in response.aiter_bytes()])
-                while length := int.from_bytes(data[:8], "little"):
-                    found.append(unpacked(data[8 : 8 + length]))
-                    data = data[8 + length :]
-                assert data == bytes(8)
-                return found
+                return [unpacked(frame) for frame in frames_of(data)]
 
     async def run() -> tuple[list[int], list[Captured]]:
         async with httpx.AsyncClient(base_url=server, headers=KEY, timeout=120) as client:
@@ -199,6 +128,50 @@ def test_a_bad_plan_is_answered_with_400(client: httpx.Client, plan: Any, reason
     answer = client.post("/v1/completions", json=sent)
     assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
     assert reason in answer.text
+
+
+FAILS = fh.on("model.layers.1", fh.Add(VECTOR, output_index=7))
+"""A layer returns two tensors."""
+
+
+def failing(job: Job, entry: Any, **changes: Any) -> dict[str, Any]:
+    plan = fh.Plan(entry, fh.keep("model.layers.0"))
+    return body(job, vllm_xargs={"ferrohook": plan.to_json()}, **changes)
+
+
+def test_a_plan_that_fails_tells_the_client_the_reason(client: httpx.Client) -> None:
+    headers = {"X-Request-Id": "failing"}
+    sent = failing(Job(PROMPT), FAILS)
+    answer = client.post("/v1/completions", json=sent, headers=headers)
+    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+    message = answer.json()["error"]["message"]
+    assert message.startswith("the plan of the request failed: ")
+    assert "model.layers.1" in message
+    captured = client.get("/v1/ferrohook/captures/cmpl-failing")
+    assert captured.status_code == httpx.codes.UNPROCESSABLE_ENTITY
+    assert message in captured.text
+    # The other of two prompts, and one whose id is a prefix.
+    assert client.post("/v1/completions", json=body(Job(PROMPT))).status_code == httpx.codes.OK
+    answer = client.post("/v1/completions", json={**sent, "prompt": [PROMPT, PROMPT[:9]]})
+    assert answer.json()["error"]["message"] == message
+
+
+def test_a_plan_that_fails_in_a_streamed_answer(client: httpx.Client) -> None:
+    # Bytes for four rows of the text.
+    entry = fh.keep("model.layers.2", max_bytes=(len(PROMPT) + 4) * WIDTH * 4)
+    sent = failing(Job(PROMPT), entry, stream=True, max_tokens=190, ignore_eos=True)
+    events: list[Any] = []
+    headers = {"X-Request-Id": "midway"}
+    with client.stream("POST", "/v1/completions", json=sent, headers=headers) as response:
+        assert response.status_code == httpx.codes.OK
+        lines = (line.removeprefix("data: ") for line in response.iter_lines())
+        events += (json.loads(line) for line in lines if line.startswith("{"))
+    *texts, last = events
+    assert "max_bytes" in last["error"]["message"]
+    tokens = [token for it in texts for choice in it["choices"] for token in choice["token_ids"]]
+    assert len(tokens) == 5
+    frames = frames_of(client.get("/v1/ferrohook/captures/cmpl-midway/stream").content)
+    assert "max_bytes" in str(error_of(frames[-1]))
 
 
 def test_beam_search_and_chats_refuse_what_they_would_drop(client: httpx.Client) -> None:

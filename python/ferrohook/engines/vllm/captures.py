@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -42,15 +42,30 @@ def unpacked(data: bytes) -> Captured:
     Raises:
         HookError: the request failed, or its captures are not whole; tells the reason.
     """
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-    if (error := metadata.get("error")) is not None:
+    if (error := error_of(data)) is not None:
         raise HookError(error)
-    spans = json.loads(metadata["positions"])
+    spans = json.loads(_header(data)["__metadata__"]["positions"])
     positions = {
         name: torch.cat([torch.arange(*span) for span in found]) for name, found in spans.items()
     }
     return Captured(safetensors.torch.load(data), positions)
+
+
+def error_of(data: bytes) -> str | None:
+    """Returns the error that `packed` packed, None without one."""
+    error: str | None = _header(data)["__metadata__"].get("error")
+    return error
+
+
+def is_empty(data: bytes) -> bool:
+    """True if `packed` packed no activation."""
+    return _header(data).keys() == {"__metadata__"}
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    header: dict[str, Any] = json.loads(data[8 : 8 + length])
+    return header
 
 
 def spans_of(positions: Tensor) -> list[tuple[int, int]]:

@@ -47,6 +47,8 @@ def activations(llm: Any, output: Any) -> Captured:
     tokens = tokens_of(ticket)
     (data, *_) = engine.collective_rpc("ferrohook_take", args=(ticket.key, tokens))
     front_end.forget(ticket)
+    if ticket.error is not None:
+        raise HookError(ticket.error)
     return unpacked(data)
 
 

@@ -6,7 +6,6 @@ Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key 
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, Any, Final
 
 import safetensors
@@ -14,8 +13,9 @@ import safetensors.torch
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
+from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
-from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.plugin import call, connect_async
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookError
 
@@ -39,6 +39,8 @@ class Routes:
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._changing_vectors = asyncio.Lock()
+        """Held while a name and the worker's vector of its digest change together."""
 
     async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
         """Takes the engine, once the server has it."""
@@ -96,19 +98,21 @@ class Routes:
         except (safetensors.SafetensorError, ValueError) as error:
             raise HTTPException(422, f"the body is no safetensors: {error}") from error
         data, digests = packed_vectors(vectors)
-        await self._engine.collective_rpc("ferrohook_put", args=(data,))
-        name_vectors(front_end, vectors, digests)
+        async with self._changing_vectors:
+            await self._call("ferrohook_put", data)
+            name_vectors(front_end, vectors, digests)
         return {name: list(vector.shape) for name, vector in vectors.items()}
 
     async def drop_vector(self, name: str) -> None:
         """Drops a vector; 404 without one of the name."""
         front_end = await self._front_end()
-        try:
-            digest = front_end.vectors.drop(name)
-        except KeyError:
-            raise HTTPException(404, f"no vector {name!r} was uploaded") from None
-        if digest is not None:
-            await self._engine.collective_rpc("ferrohook_drop", args=(digest,))
+        async with self._changing_vectors:
+            try:
+                digest = front_end.vectors.drop(name)
+            except KeyError:
+                raise HTTPException(404, f"no vector {name!r} was uploaded") from None
+            if digest is not None:
+                await self._call("ferrohook_drop", digest)
 
     async def captures(self, response_id: str, index: int = 0) -> Response:
         """Returns what a finished request captured, as safetensors, once.
@@ -123,16 +127,17 @@ class Routes:
         ticket = _ticket(front_end, response_id, index)
         if ticket.tokens is None:
             raise HTTPException(409, "the request is not finished, or was cancelled")
-        data = await self._call("ferrohook_take", ticket.key, ticket.tokens)
-        front_end.forget(ticket)
-        _check(data)
+        data = await self._take(front_end, ticket)
+        if (error := error_of(data)) is not None:
+            raise HTTPException(422, error)
         return Response(data, media_type=_BINARY)
 
     async def stream(self, response_id: str, index: int = 0) -> StreamingResponse:
         """Returns captures while the request runs: frames of safetensors, each behind its length.
 
         Length: 8 bytes, little-endian. A row comes once, as soon as its token is settled; the last
-        frame has length 0. What was streamed is gone with it.
+        frame has length 0. A frame before it with `error` in its metadata tells why rows are
+        missing. Rows that were streamed are not kept.
         """
         front_end = await self._front_end()
         ticket = _ticket(front_end, response_id, index)
@@ -140,31 +145,51 @@ class Routes:
 
     async def _frames(self, front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
         since = 0
-        while ticket.tokens is None:
-            tokens = self._tokens(ticket.request_id)
-            if tokens is None and ticket.tokens is None:
-                return  # cancelled: no last frame
-            if tokens is not None and tokens - 1 > since:
-                data = await self._call("ferrohook_peek", ticket.key, tokens, since)
-                _check(data)
-                yield len(data).to_bytes(8, "little") + data
-                since = tokens - 1
-            await asyncio.sleep(_PAUSE)
-        data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
-        front_end.forget(ticket)
-        _check(data)
-        yield len(data).to_bytes(8, "little") + data + bytes(8)
+        try:
+            while ticket.tokens is None:
+                if (tokens := self._tokens(ticket)) - 1 > since:
+                    data = await self._call("ferrohook_peek", ticket.key, tokens, since)
+                    if error_of(data) is not None:
+                        break
+                    if not is_empty(data):
+                        yield _framed(data)
+                        since = tokens - 1
+                await asyncio.sleep(_PAUSE)
+            else:
+                data = await self._take(front_end, ticket, since)
+        except Exception as error:  # noqa: BLE001 (the status is sent: the reason goes into a frame)
+            data = packed({}, {}, error=str(error) or repr(error))
+        yield _framed(data) + bytes(8)
 
-    def _tokens(self, request_id: str) -> int | None:
-        """Returns the number of tokens that a running request has so far."""
-        for state in [*self._engine.output_processor.request_states.values()]:
-            if state.external_req_id == request_id:
-                return int(state.prompt_len + state.detokenizer.num_output_tokens())
-        return None
+    async def _take(self, front_end: FrontEnd, ticket: Ticket, since: int = 0) -> bytes:
+        front_end.forget(ticket)
+        data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+        return data if ticket.error is None else packed({}, {}, error=ticket.error)
+
+    def _tokens(self, ticket: Ticket) -> int:
+        """Returns the number of tokens of a request so far, 0 before its first new one.
+
+        Raises:
+            HookError: it was cancelled, or never came to the engine.
+        """
+        if self._engine.errored:
+            raise self._engine.dead_error
+        if ticket.engine_id is None:
+            return 0
+        state = self._engine.output_processor.request_states.get(ticket.engine_id)
+        if state is None:
+            msg = "the request was cancelled"
+            raise HookError(msg)
+        new = state.detokenizer.num_output_tokens()
+        return int(state.prompt_len + new) if new else 0
 
     async def _call(self, name: str, *args: Any) -> bytes:
-        answers: list[bytes] = await self._engine.collective_rpc(name, args=args)
-        return answers[0]
+        (answer, *_) = await call(self._engine, name, *args)
+        return answer
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
 
 
 def _ticket(front_end: FrontEnd, response_id: str, index: int) -> Ticket:
@@ -176,11 +201,3 @@ def _ticket(front_end: FrontEnd, response_id: str, index: int) -> Ticket:
         except ValueError as error:
             raise HTTPException(409, str(error)) from error
     raise HTTPException(404, f"no request {response_id!r} captures, or its captures were fetched")
-
-
-def _check(data: bytes) -> None:
-    """Refuses an answer that is an error."""
-    length = int.from_bytes(data[:8], "little")
-    error = json.loads(data[8 : 8 + length])["__metadata__"].get("error")
-    if error is not None:
-        raise HTTPException(422, error)

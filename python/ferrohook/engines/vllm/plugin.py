@@ -1,13 +1,15 @@
 """Entry point `vllm.general_plugins`: what vLLM calls in each of its processes.
 
 Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
-and `assign_request_id`, `OutputProcessor._finish_request` and `abort_requests`, `add_request` of
-both engines. Engine: `Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
+and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` and `abort_requests`,
+`add_request` of both engines, `GenerateBaseServing._raise_if_error`. Engine:
+`Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
 those of `runners`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import json
@@ -29,11 +31,10 @@ _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
 """Environment variable that lets an untried release of vLLM be used."""
 _MARK: Final = "_ferrohook"
+_PATIENCE: Final = 1.0
+"""Seconds between looks at an engine that has not answered."""
 _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionary()
 """Front ends by `InputProcessor`."""
-_keys: dict[str, str] = {}
-"""Keys of captures by the engine's id of a request that runs."""
-_MOST_KEYS: Final = 10_000
 
 
 def register() -> None:
@@ -52,6 +53,7 @@ def register() -> None:
     _wrap(processor, "process_inputs", _processing)
     _wrap(processor, "assign_request_id", _assigning)
     outputs = _named("v1.engine.output_processor", "OutputProcessor")
+    _wrap(outputs, "process_outputs", _outputting)
     _wrap(outputs, "_finish_request", _finishing)
     _wrap(outputs, "abort_requests", _aborting)
     _wrap(_named("v1.engine.llm_engine", "LLMEngine"), "add_request", _adding)
@@ -61,6 +63,8 @@ def register() -> None:
     _wrap(wrapper, "init_device", _initializing)
     for name in ("describe", "put", "drop", "state", "take", "peek"):
         setattr(wrapper, f"ferrohook_{name}", _remote(name))
+    serving = _named("entrypoints.generate.base.serving", "GenerateBaseServing")
+    _wrap(serving, "_raise_if_error", _raising)
     for path in ("completion", "chat_completion"):
         module = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")
         name = {"completion": "CompletionRequest"}.get(path, "ChatCompletionRequest")
@@ -99,7 +103,23 @@ async def connect_async(engine: Any) -> FrontEnd:
         HookError: plans are refused in this engine, with the reason.
     """
     found = _front_ends.get(engine.input_processor)
-    return found or _connected(engine, await engine.collective_rpc("ferrohook_describe"))
+    return found or _connected(engine, await call(engine, "ferrohook_describe"))
+
+
+async def call(engine: Any, name: str, *args: Any) -> list[bytes]:
+    """Calls the worker of an `AsyncLLM`.
+
+    Raises:
+        EngineDeadError: the engine died meanwhile; vLLM would wait for ever.
+    """
+    answer = asyncio.ensure_future(engine.collective_rpc(name, args=args))
+    try:
+        while not (await asyncio.wait({answer}, timeout=_PATIENCE))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return answer.result()  # type: ignore[no-any-return]
+    finally:
+        answer.cancel()
 
 
 def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
@@ -196,20 +216,44 @@ def _assigning(original: Any) -> Any:
     def assign_request_id(request: Any) -> None:
         original(request)
         if _has_plan(request.sampling_params):
-            _keys[request.request_id] = request.sampling_params.extra_args[NAME]["key"]
-            if len(_keys) > _MOST_KEYS:  # cancelled requests
-                _keys.pop(next(iter(_keys)), None)
+            key = request.sampling_params.extra_args[NAME]["key"]
+            for front_end in [*_front_ends.values()]:
+                front_end.assigned(key, request.request_id)
 
     return assign_request_id
 
 
+def _outputting(original: Any) -> Any:
+    error = _named("v1.engine", "FinishReason").ERROR
+
+    def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in outputs:
+            if each.finish_reason == error and isinstance(each.stop_reason, str):
+                state = self.request_states.get(each.request_id)
+                for front_end in [*_front_ends.values()] if state is not None else ():
+                    front_end.failed(each.request_id, state.external_req_id, each.stop_reason)
+        return original(self, outputs, *args, **kwargs)
+
+    return process_outputs
+
+
+def _raising(original: Any) -> Any:
+    def _raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
+        if finish_reason == "error":
+            for front_end in [*_front_ends.values()]:
+                if (reason := front_end.failure(request_id)) is not None:
+                    raise _named("exceptions", "GenerationError")(reason)
+        original(self, finish_reason, request_id)
+
+    return _raise_if_error
+
+
 def _finishing(original: Any) -> Any:
     def _finish_request(self: Any, state: Any) -> Any:
-        key = _keys.pop(state.request_id, None)
-        if key is not None and state.detokenizer is not None:
+        if state.detokenizer is not None:
             tokens = state.prompt_len + state.detokenizer.num_output_tokens()
             for front_end in [*_front_ends.values()]:
-                front_end.finished(key, tokens)
+                front_end.finished(state.request_id, tokens)
         return original(self, state)
 
     return _finish_request
@@ -219,9 +263,8 @@ def _aborting(original: Any) -> Any:
     def abort_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         aborted = original(self, *args, **kwargs)
         for request_id in aborted:
-            if (key := _keys.pop(request_id, None)) is not None:
-                for front_end in [*_front_ends.values()]:
-                    front_end.cancelled(key)
+            for front_end in [*_front_ends.values()]:
+                front_end.cancelled(request_id)
         return aborted
 
     return abort_requests
@@ -242,12 +285,47 @@ def _beaming(original: Any) -> Any:
 
 def _updating(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        # The scheduler ends these requests with an error: no text under a plan that failed.
-        if failed := getattr(output, "ferrohook_failed", None):
-            self.grammar_compile_error_reqs |= failed.keys()
-        return original(self, scheduler_output, output)
+        failed: dict[str, str] | None = getattr(output, "ferrohook_failed", None)
+        if not failed:
+            return original(self, scheduler_output, output)
+        # Ended before the step's tokens are read: no text under a plan that failed.
+        ended = _end(self, failed)
+        made = original(self, scheduler_output, output)
+        for client, answer in ended:
+            made.setdefault(client, _named("v1.engine", "EngineCoreOutputs")())
+            made[client].outputs.append(answer)
+        return made
 
     return update_from_output
+
+
+def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
+    """Ends requests with an error; returns their last outputs, with the clients' indices."""
+    live = failed.keys() & scheduler.requests.keys()
+    # What they wrote is for nobody, not even for requests of the same plan.
+    blocks = {
+        block
+        for request_id in live
+        for group in scheduler.kv_cache_manager.get_block_ids(request_id)
+        for block in group
+    }
+    scheduler.kv_cache_manager.evict_blocks(blocks)
+    error = _named("v1.request", "RequestStatus").FINISHED_ERROR
+    make = _named("v1.engine", "EngineCoreOutput")
+    return [
+        (
+            request.client_index,
+            make(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=failed[request.request_id],
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            ),
+        )
+        for request in scheduler.finish_requests(live, error)
+    ]
 
 
 # --- worker --------------------------------------------------------------------------------------

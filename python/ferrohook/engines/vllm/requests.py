@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,8 +80,12 @@ class Ticket:
     """Name of the captures in the worker; random, so nobody else's."""
     request_id: str
     """Of the client."""
+    engine_id: str | None = None
+    """Of the engine, once it is on its way there."""
     tokens: int | None = None
     """Tokens of prompt and answer, once it is finished."""
+    error: str | None = None
+    """Failure of its plan."""
 
 
 class Vectors(Mapping[str, "Tensor"]):
@@ -141,6 +147,9 @@ class FrontEnd:
         self._lock = threading.Lock()
         self._tickets: dict[str, list[Ticket]] = {}
         self._by_key: dict[str, Ticket] = {}
+        self._by_engine_id: dict[str, Ticket] = {}
+        self._failures: dict[str, str] = {}
+        self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -178,7 +187,10 @@ class FrontEnd:
             if any(_counts_from_prompt(entry.at) for entry in changes):
                 salt += f":{len(request.prompt_token_ids)}"
             request.cache_salt = f"{request.cache_salt or ''}{salt}"
+        # The worker learns of captures that nobody can fetch with the next request.
+        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         payload = {"plan": text, "vectors": used, "digest": digest, "key": key}
+        payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
@@ -206,16 +218,39 @@ class FrontEnd:
             while len(self._by_key) > _MOST_TICKETS:  # of clients that never asked
                 self._forget(next(iter(self._by_key.values())))
 
-    def finished(self, key: str, tokens: int) -> None:
-        """Notes the number of tokens of a finished request."""
+    def assigned(self, key: str, engine_id: str) -> None:
+        """Notes the engine's id of a request."""
         with self._lock:
             if (ticket := self._by_key.get(key)) is not None:
-                ticket.tokens = tokens
+                ticket.engine_id = engine_id
+                self._by_engine_id[engine_id] = ticket
 
-    def cancelled(self, key: str) -> None:
+    def finished(self, engine_id: str, tokens: int) -> None:
+        """Notes the number of tokens of a finished request."""
+        if (ticket := self._by_engine_id.get(engine_id)) is not None:
+            ticket.tokens = tokens
+
+    def failed(self, engine_id: str, request_id: str, reason: str) -> None:
+        """Notes the failure of a request's plan."""
+        with self._lock:
+            self._failures[request_id] = reason
+            if len(self._failures) > _MOST_TICKETS:
+                self._failures.pop(next(iter(self._failures)))
+            if (ticket := self._by_engine_id.get(engine_id)) is not None:
+                ticket.error = reason
+
+    def failure(self, request_id: str) -> str | None:
+        """Returns the failure of a client's request, or of one of its prompts, once."""
+        names = re.compile(rf"{re.escape(request_id)}(-\d+)?")
+        with self._lock:
+            name = next(filter(names.fullmatch, self._failures), None)
+            return None if name is None else self._failures.pop(name)
+
+    def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
-            if (ticket := self._by_key.get(key)) is not None:
+            if (ticket := self._by_engine_id.get(engine_id)) is not None:
+                self._cancelled.append(ticket.key)
                 self._forget(ticket)
 
     def find(self, request_id: str) -> Ticket:
@@ -242,6 +277,8 @@ class FrontEnd:
 
     def _forget(self, ticket: Ticket) -> None:
         self._by_key.pop(ticket.key, None)
+        if ticket.engine_id is not None:
+            self._by_engine_id.pop(ticket.engine_id, None)
         tickets = self._tickets.get(ticket.request_id, [])
         if ticket in tickets:
             tickets.remove(ticket)

@@ -22,7 +22,7 @@ from ferrohook.engines.vllm.requests import NAME, Options, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import KeepEntry, keep
+from ferrohook.plans.entries import HookEntry, KeepEntry, keep
 from ferrohook.rows.site_tables import sites
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
+_DROPPED: Final = "the captures of the request were dropped for results_bytes"
 
 
 @dataclasses.dataclass
@@ -42,10 +43,14 @@ class _Admitted:
     key: str
     """Name of its captures."""
     prompt_length: int
+    digest: str
+    """Of its plan and vectors."""
     plan: Plan
     """Rewritten."""
     row_bytes: int
     """Bytes that it captures per token, at most; 0 without a capture."""
+    end: int = 0
+    """Position behind its last row."""
     tokens: int = 0
     """Tokens that ran."""
 
@@ -88,8 +93,11 @@ class Worker:
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._spans: list[Span] = []
+        self._from_cache: list[str] = []
+        """Requests of the settled step that begin with keys and values of others."""
         self._failures: dict[str, BaseException] = {}
-        self._reported: set[str] = set()
+        self._failed: dict[str, str] = {}
+        """Digests of the plans of failed requests that live in the runner."""
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
 
@@ -170,19 +178,24 @@ class Worker:
         if payload is None:
             return
         self._retire(request_id)
+        digest = ""
         try:
             if not isinstance(payload, dict):
                 msg = "a plan came to the worker past the front end"
                 raise HookError(msg)  # noqa: TRY301 (fails the request, as any error here does)
+            digest = payload["digest"]
+            for key in payload.get("cancelled", ()):
+                self._discard(key)
             plan = self._plan(payload)
             with self._loaded().planned.admitting(request_id, plan):
                 pass
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
-            self._failures[request_id] = error
+            self._fail(request_id, digest, error)
             return
         row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(plan))
         self._discard(payload["key"])
-        self._admitted[request_id] = _Admitted(payload["key"], prompt_length, plan, row_bytes)
+        key = payload["key"]
+        self._admitted[request_id] = _Admitted(key, prompt_length, digest, plan, row_bytes)
 
     def _loaded(self) -> Served:
         if self.served is None:
@@ -209,8 +222,8 @@ class Worker:
         """Closes the requests that are not among those that live in the runner."""
         for request_id in self._admitted.keys() - live.keys():
             self._retire(request_id)
-        if self._reported:
-            self._reported &= live.keys()
+        for request_id in self._failed.keys() - live.keys():
+            del self._failed[request_id]
 
     def _retire(self, request_id: str) -> None:
         admitted = self._admitted.pop(request_id, None)
@@ -250,6 +263,7 @@ class Worker:
             positions: position of the first row of each.
         """
         self._spans = []
+        self._from_cache = []
         if not self._admitted:
             return
         row = 0
@@ -258,7 +272,10 @@ class Worker:
             rows = int(count)
             if admitted is not None:
                 first = int(position)
-                admitted.tokens = max(admitted.tokens, first + rows)
+                if first not in {0, admitted.end}:
+                    self._from_cache.append(request_id)
+                admitted.end = first + rows
+                admitted.tokens = max(admitted.tokens, admitted.end)
                 self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
             row += rows
 
@@ -275,18 +292,36 @@ class Worker:
             yield
         for span in spans:
             error = planned.failure_of(span.request_id)
-            if error is not None and span.request_id not in self._reported:
-                self._failures[span.request_id] = error
+            if error is not None and span.request_id not in self._failed:
+                self._fail(span.request_id, self._admitted[span.request_id].digest, error)
+        if self._failed:
+            self._fail_sharers()
+
+    def _fail(self, request_id: str, digest: str, error: BaseException) -> None:
+        self._failed[request_id] = digest
+        self._failures[request_id] = error
+
+    def _fail_sharers(self) -> None:
+        """Fails requests that begin with keys and values of one whose plan failed.
+
+        The scheduler shares them until it learns of the failure; they may lack the plan's changes.
+        """
+        digests = {*self._failed.values()}
+        for request_id in self._from_cache:
+            admitted = self._admitted[request_id]
+            changes = any(isinstance(entry, HookEntry) for entry in admitted.plan.entries)
+            if changes and admitted.digest in digests and request_id not in self._failed:
+                msg = "its cached prefix may be that of a request whose plan failed: send it again"
+                self._fail(request_id, "", HookError(msg))
 
     def failures(self) -> dict[str, str]:
         """Returns the requests that failed since it was called last, with the reasons."""
         if not self._failures:
             return {}
         failed, self._failures = self._failures, {}
-        self._reported |= failed.keys()
         for request_id, error in failed.items():
             _LOG.error("ferrohook: the plan of request %s failed: %r", request_id, error)
-        return {request_id: str(error) for request_id, error in failed.items()}
+        return {request_id: _reason(error) for request_id, error in failed.items()}
 
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
@@ -331,24 +366,36 @@ class Worker:
             self._retire(request_id)
         finished = self._discard(key)
         if finished is None:
-            reason = "dropped for results_bytes" if key in self._dropped else "not there"
-            return packed({}, {}, error=f"the captures of the request are {reason}")
+            missing = "the captures of the request are not there"
+            return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
         return self._packed(finished.admitted, finished.result, since, tokens)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
-        """Returns captures of a request that runs, as `take` does, and keeps them."""
+        """Returns captures of a request as `take` does, and keeps them; none until all ran.
+
+        The front end asks while it takes the request to run: here it may wait, or be preempted, or
+        be finished.
+        """
         request_id = self._live(key)
         result = None if request_id is None else self._loaded().planned.peek(request_id)
-        if request_id is None or result is None:
-            return packed({}, {}, error="the request does not run")
-        return self._packed(self._admitted[request_id], result, since, tokens)
+        if request_id is not None and result is not None:
+            return self._packed(self._admitted[request_id], result, since, tokens, partial=True)
+        if (finished := self._finished.get(key)) is not None:
+            return self._packed(finished.admitted, finished.result, since, tokens, partial=True)
+        return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
     def _live(self, key: str) -> str | None:
         return next((name for name, it in self._admitted.items() if it.key == key), None)
 
-    def _packed(self, admitted: _Admitted, result: Result, since: int, tokens: int) -> bytes:
-        if result.error is not None:
-            return packed({}, {}, error=f"the plan of the request failed: {result.error}")
+    def _packed(
+        self,
+        admitted: _Admitted,
+        result: Result,
+        since: int,
+        tokens: int,
+        *,
+        partial: bool = False,
+    ) -> bytes:
         modules = self._loaded().modules
         acts, positions = {}, {}
         for entry in admitted.plan.entries:
@@ -360,6 +407,10 @@ class Worker:
                 name = path if entry.label is None else f"{entry.label}:{path}"
                 found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
+                    if result.error is not None:
+                        return packed({}, {}, error=_reason(result.error))
+                    if partial:
+                        return packed({}, {})
                     error = f"{name!r} never ran for the positions {spans_of(missing)}"
                     return packed({}, {}, error=error)
                 if len(expected):
@@ -367,6 +418,12 @@ class Worker:
                     acts[name] = result.acts[name][inside].cpu().contiguous()
                     positions[name] = expected
         return packed(acts, positions)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the reason of a failure, with the notes that name hook and module."""
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    return f"the plan of the request failed: {'; '.join(lines)}"
 
 
 def _meant(output: Any, info: ModuleInfo) -> Tensor:

@@ -1,0 +1,143 @@
+"""vLLM in this process: plans that fail while they run, and what their requests leave behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import vllm
+from ferrohook.engines.vllm.captures import digest_of
+from support.engines import Change, Job
+from support.vllm_engine import EOS, WIDTH, Answer, sampling, state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NEW = 12
+PROMPT = [*range(10, 50)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+FAILS = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR, output_index=7)))
+"""A layer returns two tensors."""
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.ferrohook
+
+
+def served(llm: Any, plans: Mapping[str, Any], new_tokens: int = NEW) -> dict[str, Any]:
+    """Serves requests of one prompt by their plans, at once; returns the outputs."""
+    engine = llm.llm_engine
+    for name, plan in plans.items():
+        params = sampling(plan, new_tokens)
+        engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {it.request_id: it for it in engine.step() if it.finished}
+    assert finished.keys() == plans.keys()
+    return finished
+
+
+def check(model: Any, job: Job, output: Any) -> None:
+    job.check(model, Answer([*output.outputs[0].token_ids], {}), NEW)
+
+
+STEERED = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),))
+
+
+def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    vllm.put_vectors(llm, {"gone": VECTOR})
+    hook = {"type": "Add", "vector": {"tensor": "gone"}}
+    named = {
+        "version": 1,
+        "entries": [
+            {"type": "on", "what": "model.layers.1", "hook": hook},
+            {"type": "keep", "what": "model.layers.1"},
+        ],
+    }
+    engine = llm.llm_engine
+    engine.add_request("failing", {"prompt_token_ids": PROMPT}, sampling(named))
+    engine.collective_rpc("ferrohook_drop", args=(digest_of(VECTOR.clone()),))
+    engine.add_request("other", {"prompt_token_ids": PROMPT}, sampling(STEERED.plan))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {it.request_id: it for it in engine.step() if it.finished}
+    (text,) = finished["failing"].outputs
+    assert text.finish_reason == "error"
+    assert "vectors were dropped before the request ran" in text.stop_reason
+    with pytest.raises(fh.HookError, match="vectors were dropped before the request ran"):
+        vllm.activations(llm, "failing")
+    check(model, STEERED, finished["other"])
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_no_token_of_a_step_that_failed(llm: Any, new_tokens: int) -> None:
+    """Not even where the step is the request's last, which would end it as a right one."""
+    (text,) = served(llm, {"failing": FAILS}, new_tokens)["failing"].outputs
+    assert text.finish_reason == "error"
+    assert [*text.token_ids] == []
+    assert "model.layers.1" in text.stop_reason
+    assert "output_index" in text.stop_reason or "index" in text.stop_reason
+
+
+def test_a_plan_that_fails_later_keeps_the_tokens_before(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    (plain,) = served(llm, {"plain": None})["plain"].outputs
+    job = Job(PROMPT, (), ("model.layers.2",))
+    row = WIDTH * 4
+    whole = len(PROMPT) + len(plain.token_ids) - 1
+    fits = fh.Plan(fh.keep("model.layers.2", max_bytes=whole * row))
+    fails = fh.Plan(fh.keep("model.layers.2", max_bytes=(len(PROMPT) + 4) * row))
+    outputs = served(llm, {"fits": fits, "fails": fails})
+    (text,) = outputs["fails"].outputs
+    assert text.finish_reason == "error"
+    assert "max_bytes" in text.stop_reason
+    assert [*text.token_ids] == [*plain.token_ids][:5]
+    with pytest.raises(fh.HookError, match=r"the plan of the request failed.*max_bytes"):
+        vllm.activations(llm, "fails")
+    # An engine that runs ahead of the end runs a row that the budget has no bytes for.
+    acts = vllm.activations(llm, "fits").acts
+    job.check(model, Answer([*outputs["fits"].outputs[0].token_ids], acts), NEW)
+
+
+def test_what_a_failed_request_wrote_is_in_no_cache(
+    models: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a request of the same plan in the same step, nor for a later one."""
+    _, model = models["llama"]
+    llm.reset_prefix_cache()
+    worker = worker_of(llm)
+    plan_of, failed = worker._plan, []
+
+    def failing_once(payload: Any) -> Any:
+        if not failed:
+            failed.append(payload)
+            msg = "out of luck"
+            raise RuntimeError(msg)
+        return plan_of(payload)
+
+    monkeypatch.setattr(worker, "_plan", failing_once)
+    outputs = served(llm, {"first": STEERED.plan, "second": STEERED.plan})
+    (text,) = outputs["first"].outputs
+    assert text.finish_reason == "error"
+    assert "RuntimeError: out of luck" in text.stop_reason
+    (text,) = outputs["second"].outputs
+    assert text.finish_reason == "error"
+    assert "whose plan failed" in text.stop_reason
+    later = served(llm, {"later": STEERED.plan})["later"]
+    assert later.num_cached_tokens == 0
+    check(model, STEERED, later)
+    served(llm, {"last": None})
+    assert state(llm)["requests"] == 0
+    assert worker._failed == {}

@@ -1,0 +1,296 @@
+"""Routes of the plug-in with a worker of this process and no engine: what comes between the two."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import fastapi
+import httpx
+import safetensors.torch
+
+import ferrohook as fh
+from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.vllm import http, plugin
+from ferrohook.engines.vllm.captures import error_of, unpacked
+from ferrohook.engines.vllm.modules import ModuleInfo, Modules
+from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.worker import Served, Worker
+from support.vllm_server import frames_of
+from support.vllm_shapes import config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+WIDTH, PROMPT = 4, 3
+
+
+class Engine:
+    """What `Routes` use of an `AsyncLLM`; the worker answers in this process."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+        runner = types.SimpleNamespace(get_model=lambda: self.model)
+        self.worker = Worker(runner, config())
+        table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "0")}
+        self.worker.served = Served(Modules(table, {}), PlannedRequests(self.model))
+        self.vllm_config = config()
+        self.input_processor = type("InputProcessor", (), {})()
+        self.output_processor = types.SimpleNamespace(request_states={})
+        self.errored = False
+        self.dead_error = RuntimeError("the engine is dead")
+        self.before: Callable[[str], Coroutine[Any, Any, None] | None] = lambda _name: None
+        """Called before each call of the worker, with its name."""
+        self.rows = torch.zeros(0, WIDTH)
+        self.new_tokens = 1
+        """Those that the front end has seen."""
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[bytes]:
+        if (waiting := self.before(name.removeprefix("ferrohook_"))) is not None:
+            await waiting
+        return [getattr(self.worker, name.removeprefix("ferrohook_"))(*args)]
+
+    async def send(self, plan: fh.Plan) -> None:
+        """Takes the request "a" of three tokens, as far as the worker's queue."""
+        front_end = await connect_async(self)
+        request = types.SimpleNamespace(
+            request_id="a",
+            sampling_params=types.SimpleNamespace(
+                extra_args={"ferrohook": plan.to_json()}, n=1, max_tokens=8
+            ),
+            resumable=False,
+            prompt_token_ids=[5] * PROMPT,
+            cache_salt=None,
+        )
+        front_end.prepare(request)
+        self.payload = request.sampling_params.extra_args["ferrohook"]
+        front_end.assigned(self.payload["key"], "a-engine")
+        made = types.SimpleNamespace(num_output_tokens=lambda: self.new_tokens)
+        state = types.SimpleNamespace(prompt_len=PROMPT, detokenizer=made)
+        self.output_processor.request_states["a-engine"] = state
+
+    def step(self, rows: int) -> None:
+        """Runs the next rows of the request."""
+        first = len(self.rows)
+        if not first:
+            params = types.SimpleNamespace(extra_args={"ferrohook": self.payload})
+            self.worker.admit("a-engine", params, PROMPT)
+        x = torch.randn(rows, WIDTH)
+        self.worker.settle(["a-engine"], [rows], [first])
+        with self.worker.running(rows):
+            self.rows = torch.cat([self.rows, self.model(x)])
+
+    async def finish(self) -> None:
+        """Ends the request in the front end, in one turn of its event loop."""
+        front_end = await connect_async(self)
+        front_end.finished("a-engine", len(self.rows) + 1)
+        self.output_processor.request_states.clear()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(http, "_PAUSE", 0.0)
+    monkeypatch.setattr(plugin, "_PATIENCE", 0.001)
+    return Engine()
+
+
+async def asked(engine: Engine, method: str, path: str, **sent: Any) -> httpx.Response:
+    """Asks the routes of a server that has the engine."""
+    routes = http.Routes()
+    await routes.init_state(engine, None, None)
+    app = fastapi.FastAPI()
+    routes.attach_router(app)
+    return await request(app, method, path, **sent)
+
+
+async def request(app: fastapi.FastAPI, method: str, path: str, **sent: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, f"/v1/ferrohook/{path}", **sent)
+
+
+async def streamed(engine: Engine) -> list[bytes]:
+    response = await asked(engine, "GET", "captures/a/stream")
+    assert response.status_code == httpx.codes.OK
+    return frames_of(response.content)
+
+
+KEEP = fh.Plan(fh.keep("0"))
+
+
+def test_a_stream_is_whole_where_the_worker_is_ahead_or_behind(engine: Engine) -> None:
+    """The worker has not begun, has a part of the prompt, or has retired the request already."""
+    peeks = 0
+
+    def before(name: str) -> Any:
+        nonlocal peeks
+        if name != "peek":
+            return None
+        peeks += 1
+        match peeks:
+            case 2:
+                engine.step(2)
+            case 3:
+                engine.step(1)
+                engine.new_tokens = 3
+            case 4:
+                engine.step(1)
+            case 5:
+                engine.step(1)
+                engine.worker.reconcile({})
+                return engine.finish()
+        return None
+
+    engine.before = before
+
+    async def run() -> list[bytes]:
+        await engine.send(KEEP)
+        return await asyncio.wait_for(streamed(engine), 30)
+
+    found = [unpacked(frame) for frame in asyncio.run(run())]
+    positions = [place for it in found if it.acts for place in it.positions["0"].tolist()]
+    assert positions == [*range(PROMPT + 2)]
+    rows = torch.cat([it.acts["0"] for it in found if it.acts])
+    torch.testing.assert_close(rows, engine.rows)
+
+
+def test_a_request_on_its_way_is_waited_for(engine: Engine) -> None:
+    async def run() -> list[bytes]:
+        front_end = await connect_async(engine)
+        await engine.send(KEEP)
+        ticket = front_end.find("a")
+        ticket.engine_id = None
+        state = engine.output_processor.request_states.pop("a-engine")
+        stream = asyncio.ensure_future(streamed(engine))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not stream.done()
+        front_end.assigned(ticket.key, "a-engine")
+        engine.output_processor.request_states["a-engine"] = state
+        engine.step(PROMPT)
+        await engine.finish()
+        return await asyncio.wait_for(stream, 30)
+
+    (*_, last) = asyncio.run(run())
+    assert len(unpacked(last).acts["0"]) == PROMPT
+
+
+def test_a_plan_that_fails_in_the_middle_of_a_stream_ends_it_with_the_reason(
+    engine: Engine,
+) -> None:
+    plan = fh.Plan(fh.keep("0", max_bytes=(PROMPT + 1) * WIDTH * 4))
+    peeks = 0
+
+    def before(name: str) -> None:
+        nonlocal peeks
+        if name == "peek":
+            peeks += 1
+            engine.step(PROMPT if peeks == 1 else 1)
+            engine.new_tokens = peeks + 1
+
+    engine.before = before
+
+    async def run() -> list[bytes]:
+        await engine.send(plan)
+        return await asyncio.wait_for(streamed(engine), 30)
+
+    first, *_, last = asyncio.run(run())
+    torch.testing.assert_close(unpacked(first).acts["0"], engine.rows[:PROMPT])
+    with pytest.raises(fh.HookError, match=r"the plan of the request failed.*max_bytes"):
+        unpacked(last)
+
+
+def test_a_request_that_is_cancelled_while_it_streams(engine: Engine) -> None:
+    def before(name: str) -> Any:
+        return cancel() if name == "peek" else None
+
+    async def cancel() -> None:
+        (await connect_async(engine)).cancelled("a-engine")
+        engine.output_processor.request_states.clear()
+
+    engine.before = before
+
+    async def run() -> tuple[list[bytes], httpx.Response]:
+        await engine.send(KEEP)
+        engine.step(PROMPT)
+        found = await asyncio.wait_for(streamed(engine), 30)
+        return found, await asked(engine, "GET", "captures/a")
+
+    found, after = asyncio.run(run())
+    assert error_of(found[-1]) == "the request was cancelled"
+    assert after.status_code == httpx.codes.NOT_FOUND
+
+
+@pytest.mark.parametrize("calling", [True, False])
+def test_an_engine_that_dies_ends_a_stream_with_the_reason(engine: Engine, calling: bool) -> None:
+    """vLLM leaves calls of a dead engine unanswered, and its requests as they were."""
+
+    async def die() -> None:
+        engine.errored = True
+        await asyncio.Event().wait()
+
+    def before(name: str) -> Any:
+        engine.errored = not calling
+        return die() if calling and name == "peek" else None
+
+    engine.before = before
+
+    async def run() -> list[bytes]:
+        await engine.send(KEEP)
+        engine.errored = False
+        engine.step(PROMPT)
+        return await asyncio.wait_for(streamed(engine), 30)
+
+    *_, last = asyncio.run(run())
+    assert error_of(last) == "the engine is dead"
+
+
+def test_captures_are_fetched_by_one_of_two(engine: Engine) -> None:
+    async def run() -> list[httpx.Response]:
+        await engine.send(KEEP)
+        engine.step(PROMPT)
+        await engine.finish()
+        return await asyncio.gather(*(asked(engine, "GET", "captures/a") for _ in range(2)))
+
+    codes = sorted(it.status_code for it in asyncio.run(run()))
+    assert codes == [httpx.codes.OK, httpx.codes.NOT_FOUND]
+
+
+def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Engine) -> None:
+    data = {name: safetensors.torch.save({name: torch.ones(WIDTH)}) for name in ("a", "b")}
+
+    async def slow(reached: asyncio.Event) -> None:
+        reached.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        routes = http.Routes()
+        await routes.init_state(engine, None, None)
+        app = fastapi.FastAPI()
+        routes.attach_router(app)
+        await request(app, "PUT", "vectors", content=data["a"])
+        reached = asyncio.Event()
+        called = engine.collective_rpc
+
+        async def answering(name: str, args: tuple[Any, ...] = ()) -> list[bytes]:
+            answer = await called(name, args)
+            if name == "ferrohook_put":  # on its way back
+                await slow(reached)
+            return answer
+
+        engine.collective_rpc = answering  # type: ignore[method-assign]
+        put = asyncio.ensure_future(request(app, "PUT", "vectors", content=data["b"]))
+        await reached.wait()
+        await request(app, "DELETE", "vectors/a")
+        await put
+
+    asyncio.run(run())
+    assert [*engine.worker._vectors.values()]
