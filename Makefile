@@ -68,7 +68,7 @@ vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, about 5 minutes
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
 	script/ecosystem
 
-release: build $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
+release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
 	script/release
 
 cuda: ## The tests marked cuda and the benchmarks on a GPU, by the python3 and from the wheel that are there
