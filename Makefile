@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test lint bench figures plots load loom free-threaded oldest vllm ecosystem wheels docs build format clean
+.PHONY: help demo service test lint bench figures plots load loom free-threaded oldest interpreters vllm cuda ecosystem release workflow docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -53,11 +53,14 @@ load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of
 loom: ## Every interleaving of the core's threads, within loom's model
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --package ferrohook-core --test loom
 
-free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
+free-threaded: $(BIN)/maturin $(VENV)/release ## The tests on a CPython without a GIL
 	script/free-threaded
 
 oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
 	script/oldest
+
+interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPython 3.12 or 3.13, in turn by day
+	script/interpreters $(TURN)
 
 vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, about 5 minutes
 	script/vllm
@@ -65,8 +68,14 @@ vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, about 5 minutes
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
 	script/ecosystem
 
-wheels: $(BIN)/maturin ## Release wheels for each CPython found and the sdist, installed and imported
-	script/wheels
+release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run
+	script/release
+
+cuda: ## The tests marked cuda and the benchmarks on a GPU, by the python3 and from the wheel that are there
+	script/cuda
+
+workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
+	$(BIN)/python script/workflow.py
 
 docs: build $(VENV)/docs $(VENV)/service ## The documentation, without warnings, into site/
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
@@ -82,7 +91,7 @@ format: build $(VENV)/lint
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf target $(VENV) .venv-free-threaded .venv-oldest .venv-vllm .venv-ecosystem dist site
+	rm -rf target $(VENV) .venv-* dist site
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
@@ -92,6 +101,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # Stamp file of an installed dependency group.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

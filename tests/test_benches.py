@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from benches import figures, report, running
+from benches import cuda, figures, report, running
 from benches.__main__ import main
 from benches.harness import QUICK, Effort, Group, Ratio, Row, Sampler, expect, measure
 
@@ -99,6 +99,14 @@ def test_a_ratio_is_the_quotient_of_the_figures() -> None:
     ratio = Ratio([1.0, 2.0, 6.0], [2.0, 4.0, 2.0])
     assert (ratio.figure, ratio.base, ratio.value) == (2, 2, 1)
     assert ratio.spread == pytest.approx((0.5, 2.5))
+
+
+def test_the_groups_of_a_gpu_compute_the_right_results_on_a_cpu_too() -> None:
+    pytest.importorskip("transformers")
+    for each in cuda.groups("cpu"):
+        samplers = each.setup()
+        assert {*samplers} >= {*each.sides}
+        assert all(sample(0.0) > 0 for sample in samplers.values())
 
 
 # the command

@@ -258,6 +258,38 @@ def test_lines_of_a_text_file_are_batches(
     assert shapes == [(2, 4, 16), (1, 2, 16)]
 
 
+def test_parts_of_tensors_are_stored_in_a_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = collect("--input", "x0.pt", "--slice=...,::2", "--dtype", "float16")
+    assert printed(capsys, *argv) == ["run run: 1 batches stored, 0 were there"]
+    assert main(collect("--input", "x0.pt", "--inputs", "--run", "inputs", "--slice", "-1")) == 0
+    argv = collect("--input", "x0.pt", "--output-index", "0", "--run", "lstm", select="2")
+    assert main(argv) == 0
+    x, net = torch.load("x0.pt"), sys.modules["cli_nets"].net()
+    with fh.LocalStore("store", read_only=True) as store, torch.inference_mode():
+        assert torch.equal(store.get("run", 0, "0")["output"], net[0](x)[:, ::2].half())
+        assert torch.equal(store.get("inputs", 0, "0")["input"], x[-1])
+        assert torch.equal(store.get("lstm", 0, "2")["output"], net(x)[0])
+
+
+def test_padding_is_dropped_and_a_plan_changes_what_is_stored(
+    language_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("texts.txt").write_text("the dog runs .\na cat\n")
+    Path("plan.json").write_text(fh.Plan(fh.on("model.norm", fh.Scale(2.0))).to_json())
+    argv = collect(
+        *("--input", "texts.txt", "--mask", "attention_mask"),
+        model=language_model,
+        select="model.norm",
+    )
+    assert main(argv) == 0
+    assert main([*argv, "--plan", "plan.json", "--run", "steered"]) == 0
+    capsys.readouterr()
+    with fh.LocalStore("store", read_only=True) as store:
+        plain, steered = (store.get(run, 0, "model.norm")["output"] for run in ("run", "steered"))
+    assert plain.shape == (4 + 2, 16)
+    assert torch.equal(steered, 2 * plain)
+
+
 def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(collect("--input", "x0.pt", model="cli_nets:Silent", select="*")) == 0
     told = capsys.readouterr().err
@@ -270,6 +302,11 @@ def test_a_silent_module_is_reported_on_stderr(capsys: pytest.CaptureFixture[str
     [
         (collect("--input", "x0.pt", "--batch-size", "0"), "--batch-size is at least 1, got 0"),
         (collect("--input", "there.pt"), "there is no file there.pt"),
+        (collect("--input", "x0.pt", "--slice", "1:2:3:4"), "got '1:2:3:4'"),
+        (collect("--input", "x0.pt", "--slice", "[0]"), "as ':,0' or '...,:16', got '[0]'"),
+        (collect("--input", "x0.pt", "--slice=::0"), "the step of a slice"),
+        (collect("--input", "x0.pt", "--mask", "mask"), "is a key of the batches"),
+        (collect("--input", "x0.pt", "--tensors", "x.safetensors"), "pass --plan too"),
         (collect("--input", "there.txt"), "No such file or directory: 'there.txt'"),
         (collect("--input", "x0.pt", select="nope"), "nothing in Sequential matches 'nope'"),
         (collect("--input", "x0.pt", "--device", "moon"), "on 'moon': RuntimeError"),

@@ -1,10 +1,17 @@
-"""Consistency of a release: version, Pythons and public CI."""
+"""Consistency of a release: version, Pythons, files and public CI."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +26,22 @@ ROOT = Path(__file__).parent.parent
 
 def read(name: str) -> str:
     return (ROOT / name).read_text()
+
+
+def script(name: str) -> Any:
+    """Imports a script of the checkout."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "script" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def locked_pyo3() -> str:
+    packages = tomllib.loads(read("Cargo.lock"))["package"]
+    (version,) = [each["version"] for each in packages if each["name"] == "pyo3"]
+    return str(version)
 
 
 def workflow() -> dict[str, Any]:
@@ -54,7 +77,7 @@ def test_public_ci_runs_each_lane_once() -> None:
     assert in_turn
     expected = lanes[1].replace('"${slow[turn]}"', in_turn[1]).split()
     makes = [
-        step["run"].removeprefix("make ")
+        step["run"].split()[1]
         for job in workflow().values()
         for step in job["steps"]
         if step.get("run", "").startswith("make ")
@@ -66,11 +89,11 @@ def test_public_ci_runs_each_lane_once() -> None:
 
 def test_released_pythons_are_tested() -> None:
     jobs = workflow()
-    built = re.search(r"^for version in (.+); do$", read("script/wheels"), re.MULTILINE)
+    built = re.search(r"^for version in (.+); do$", read("script/release"), re.MULTILINE)
     assert built is not None
     with_gil = [version for version in built[1].split() if not version.endswith("t")]
     assert jobs["test"]["strategy"]["matrix"]["python"] == with_gil
-    set_up = next(step["with"] for step in jobs["wheels"]["steps"] if "with" in step)
+    set_up = next(step["with"] for step in jobs["release"]["steps"] if "with" in step)
     assert sorted(set_up["python-version"].split()) == sorted(built[1].split())
     project = tomllib.loads(read("pyproject.toml"))["project"]
     assert project["requires-python"] == f">={with_gil[0]}"
@@ -80,7 +103,155 @@ def test_private_parts_of_pyo3_are_checked_at_each_upgrade() -> None:
     fence = ROOT / "rust/py/src/cpython/trampoline.rs"
     sources = (ROOT / "rust/py/src").rglob("*.rs")
     assert [path for path in sources if "pyo3::impl_" in path.read_text()] == [fence]
-    packages = tomllib.loads(read("Cargo.lock"))["package"]
-    (version,) = [each["version"] for each in packages if each["name"] == "pyo3"]
     # On an upgrade, review pyo3's `impl_::trampoline` and this file, then change the version here.
-    assert version.startswith("0.28.")
+    assert locked_pyo3().startswith("0.28.")
+
+
+# the workflow, run here
+
+
+def test_each_command_of_the_workflow_is_a_target_or_a_script_of_this_checkout() -> None:
+    targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE)
+    texts = [
+        text
+        for job in workflow().values()
+        for text, runs in script("workflow").commands(job)
+        if runs
+    ]
+    assert len(texts) > 10
+    for text in texts:
+        program, first, *_ = text.split()
+        assert first in targets if program == "make" else os.access(ROOT / program, os.X_OK), text
+
+
+STEPS = """
+jobs:
+  good:
+    strategy:
+      matrix: {word: [one, two], other: [1, 2]}
+    steps:
+      - uses: actions/checkout@v4
+      - run: echo ${{ matrix.word }}
+      - run: echo once
+  bad:
+    steps:
+      - run: false; echo never
+      - run: echo never
+  unknown:
+    steps:
+      - run: echo ${{ github.ref }}
+"""
+
+
+@pytest.fixture
+def run_workflow(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs jobs of a workflow of its own; returns the status and the output."""
+    path = tmp_path / "ci.yml"
+    path.write_text(STEPS)
+
+    def run(*argv: str) -> tuple[int, list[str]]:
+        status = script("workflow").main(["--file", str(path), *argv])
+        return status, capfd.readouterr().out.splitlines()
+
+    return run
+
+
+def test_commands_run_once_for_each_text_and_actions_are_listed(run_workflow: Any) -> None:
+    uses = "good: not run: uses actions/checkout@v4"
+    commands = ["good: echo one", "one", "good: echo once", "once", "good: echo two", "two"]
+    assert run_workflow("good") == (0, [uses, *commands])
+    assert run_workflow("good", "--list") == (0, [uses, *commands[::2]])
+
+
+def test_a_command_that_fails_ends_its_job_and_no_other(run_workflow: Any) -> None:
+    status, printed = run_workflow("bad", "good")
+    assert status == 1
+    assert printed[0] == "bad: false; echo never"
+    assert "never" not in printed
+    assert printed[-1] == "two"
+
+
+def test_commands_that_only_the_public_ci_can_run_are_refused(run_workflow: Any) -> None:
+    with pytest.raises(ValueError, match="not one of the matrix"):
+        run_workflow("unknown")
+    with pytest.raises(SystemExit):
+        run_workflow("nowhere")
+
+
+# scripts
+
+
+def find_python(version: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "script" / "find-python", version],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def test_an_interpreter_is_found_by_its_variable_or_not_at_all() -> None:
+    found = find_python("3.99", PYTHON399=sys.executable)
+    assert found.stdout == f"{sys.executable}\n"
+    missing = find_python("3.99")
+    assert (missing.returncode, missing.stdout) == (1, "")
+
+
+def test_the_gpus_tests_are_reported_as_skipped_without_one() -> None:
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [ROOT / "script" / "cuda"], check=True, capture_output=True, text=True, env=hidden
+    )
+    assert done.stdout == "SKIPPED cuda: no torch here sees a GPU\n"
+
+
+# files of a release
+
+
+SBOM = {
+    "bomFormat": "CycloneDX",
+    "specVersion": "1.5",
+    "metadata": {"component": {"version": "1.2"}},
+    "components": [{"name": "pyo3", "bom-ref": f"path+file://{ROOT}/rust/py"}],
+}
+
+
+def make_wheel(folder: Path, *, version: str = "", unwinder: str = "libgcc_s.so.1") -> Path:
+    """Writes a wheel with an extension and, with the version of a crate, an SBOM."""
+    path = folder / "ferrohook-1.2-cp312-cp312-manylinux_2_28_x86_64.whl"
+    sbom = {**SBOM, "components": [{**SBOM["components"][0], "version": version}]}  # type: ignore[index]
+    with zipfile.ZipFile(path, "w") as files:
+        files.writestr("ferrohook/_core.so", unwinder)
+        if version:
+            files.writestr(
+                "ferrohook-1.2.dist-info/sboms/ferrohook.cyclonedx.json", json.dumps(sbom)
+            )
+    return path
+
+
+def test_a_release_has_checksums_and_the_crates_of_its_wheels(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, version=locked_pyo3())
+    script("release_files").main(tmp_path)
+    sbom = json.loads((tmp_path / "ferrohook-1.2.cdx.json").read_text())
+    assert sbom["components"][0]["bom-ref"] == "path+file:///ferrohook/rust/py"
+    sums = (tmp_path / "SHA256SUMS").read_text().splitlines()
+    assert [line.split()[1] for line in sums] == [wheel.name, "ferrohook-1.2.cdx.json"]
+    assert sums[0].split()[0] == hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "has no SBOM"),
+        ({"version": "0.0.1"}, "not in Cargo.lock: .*pyo3"),
+        ({"unwinder": "libunwind"}, "not linked to libgcc_s"),
+    ],
+)
+def test_a_wheel_that_is_not_as_it_should_be_is_refused(
+    tmp_path: Path, options: dict[str, str], message: str
+) -> None:
+    make_wheel(tmp_path, **options)  # type: ignore[arg-type]
+    release_files = script("release_files")
+    with pytest.raises(release_files.ReleaseError, match=message):
+        release_files.main(tmp_path)

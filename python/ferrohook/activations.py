@@ -18,7 +18,7 @@ from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
 from ferrohook.scopes import Scope
 from ferrohook.selection import select, select_names
 from ferrohook.tables import as_frame, as_html, as_text, rows_of
-from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.tensors import map_tensors, nbytes, tensors_in
 
 if TYPE_CHECKING:
     import os
@@ -123,7 +123,7 @@ class ActivationCache(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """Total size of the tensors, in bytes."""
-        return sum(tensor.nbytes for name in self for tensor in tensors_in(self._peek(name)))
+        return sum(nbytes(tensor) for name in self for tensor in tensors_in(self._peek(name)))
 
     def _peek(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.errors import HookError, StaleActivationError
-from ferrohook.tensors import leaves_by_path
+from ferrohook.tensors import leaves_by_path, nbytes
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ class Row(NamedTuple):
 
     @property
     def nbytes(self) -> int | None:
-        """Size of a dense tensor."""
-        dense = isinstance(self.leaf, Tensor) and self.leaf.layout == torch.strided
-        return self.leaf.nbytes if dense else None
+        """Size of a tensor."""
+        return nbytes(self.leaf) if isinstance(self.leaf, Tensor) else None
 
 
 def rows_of(name: str, value: Any, *, per_call: bool) -> Iterator[Row]:

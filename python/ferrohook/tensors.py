@@ -92,6 +92,20 @@ def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
     return rebuilt(value, [map_tensors(convert, item) for _, item in inside])
 
 
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor: of a sparse one those of its indices and values."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            stored = [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            stored = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            stored = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case _:
+            return tensor.nbytes
+    return sum(each.nbytes for each in stored)
+
+
 def as_leaf(tensor: Tensor) -> Tensor:
     """Cuts a tensor from autograd's graph, which cannot be copied."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()

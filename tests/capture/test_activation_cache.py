@@ -82,6 +82,18 @@ def test_gradients_that_were_not_captured_name_the_option(
             cache.grads["0"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # of torch, once
+def test_sparse_tensors_count_what_they_store() -> None:
+    x = torch.eye(4)
+    sparse = {"coo": x.to_sparse(), "csr": x.to_sparse_csr(), "csc": x.to_sparse_csc()}
+    values = 4 * 4
+    sizes = {"coo": values + 2 * 4 * 8, "csr": values + 9 * 8, "csc": values + 9 * 8}
+    for name, each in sparse.items():
+        assert fh.ActivationCache({name: each}).nbytes == sizes[name], name
+        assert str(sizes[name]) in repr(fh.ActivationCache({name: each}))
+    assert fh.ActivationCache(sparse).nbytes == sum(sizes.values())
+
+
 def test_nbytes_and_repr(acts: fh.ActivationCache) -> None:
     assert acts.nbytes == 80 + 80 + 40 + 40
     assert repr(acts).splitlines() == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,12 @@ from torch.utils.data import DataLoader
 
 import ferrohook as fh
 from ferrohook.stores import LocalStore, MemoryStore, Store
+from ferrohook.stores.folder import Folder
+from ferrohook.stores.index import RunIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 pytest.importorskip("safetensors")
@@ -52,6 +57,35 @@ def data(store: Store) -> fh.ActivationDataset:
 def on_disk(tmp_path: Path) -> fh.ActivationDataset:
     with LocalStore(tmp_path / "on_disk") as store:
         return fh.ActivationDataset(fill(store), "layer")
+
+
+@pytest.mark.parametrize("batches", [3, 30])
+def test_opening_copies_the_index_once_for_any_number_of_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        return call
+
+    monkeypatch.setattr(RunIndex, "read", counted("index", RunIndex.read))
+    monkeypatch.setattr(Folder, "runs", counted("runs", Folder.runs))
+    monkeypatch.setattr(Folder, "_read", counted("file", Folder._read))
+    with LocalStore(tmp_path) as store:
+        for batch in range(batches):
+            store.put("run", batch, "layer", {"output": torch.ones(2, 3)})
+            store.complete("run", batch)
+        store.flush()
+        assert not counts  # writing has no need of them
+        data = fh.ActivationDataset(store, "layer")
+    assert len(data) == 2 * batches
+    assert counts["file"] == batches  # for the shape
+    assert counts["index"] <= 2
+    assert counts["runs"] <= 4
 
 
 def numbers(rows: Tensor) -> list[int]:

@@ -180,7 +180,7 @@ def test_a_finaliser_may_wait_for_a_thread_that_instruments() -> None:
             if left == 0:
                 other = threading.Thread(target=lambda: fh.instrument(models[1]).restore())
                 other.start()
-                other.join(10)
+                other.join(LIMIT)
                 stuck.append(other.is_alive())
             return left > 0
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    import torch
     from torch import nn
 
     from ferrohook import ActivationCache, Plan
@@ -44,8 +45,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inputs", action="store_true", help="the modules' inputs, not their outputs"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
+    add_dtype(parser)
     models.add_device(parser)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for a dtype."""
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to cast the activations to")
+
+
+def dtype_of(options: argparse.Namespace) -> torch.dtype | None:
+    """Returns the dtype; None without `--dtype`."""
+    import torch
+
+    dtype: torch.dtype | None = options.dtype and getattr(torch, options.dtype)
+    return dtype
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,10 +109,11 @@ def _captured(
 
     models.move(model.eval(), options.device)
     args, kwargs = models.move((args, kwargs), options.device)
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     prepared = None if plan is None else plan.prepare(model)
     opened: Any = (
-        fh.capture(model, options.select, inputs=options.inputs, device="cpu", dtype=dtype)
+        fh.capture(
+            model, options.select, inputs=options.inputs, device="cpu", dtype=dtype_of(options)
+        )
         if prepared is None
         else prepared.open()
     )

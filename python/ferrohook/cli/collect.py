@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.cli import inputs, models
+from ferrohook.cli import capture, inputs, models, plans
 from ferrohook.cli.errors import UserError, describe, need, warnings_as_lines
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator
+    from types import EllipsisType
 
     from torch import nn
 
@@ -41,7 +42,50 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--store", metavar="FOLDER", required=True, help="folder of a LocalStore, made if missing"
     )
     parser.add_argument("--run", default="run", help="name of the run; 'run' by default")
+    parser.add_argument(
+        "--inputs", action="store_true", help="the modules' inputs, not their outputs"
+    )
+    parser.add_argument(
+        "--output-index",
+        metavar="KEY",
+        type=_key,
+        help="part of each output: an index of a tuple, a key, or the name of an attribute",
+    )
+    parser.add_argument(
+        "--slice",
+        metavar="INDEX",
+        type=_index,
+        help="part of each tensor, as in Python: '--slice=:,0' or '--slice=...,:16'",
+    )
+    capture.add_dtype(parser)
+    parser.add_argument(
+        "--mask",
+        metavar="NAME",
+        help="store the vectors at which this input is not 0, as 'attention_mask'",
+    )
+    plans.add_options(parser, parser)
     models.add_device(parser)
+
+
+def _key(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _index(text: str) -> tuple[int | slice | EllipsisType, ...]:
+    """Reads an index into a tensor, as Python writes it."""
+
+    def read(part: str) -> int | slice | EllipsisType:
+        if part.strip() == "...":
+            return ...
+        if ":" not in part:
+            return int(part)
+        return slice(*(int(bound) if bound.strip() else None for bound in part.split(":")))
+
+    try:
+        return tuple(map(read, text.split(",")))
+    except (ValueError, TypeError):
+        msg = f"an index of ints, slices and '...' is needed, as ':,0' or '...,:16', got {text!r}"
+        raise argparse.ArgumentTypeError(msg) from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,12 +96,25 @@ def run(options: argparse.Namespace) -> int:
     if options.batch_size < 1:
         msg = f"--batch-size is at least 1, got {options.batch_size}"
         raise UserError(msg)
+    plan = plans.read(options)
     model = models.load(options.model, trust=options.trust).eval()
     models.move(model, options.device)
     batches = _Batches(model, options)
     with fh.LocalStore(options.store) as store, warnings_as_lines("collect"):
         try:
-            done = fh.collect(model, batches, options.select, store, run=options.run)
+            done = fh.collect(
+                model,
+                batches,
+                options.select,
+                store,
+                run=options.run,
+                inputs=options.inputs,
+                output_index=options.output_index,
+                slice=options.slice,
+                dtype=capture.dtype_of(options),
+                mask=options.mask,
+                plan=plan,
+            )
         except (UserError, fh.HookError, OSError):
             raise
         except Exception as error:

@@ -92,12 +92,20 @@ class Folder:
         """Returns the index of a run."""
         return self._indices.setdefault(run, RunIndex(self.path / run))
 
+    def find(self, run: str, batch: int) -> IndexedBatch | None:
+        """Returns a batch of an index that was read before; None without one."""
+        try:
+            index = self._indices.get(run)
+            return None if index is None else index.find(batch)
+        except TypeError:  # not hashable
+            return None
+
     def write(self, shard: Shard) -> None:
         """Writes a shard to a new file and adds it to the index."""
         index = self.index(shard.run)
         index.folder.mkdir(exist_ok=True)
         content = shard.content
-        before = index.read().get(shard.batch, IndexedBatch())
+        before = index.find(shard.batch) or IndexedBatch()
         restarted = content.restarted and before != IndexedBatch()
         files = () if restarted else before.files
         tensors = {

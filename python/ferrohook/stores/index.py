@@ -60,22 +60,29 @@ class RunIndex:
             self._read_new_lines()
             return dict(self._batches)
 
-    def _read_new_lines(self) -> None:
+    def find(self, batch: int) -> IndexedBatch | None:
+        """Reads new lines; returns a batch, without a copy of all of them."""
+        with self._lock:
+            return self._batches.get(batch) if self._read_new_lines() else None
+
+    def _read_new_lines(self) -> bool:
+        """Returns False if the file is missing."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._bytes_read)
                 added = file.read()
         except FileNotFoundError:
-            return
+            return False
         for line in added.splitlines(keepends=True):
             if not line.endswith(b"\n"):
-                return
+                break
             try:
                 self._add(_decode(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 msg = f"{self._path} is damaged: line at byte {self._bytes_read} is {line[:80]!r}"
                 raise StoreError(msg) from error
             self._bytes_read += len(line)
+        return True
 
     def _add(self, line: dict[str, Any]) -> None:
         old = self._batches.get(line["batch"], IndexedBatch())

@@ -212,17 +212,20 @@ class LocalStore(Store):
         return damaged
 
     def layers(self, run: str, batch: int) -> list[str]:  # noqa: D102
-        return list(find(self._index(run), batch, "batch").layers)
+        return list(self._batch(run, batch).layers)
 
     def get(  # noqa: D102
         self, run: str, batch: int, layer: str, *, verify: bool = False
     ) -> dict[str, Tensor]:
-        indexed = find(self._index(run), batch, "batch")
-        files = find(indexed.layers, layer, "layer")
+        files = find(self._batch(run, batch).layers, layer, "layer")
         if verify and any(file.crc32 is None for file in files.values()):
             where = f"batch {batch} of run {run!r} of {self._folder.path}"
             _warn_unverified(where)
         return self._folder.read(run, layer, files, verify=verify)
+
+    def _batch(self, run: str, batch: int) -> IndexedBatch:
+        self.flush()
+        return self._folder.find(run, batch) or find(self._index(run), batch, "batch")
 
     def _index(self, run: str) -> Mapping[int, IndexedBatch]:
         find(dict.fromkeys(self.runs()), run, "run")
