@@ -53,13 +53,11 @@ def test_titles_of_the_reference_are_names_that_users_type() -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` does."""
-    pytest.importorskip("mkdocs")
     pytest.importorskip("material")
-    from mkdocs.commands.build import build
-    from mkdocs.config import load_config
-
+    commands, config = pytest.importorskip("mkdocs.commands.build"), ROOT / "mkdocs.yml"
+    load_config = pytest.importorskip("mkdocs.config").load_config
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+    commands.build(load_config(str(config), site_dir=str(folder)))
     return folder
 
 
