@@ -44,7 +44,7 @@ figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the c
 	$(BIN)/python -m benches --json docs/benchmarks.json
 	$(BIN)/python -m benches.figures
 
-plots: build $(VENV)/show ## The pictures of docs/plotting.md, drawn by its code
+plots: build $(VENV)/models $(VENV)/show $(VENV)/service ## The pictures of docs/, drawn by the code of their pages
 	$(BIN)/python script/plots.py
 
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
@@ -77,10 +77,11 @@ cuda: ## The tests marked cuda and the benchmarks on a GPU, by the python3 and f
 workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
 	$(BIN)/python script/workflow.py
 
-docs: build $(VENV)/docs $(VENV)/service ## The documentation, without warnings, into site/
+docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest --quiet tests/docs/test_site.py
 
 build: $(BIN)/maturin
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --uv --quiet

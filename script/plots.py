@@ -1,33 +1,53 @@
-"""Draws the pictures of docs/plotting.md: runs the code of the page and saves its axes."""
+"""Draws the pictures of the pages: runs the code of each page that has some and saves its axes.
+
+`python script/plots.py recipes/steer` draws those of one page.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "plotting.md"
-CODE = re.compile(r"^```python\n(.*?)^```(?:\n\n!\[.*?\]\((.*?)\))?", re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+CODE = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n```text\n.*?^```\n)?(?:\n!\[.*?\]\((.*?)\))?",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def main() -> int:
-    """Writes the files beside the page."""
+    """Writes the files beside their pages."""
     mpl.use("svg")
-    # The same file for the same picture, with its text as text.
-    mpl.rcParams |= {"svg.hashsalt": PAGE.stem, "svg.fonttype": "none"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT))
-    names: dict[str, Any] = {}
-    for code, picture in CODE.findall(PAGE.read_text()):
-        exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102 (our own page)
-        if picture:
-            path = PAGE.with_name(picture)
-            names["ax"].figure.savefig(path, metadata={"Date": None})
-            print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+    wanted = [DOCS / f"{name}.md" for name in sys.argv[1:]] or sorted(DOCS.rglob("*.md"))
+    for page in wanted:
+        blocks = CODE.findall(page.read_text())
+        if any(picture for _, picture in blocks):
+            draw(page, blocks)
     return 0
+
+
+def draw(page: Path, blocks: list[tuple[str, str]]) -> None:
+    """Runs the code of a page."""
+    # The same file for the same picture, with its text as text.
+    mpl.rcParams |= {"svg.hashsalt": page.stem, "svg.fonttype": "none"}
+    names: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for code, picture in blocks:
+            exec(compile(code, str(page), "exec"), names)  # noqa: S102 (our own page)
+            if picture and "ax = " in code:
+                path = page.with_name(picture)
+                names["ax"].figure.savefig(path, metadata={"Date": None})
+                print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_the_page_of_transformerlens_names_what_there_is_not(name: str) -> None:
 
 def test_no_page_and_no_error_installs_the_package_by_a_name_that_no_registry_has() -> None:
     root = DOCS.parent
-    files = [root / "README.md", *DOCS.glob("*.md"), *(root / "python").rglob("*.py")]
+    files = [root / "README.md", *DOCS.rglob("*.md"), *(root / "python").rglob("*.py")]
     texts = {file: file.read_text() for file in files}
     wrong = ("ferrohook[", "install ferrohook")
     found = {file.name for file, text in texts.items() if any(word in text for word in wrong)}

@@ -15,6 +15,12 @@ pytest.importorskip("transformers")
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "steering.ipynb"
 LARGEST = 200_000
 PLOTS = 3
+HOLDS = """
+assert own[0].mean() > own[-1].mean()
+assert (alike - apart)[-1] > (alike - apart)[0]
+assert similarity("encoder.layer.5", 2) > similarity("encoder.layer.5", 0)
+assert torch.equal(embed(CAT, KITTEN, RATES), untouched)
+"""
 
 
 def kinds(notebook: Any) -> list[list[str]]:
@@ -28,7 +34,10 @@ def kinds(notebook: Any) -> list[list[str]]:
 @pytest.mark.filterwarnings("ignore")
 def test_the_notebook_runs_and_its_committed_outputs_are_complete() -> None:
     committed = nbformat.read(NOTEBOOK, as_version=4)
-    ran = nbclient.NotebookClient(nbformat.read(NOTEBOOK, as_version=4), timeout=100).execute()
-    assert kinds(ran) == kinds(committed)
-    assert sum("image/png" in kind for kind in kinds(ran)) == PLOTS
+    ran = nbformat.read(NOTEBOOK, as_version=4)
+    ran.cells.append(nbformat.v4.new_code_cell(HOLDS))
+    nbclient.NotebookClient(ran, timeout=100).execute()
+    assert kinds(ran) == [*kinds(committed), []]
+    # Sharp at every size, on the site too.
+    assert sum("image/svg+xml" in kind for kind in kinds(ran)) == PLOTS
     assert NOTEBOOK.stat().st_size < LARGEST

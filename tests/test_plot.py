@@ -72,11 +72,13 @@ def test_each_draws_into_the_axes_or_a_new_figure(name: str, acts: fh.Activation
 
 @pytest.mark.parametrize("name", fh.plot.__all__)
 def test_each_has_a_section_with_a_small_picture(name: str) -> None:
-    page = (DOCS / "plotting.md").read_text()
-    sections = [part for part in page.split("\n## ") if f"fh.plot.{name}(" in part]
-    assert len(sections) == 1
-    (picture,) = re.findall(r"!\[.+\]\((.+)\)", sections[0])
-    assert 0 < (DOCS / picture).stat().st_size < LARGEST_PICTURE
+    drawn = re.compile(rf"```python\n[^`]*fh\.plot\.{name}\([^`]*```\n\n!\[.+\]\((.+)\)")
+    pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
+    pictures = [page.parent / each for page in pages for each in drawn.findall(pages[page])]
+    assert pictures
+    for picture in pictures:
+        assert 0 < picture.stat().st_size < LARGEST_PICTURE
+    assert f"fh.plot.{name}" in pages[DOCS / "plotting.md"]
 
 
 def test_norms_are_those_of_each_position(acts: fh.ActivationCache) -> None:

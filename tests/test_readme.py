@@ -4,68 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
-import shlex
 import socket
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch
 
-from benches import __main__ as benches
-from ferrohook.cli import main
+from support.pages import DOCS, README, ROOT, blocks, run, same
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-BLOCK = re.compile(
-    r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
-    re.DOTALL | re.MULTILINE,
-)
 PROCESSES = 2
-NEEDED = {
-    "transformers": "transformers",
-    "fastapi": "fastapi",
-    "fh.plot": "matplotlib",
-    "to_pandas": "pandas",
-}
 WORDS = 500
-COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
-
-
-class Block(NamedTuple):
-    """Code block of a page, and its output if the page shows it."""
-
-    language: str
-    title: str
-    code: str
-    printed: str
-
-
-def blocks(page: Path) -> list[Block]:
-    return [Block(*found.groups(default="")) for found in BLOCK.finditer(page.read_text())]
-
-
-PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if blocks(page)]
+PAGES = [page for page in (README, *sorted(DOCS.glob("*.md"))) if blocks(page)]
 BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
 
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def _skip_what_cannot_run(code: str) -> None:
-    for words, package in NEEDED.items():
-        if words in code:
-            pytest.importorskip(package)
-    if "torch.compile" in code:
-        if sysconfig.get_config_var("Py_GIL_DISABLED") and sys.version_info < (3, 14):
-            pytest.skip("torch.compile does not support free-threaded CPython 3.13")
-        torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
@@ -75,23 +31,15 @@ def _skip_what_cannot_run(code: str) -> None:
 def test_page_runs_and_prints_its_shown_output(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Blocks run in order and share their names, as for a reader.
-    names: dict[str, object] = {"__name__": page.stem}
-    for language, title, code, printed in blocks(page):
-        _skip_what_cannot_run(code)
-        capsys.readouterr()
-        if language == "bash":
-            for line in filter(None, code.splitlines()):
-                (command,) = (name for name in COMMANDS if line.startswith(f"{name} "))
-                assert COMMANDS[command](shlex.split(line.removeprefix(command))) == 0, line
-        elif title:
-            Path(title).write_text(code)
-            monkeypatch.syspath_prepend(Path.cwd())
-            runpy.run_path(title, run_name="__main__")
-        else:
-            exec(compile(code, str(page), "exec"), names)
-        if printed or page == README:
-            assert capsys.readouterr().out == printed, code
+    run(page, monkeypatch, capsys, all_=page == README)
+
+
+def test_a_wrong_output_is_seen() -> None:
+    assert same("norm 1.234, hook (id 3)", "norm 1.235, hook (id 40)")
+    for wrong in ("norm 1.237", "norm 1.23", "norm -1.234", "Norm 1.234", "norm 1.234 2"):
+        assert not same("norm 1.234", wrong)
+    assert not same("[0.0, 3]", "[0.1, 3]")
+    assert not same("[0.0, 3]", "[0.0, 4]")
 
 
 @pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
@@ -138,7 +86,7 @@ def test_the_front_page_shows_the_output_of_its_snippets() -> None:
 
 
 def test_pages_promise_the_same_of_removal() -> None:
-    pages = [README, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    pages = [README, ROOT / "CHANGELOG.md", *DOCS.glob("*.md")]
     texts = {page.stem: " ".join(page.read_text().split()) for page in pages}
     promise = "is not started any more"
     assert {"README", "CHANGELOG", "contract", "threads"} <= {

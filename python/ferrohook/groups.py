@@ -266,7 +266,8 @@ def run(
         HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
 
     Examples:
-        >>> output, acts = fh.run(model, ids, hooks={"layers.3": steer}, capture="layers.*")
+        >>> hooks = {"layers.3": steer}
+        >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
     """
     expect_module(model, "run calls")
     if not isinstance(hooks, Mapping | None):

@@ -1,7 +1,7 @@
 """Plans for the requests of transformers' continuous batching.
 
 Examples:
-    >>> outputs = generate_batch(model, prompts, plans=[plan, None], max_new_tokens=20)
+    >>> outputs = generate_batch(model, prompts, plans=[plan, None])
     >>> outputs["req_0"].generated_tokens, outputs["req_0"].acts["model.layers.3"]
 
     >>> with model.continuous_batching_context_manager(**configs) as manager:
@@ -99,7 +99,7 @@ def generate_batch(
         HookError: a plan does not fit the model or cannot be served; or see `attach`.
 
     Examples:
-        >>> outputs = generate_batch(model, prompts, plans=[plan, None], max_new_tokens=20)
+        >>> outputs = generate_batch(model, prompts, plans=[plan, None])
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")

@@ -102,8 +102,9 @@ class Plan:
 
         Examples:
             >>> fh.Plan(fh.on("layers.5", fh.Scale(2), at="generated")).to_json()
-            '{"version": 1, "entries": [{"type": "on", "what": "layers.5", "at": "generated",
-            "hook": {"type": "Scale", "factor": 2.0}, "phase": "forward"}]}'
+            '{"version": 1, "entries": [{"type": "on", "what": "layers.5",
+            "at": "generated", "hook": {"type": "Scale", "factor": 2.0},
+            "phase": "forward"}]}'
         """
         return written(self.entries)
 

@@ -90,7 +90,7 @@ class Batcher(Generic[In, Out]):
         ValueError: a limit is below 1, or `max_wait` is negative or NaN.
 
     Examples:
-        >>> batcher = Batcher(model, torch.cat, lambda output, rows: output[rows], max_wait=0.002)
+        >>> batcher = Batcher(model, torch.cat, lambda output, rows: output[rows])
         >>> prepared = plans.prepare(plan)
         >>> answer = await batcher.run(x, prepared.open, rows=len(x))
         >>> answer.value, answer.request.acts, answer.shared

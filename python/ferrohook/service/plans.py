@@ -41,7 +41,8 @@ def plan_of(body: Any, **limits: Any) -> Plan:
             FastAPI answers it with status 422.
 
     Examples:
-        >>> ShortPlan = Annotated[fh.Plan, PlainValidator(partial(plan_of, max_entries=4))]
+        >>> short = PlainValidator(partial(plan_of, max_entries=4))
+        >>> ShortPlan = Annotated[fh.Plan, short]
     """
     if isinstance(body, Plan):
         return body

@@ -2,8 +2,10 @@
 
 Examples:
     >>> from ferrohook.engines.vllm import activations, extra_args
-    >>> plan = fh.Plan(fh.on("model.layers.5", fh.Add(vector)), fh.keep("model.layers.*"))
-    >>> (output,) = llm.generate(prompt, SamplingParams(extra_args=extra_args(plan)))
+    >>> steer = fh.on("model.layers.5", fh.Add(vector))
+    >>> plan = fh.Plan(steer, fh.keep("model.layers.*"))
+    >>> params = SamplingParams(extra_args=extra_args(plan))
+    >>> (output,) = llm.generate(prompt, params)
     >>> activations(llm, output).acts["model.layers.3"].shape
     torch.Size([31, 4096])
 """
