@@ -59,7 +59,7 @@ free-threaded: $(BIN)/maturin ## The tests on a CPython without a GIL
 oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch that ferrohook promises
 	script/oldest
 
-vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, about 5 minutes
+vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
 	script/vllm
 
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes

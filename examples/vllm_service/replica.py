@@ -43,7 +43,7 @@ class Replica:
     def _is_up(self) -> bool:
         try:
             self.check_health()
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return False
         return True
 
