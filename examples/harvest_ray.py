@@ -7,6 +7,11 @@ below `--out`, written by one of Ray Data's actors. So the files have the same b
 wrote them, also with `--actors 0`: this process alone, without Ray. After any interruption the same
 command resumes: it makes the batches that are missing, those of deleted files too. With another
 input, model, selection or size it is refused.
+
+    python examples/harvest_ray.py --vllm --model DIR --select 'model.layers.*' --input texts.txt
+
+With `--vllm` an engine of vLLM runs the texts, as prompts, and captures: (texts, tokens, width),
+zeros behind a text's last token.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from ferrohook.fingerprints import fingerprint
 from ferrohook.manifests import differences, manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Prepare: TypeAlias = "Callable[[list[str]], Any]"
 """Maps lines to a batch for the model."""
@@ -65,14 +70,21 @@ class Outcome(NamedTuple):
 class Harvester:
     """An actor: a copy of the model that collects one part after the other."""
 
-    def __init__(self, model: str, select: list[str], batch: int) -> None:
+    def __init__(
+        self, model: str, select: list[str], batch: int, vllm: dict[str, Any] | None
+    ) -> None:
         # More threads would change the order of additions, and so the last bits.
         torch.set_num_threads(1)
-        self.model, self.prepare = load(model)
+        self.model, self.prepare = load(model) if vllm is None else load_engine(model, select, vllm)
         self.select = select
         self.batch = batch
         # Raises at once if a pattern matches nothing.
         self.made_of = manifest(self.model, fh.select(self.model, select, called=True), None)
+
+    def close(self) -> None:
+        """Stops the engine, if there is one."""
+        if isinstance(self.model, EngineModel):
+            self.model.close()
 
     def is_complete(self, part: Part) -> bool:
         """Returns True if all batches of a part are stored.
@@ -114,6 +126,81 @@ class Harvester:
         (folder,), (text,) = rows["folder"], rows["text"]
         outcome = self.harvest(Part(folder, text.split("\n")))
         return {"error": [outcome.error], "warning": [outcome.warning]}
+
+
+class EngineModel(nn.Module):
+    """Stands for a model in vLLM: its modules return what the engine captured of prompts.
+
+    Names, parameters and buffers are those of the engine's model, so `collect` stores and resumes
+    as with any model.
+
+    Args:
+        llm: `LLM` with its engine in this process.
+        select: names or globs of the modules to capture.
+    """
+
+    def __init__(self, llm: Any, select: list[str]) -> None:
+        super().__init__()
+        self.llm = llm
+        (modules,) = llm.apply_model(lambda model: dict(model.named_modules()))
+        for name, module in modules.items():
+            parent, _, last = name.rpartition(".")
+            if name:
+                runs = type(module).forward is not nn.Module.forward
+                self.get_submodule(parent).add_module(last, nn.Identity() if runs else nn.Module())
+            for key, tensor in {**module._parameters, **module._buffers}.items():
+                self.get_submodule(name).register_buffer(key, tensor)
+        self.names = [name for name in fh.select(self, select, called=True) if name]
+
+    def forward(self, prompts: list[list[int]]) -> None:
+        """Runs prompts, and calls each captured module with its padded activations."""
+        from vllm import SamplingParams  # noqa: PLC0415 (takes seconds)
+
+        from ferrohook.engines.vllm import activations, extra_args  # noqa: PLC0415
+
+        plan = fh.Plan(fh.keep(self.names))
+        parameters = SamplingParams(max_tokens=1, extra_args=extra_args(plan))
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        captured = [activations(self.llm, output).acts for output in outputs]
+        for name in self.names:
+            rows = [acts[name] for acts in captured]
+            self.get_submodule(name)(nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+    def close(self) -> None:
+        """Stops the engine, and drops its parameters. Idempotent."""
+        if self.llm is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory  # noqa: PLC0415
+
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            self._modules.clear()
+            cleanup_dist_env_and_memory()
+
+
+def load_engine(
+    model: str, select: list[str], options: dict[str, Any]
+) -> tuple[nn.Module, Prepare]:
+    """Starts an engine of vLLM; returns its model, and a function from lines to prompts."""
+    # In this process: the same steps, and bytes, for the same batches.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    unlimited = {"ferrohook": {"capture_bytes": 2**50, "results_bytes": 2**50}}
+    try:
+        from vllm import LLM  # noqa: PLC0415 (reads its settings as it is imported)
+
+        settings = {"enforce_eager": True, "additional_config": unlimited, **options}
+        llm = LLM(model, **settings)
+    except Exception as error:
+        msg = f"--vllm --model {model}: {one_line(error)}; pass what vLLM's LLM takes"
+        raise UserError(msg) from error
+    tokenizer = llm.get_tokenizer()
+    longest = llm.llm_engine.model_config.max_model_len - 1
+
+    def prepare(lines: list[str]) -> dict[str, list[list[int]]]:
+        # Not cut by the tokenizer, which vLLM tells to drop the beginning.
+        return {"prompts": [ids[:longest] for ids in tokenizer(lines)["input_ids"]]}
+
+    return EngineModel(llm, select), prepare
 
 
 def minilm() -> tuple[nn.Module, Prepare]:
@@ -162,19 +249,31 @@ def harvest(options: argparse.Namespace) -> str:
         Part(str(options.out / f"{start // size:06}"), lines[start : start + size])
         for start in range(0, len(lines), size)
     ]
-    job = (options.model, options.select, options.batch)
+    job = (options.model, options.select, options.batch, options.vllm)
     harvester = Harvester(*job)  # here too: raises a mistake before any actor starts
-    check_same(options, lines, harvester.made_of)
-    todo = [part for part in parts if not harvester.is_complete(part)]
-    here = not (options.actors and todo)
-    outcomes = map(harvester.harvest, todo) if here else over_ray(job, todo, options.actors)
+    try:
+        check_same(options, lines, harvester.made_of)
+        todo = [part for part in parts if not harvester.is_complete(part)]
+        if options.actors and todo:
+            harvester.close()  # the actors need its memory
+            outcomes = over_ray(job, todo, options.actors)
+        else:
+            outcomes = map(harvester.harvest, todo)
+        report(outcomes, len(parts), len(todo))
+    finally:
+        harvester.close()
+    return f"{options.out}: {len(parts)} parts, {len(todo)} of them in this run"
+
+
+def report(outcomes: Iterable[Outcome], parts: int, todo: int) -> None:
+    """Shows progress and warnings; raises the first error."""
     stderr = Console(stderr=True)
     warned = {""}
     for outcome in track(
         outcomes,
         "parts",
-        total=len(parts),
-        completed=len(parts) - len(todo),
+        total=parts,
+        completed=parts - todo,
         console=stderr,
         disable=not stderr.is_terminal,
     ):
@@ -183,13 +282,12 @@ def harvest(options: argparse.Namespace) -> str:
         if outcome.warning not in warned:
             stderr.print(outcome.warning, markup=False, soft_wrap=True)
             warned.add(outcome.warning)
-    return f"{options.out}: {len(parts)} parts, {len(todo)} of them in this run"
 
 
 def check_same(options: argparse.Namespace, lines: list[str], made_of: dict[str, Any]) -> None:
     """Validates that the folder was begun with the same options, input and model."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    names = ("model", "select", "batch", "part")
+    names = ("model", "vllm", "select", "batch", "part")
     job: dict[str, Any] = {name: getattr(options, name) for name in names} | {"input": digest}
     noted = options.out / "harvest.json"
     if not noted.exists():
@@ -277,6 +375,19 @@ def lines_of(path: str) -> list[str]:
         raise argparse.ArgumentTypeError(msg) from error
 
 
+def engine_options(text: str) -> dict[str, Any]:
+    """Type of an option: a JSON object."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        msg = f"is no JSON: {error}"
+        raise argparse.ArgumentTypeError(msg) from error
+    if not isinstance(options, dict):
+        msg = f"is a JSON object, got {text}"
+        raise argparse.ArgumentTypeError(msg)
+    return options
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Type of an option: an int of at least `least`."""
 
@@ -298,6 +409,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODULE:FACTORY",
         help="returns a model, and a function from a list of lines to a batch of "
         "ferrohook.collect; MiniLM and its tokenizer by default",
+    )
+    parser.add_argument(
+        "--vllm",
+        nargs="?",
+        type=engine_options,
+        const={},
+        metavar="JSON",
+        help="capture by vLLM, which loads --model (a folder or a name); options of its LLM, as "
+        """'{"dtype": "bfloat16"}'""",
     )
     parser.add_argument("--select", nargs="+", required=True, help="names or globs of modules")
     parser.add_argument("--input", type=lines_of, required=True, help="a text a line, in UTF-8")
