@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ferrohook as fh
 from ferrohook._core import frames
@@ -19,30 +19,12 @@ from support.hooks import ignore
 from support.internals import find_registry, instrumented
 from support.limits import LIMIT
 from support.memory import resident
+from support.modules import LAYERS, Chain
 from support.threads import THREADS, in_thread, in_threads, run_together
 
 PLANS = 50
 OPENINGS = 10_000
 """Openings of each thread."""
-LAYERS = 4
-
-
-class Increment(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
-class Chain(nn.Module):
-    """Counts its layers: exact in any dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Increment() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def plan_of(number: int) -> fh.Plan:

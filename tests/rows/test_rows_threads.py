@@ -17,40 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ferrohook as fh
 from ferrohook._core import frames
 from support.internals import instrumented
+from support.modules import LAYERS, Chain
 from support.threads import in_threads, repeating
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 THREADS = 4
-LAYERS = 4
 ROWS = 12
 MOST = 6
 """Requests of a batch."""
 PLANS = 30
-
-
-class Increment(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
-class Chain(nn.Module):
-    """Counts its layers: exact in any dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Increment() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.fixture(autouse=True)

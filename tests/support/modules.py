@@ -48,3 +48,24 @@ class Zero(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return value * 0
+
+
+LAYERS = 4
+
+
+class Increment(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Chain(nn.Module):
+    """Counts its layers: exact in any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Increment() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
