@@ -178,14 +178,22 @@ def test_two_generations_in_one_request(pair: tuple[Any, str]) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_model_without_tokens_is_refused_at_open() -> None:
+def test_a_model_without_tokens_has_positions_in_batches_alone() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(3, WIDTH)
     with fh.Plan(fh.keep("0", at="prompt")).prepare(model) as prepared:
-        assert not prepared.closed
-        with pytest.raises(fh.HookError, match=r"at=.*Sequential.*input_ids"):
-            prepared.open()
+        with (
+            pytest.raises(fh.HookError, match=r"Sequential.*input_ids.*batch.*positions="),
+            prepared.open(),
+        ):
+            model(x)
+        request = prepared.open()
+        with fh.batch({request: [1, 2]}, positions=torch.tensor([-1, 4, 5]), lengths={request: 5}):
+            output = model(x)
+        assert torch.equal(request.acts["0"], output[1:2])
+        assert request.positions("0") == [4]
     with fh.Plan(fh.keep("0")).prepare(model) as prepared, prepared.open():
-        model(torch.ones(1, WIDTH))
+        model(x)
 
 
 def test_a_part_called_outside_of_the_model_is_refused(pair: tuple[Any, str]) -> None:
@@ -203,7 +211,7 @@ def test_a_call_without_tokens_is_refused(pair: tuple[Any, str]) -> None:
     model, name = pair
     with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared:
         assert not prepared.closed
-        with pytest.raises(fh.HookError, match="it takes no tokens"), prepared.open():
+        with pytest.raises(fh.HookError, match="neither input_ids nor"), prepared.open():
             model(attention_mask=torch.ones(1, 2))
 
 

@@ -103,7 +103,10 @@ def tokens_of(
     arguments |= arguments.pop("kwargs", {})
     tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
     if tokens is None:
-        msg = f"the positions of a call of {type(model).__name__} are not known: it takes no tokens"
+        msg = (
+            f"the positions of a call of {type(model).__name__} are not known: it has neither "
+            "input_ids nor inputs_embeds; in a batch, give them by positions="
+        )
         raise HookError(msg)
     batch, length = tokens.shape[:2]
     given_mask = arguments.get("attention_mask")

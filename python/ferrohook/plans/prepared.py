@@ -38,7 +38,7 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, Select
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.never_fired import explain, never_fired
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
-from ferrohook.plans.positions import At, knows_positions, mask_of, tokens_of
+from ferrohook.plans.positions import At, mask_of, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -127,12 +127,6 @@ class Prepared:
                 raise HookError(msg)
             names |= kept.keys()
             self._keep(model, entry, kept)
-        self._refusal = None
-        if self._contents.ats and not knows_positions(model):
-            self._refusal = (
-                f"the plan names positions (at=), and {type(model).__name__} is called without "
-                "input_ids or inputs_embeds: they cannot be found"
-            )
         self._templates = tuple(capture.template for capture in self._contents.captures)
 
     def _needs_positions(self) -> bool:
@@ -193,11 +187,8 @@ class Prepared:
             deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
 
         Raises:
-            HookError: the plan was closed, its model is gone, or it needs positions that the model
-                is not called with.
+            HookError: the plan was closed, or its model is gone.
         """
-        if self._refusal is not None:
-            raise HookError(self._refusal)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
         if deadline is not None:
