@@ -207,6 +207,18 @@ class Member:
         values.append(entry.taken(value))
         self.acts[entry.name] = entry.limited(values)
 
+    def own_acts(self, model: RowModel) -> dict[str, Any]:
+        """Captures without those of a tensor that every member sees whole."""
+        whole = {(name, side) for name, side, _ in model.whole}
+        shared = {
+            entry.name
+            for entry in self.entries
+            if isinstance(entry, Keep)
+            and entry.part is None
+            and (entry.what, INPUT if entry.inputs else OUTPUT) in whole
+        }
+        return {name: value for name, value in self.acts.items() if name not in shared}
+
 
 class Loop:
     """A loop over requests, on a model of its own.
