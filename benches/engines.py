@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import statistics
 import subprocess
@@ -149,14 +150,12 @@ def extra_of(name: str, job: Any) -> dict[str, Any] | None:
     """Returns a request's `extra_args` for a plug-in."""
     if name == "ferrohook":
         return None if job.plan is None else {"ferrohook": job.plan.to_json()}
-    from vllm_lens import SteeringVector  # noqa: PLC0415
-
     extra: dict[str, Any] = {}
     if job.changes:
         rows = torch.stack([each.hook.vector for each in job.changes])
         at = job.changes[0].at
         extra["apply_steering_vectors"] = [
-            SteeringVector(
+            importlib.import_module("vllm_lens").SteeringVector(
                 activations=rows if at is None else rows[:, None],
                 layer_indices=[each.layer for each in job.changes],
                 position_indices=None if at is None else [at],
@@ -243,15 +242,14 @@ def preempted(name: str, llm: Any) -> list[tuple[Any, Any]]:
 
 async def prefixes(name: str, folder: str) -> list[tuple[Any, Any]]:
     """Unsteered requests, each beside a steered one whose id theirs begins with."""
-    from vllm import AsyncEngineArgs  # noqa: PLC0415
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
-
     from support.engines import Job  # noqa: PLC0415
     from support.vllm_engine import Answer  # noqa: PLC0415
 
     sizes = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 2**26}
     options: Any = {"dtype": "float32", "enforce_eager": True, "block_size": 32, **sizes}
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **options))
+    arguments = importlib.import_module("vllm").AsyncEngineArgs(model=folder, **options)
+    module = importlib.import_module("vllm.v1.engine.async_llm")
+    engine = module.AsyncLLM.from_engine_args(arguments)
 
     async def serve_one(request_id: str, job: Any) -> Any:
         params = params_of(name, job, NEW)

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
+import psutil
 
 from support.vllm_engine import ENVIRONMENT
 
@@ -79,6 +80,12 @@ def serving(folder: Path, log: Path) -> Iterator[Server]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its engine and worker
         process.wait()
+
+
+def worker_of(server: Server) -> psutil.Process:
+    """The process that has the model."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return max(children, key=lambda child: child.memory_info().rss)
 
 
 def body(job: Job, **changes: Any) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import httpx
-import psutil
 
 from ferrohook.engines.vllm.captures import error_of
 from support.engines import Job
-from support.vllm_server import KEY, body, frames_of, serving
+from support.vllm_server import KEY, body, frames_of, serving, worker_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +25,6 @@ pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
 JOB = Job([*range(10, 60)], (), ("model.layers.0",))
 
 
-def worker_of(server: Server) -> psutil.Process:
-    """The process that has the model."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return max(children, key=lambda child: child.memory_info().rss)
-
-
 async def ended(server: Server, end: Any) -> tuple[httpx.Response | BaseException, bytes]:
     """Ends a server while a request captures; returns the answer and the stream of captures."""
     sent = body(JOB, max_tokens=190, ignore_eos=True)
@@ -39,7 +32,7 @@ async def ended(server: Server, end: Any) -> tuple[httpx.Response | BaseExceptio
         await client.post("/v1/completions", json=body(JOB))
         headers = {"X-Request-Id": "ending"}
         if end is kill_worker:  # it answers nobody any more
-            worker_of(server).send_signal(signal.SIGSTOP)
+            worker_of(server).suspend()
         post = asyncio.ensure_future(client.post("/v1/completions", json=sent, headers=headers))
         path = "/v1/ferrohook/captures/cmpl-ending/stream"
         while True:

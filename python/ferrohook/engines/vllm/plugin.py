@@ -229,8 +229,9 @@ def _outputting(original: Any) -> Any:
     def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for each in outputs:
             if each.finish_reason == error and isinstance(each.stop_reason, str):
-                state = self.request_states.get(each.request_id)
-                for front_end in [*_front_ends.values()] if state is not None else ():
+                if (state := self.request_states.get(each.request_id)) is None:
+                    continue
+                for front_end in [*_front_ends.values()]:
                     front_end.failed(each.request_id, state.external_req_id, each.stop_reason)
         return original(self, outputs, *args, **kwargs)
 

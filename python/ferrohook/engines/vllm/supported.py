@@ -20,7 +20,7 @@ CAPABILITIES: Final = Capabilities(
     ),
     refused={
         "python functions": "a plan crosses processes as JSON",
-        "tensor parallelism": "modules return shards; not tested",
+        "tensor parallelism": "linear and attention modules return shards, not told apart yet",
         "pipeline parallelism": "a worker has a part of the layers; not tested",
         "data parallelism": "captures would come from several engines; not tested",
         "context parallelism": "a worker has a part of the rows; not tested",
