@@ -33,7 +33,7 @@ WIDTH, PROMPT = 4, 3
 
 
 class Engine:
-    """What `Routes` use of an `AsyncLLM`; the worker answers in this process."""
+    """Stands in for the `AsyncLLM` of `Routes`; the worker answers in this process."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)

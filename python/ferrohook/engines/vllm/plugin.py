@@ -303,7 +303,7 @@ def _updating(original: Any) -> Any:
 def _end(scheduler: Any, failed: dict[str, str]) -> list[tuple[int, Any]]:
     """Ends requests with an error; returns their last outputs, with the clients' indices."""
     live = failed.keys() & scheduler.requests.keys()
-    # What they wrote is for nobody, not even for requests of the same plan.
+    # Their keys and values are for nobody, not even for requests of the same plan.
     blocks = {
         block
         for request_id in live
