@@ -7,7 +7,7 @@ each call, they do nothing in a context that the batch is not entered in.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,12 @@ def _idle(x: Tensor, rows: Tensor) -> bool:
     return owner is not None and not owner.serves_here()
 
 
-@torch.library.custom_op("ferrohook::steer", mutates_args=())
+# Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
+_LIBRARY: Final = torch.library.Library("ferrohook", "FRAGMENT")
+_LIBRARY.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
+_LIBRARY.define("tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()")
+
+
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
     if _idle(x, index):
         return x.clone()
@@ -61,9 +66,14 @@ def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
     return steered
 
 
-@_steer.register_fake
-def _(x: Tensor, *_tables: Any) -> Tensor:
+_LIBRARY.impl("steer", _steer, "CompositeExplicitAutograd")
+
+
+def _steer_fake(x: Tensor, *_tables: Any) -> Tensor:
     return torch.empty_like(x)
+
+
+torch.library.register_fake("ferrohook::steer", _steer_fake)
 
 
 def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -73,7 +83,6 @@ def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 torch.library.register_autograd("ferrohook::steer", _steer_backward)
 
 
-@torch.library.custom_op("ferrohook::tap", mutates_args=("kept", "calls"))
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
     if _idle(x, places):
         return
@@ -93,10 +102,14 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
     kept.index_copy_(0, places, rows.to(kept.dtype))
 
 
-@_tap.register_fake
-def _(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
+_LIBRARY.impl("tap", _tap, "CompositeExplicitAutograd")
+
+
+def _tap_fake(*_tables: Any) -> None:
     pass
 
+
+torch.library.register_fake("ferrohook::tap", _tap_fake)
 
 steer = torch.ops.ferrohook.steer
 """`steer(x, table, index, dim)`: `x` plus a row of the table for each of its rows."""
