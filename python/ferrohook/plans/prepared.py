@@ -475,7 +475,7 @@ _trees = weakref.WeakKeyDictionary()
 
 
 def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:
-    """Returns the modules whose children lie on the paths to `modules`.
+    """Returns the tree of the modules whose children lie on the paths to `modules`.
 
     Plans for the same modules share it: a batch checks it once for all of them.
     """

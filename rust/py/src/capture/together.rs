@@ -12,7 +12,7 @@ use pyo3::types::PyTuple;
 use crate::capture::collector::Collector;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
-use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue};
+use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
 use crate::hooks::native::{Native, Outcome, Traced, Turn};
 use crate::torch::rows::{Rows, Selection, TokenPositions};
 use crate::torch::tensors::{map_tensors, requires_grad, version};
@@ -31,22 +31,7 @@ struct Group {
 
 impl Together {
     pub fn of(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Self> {
-        let mut groups: Vec<Vec<usize>> = Vec::new();
-        for (number, part) in parts.iter().enumerate() {
-            let this = part.hook.cast::<Recorder>()?;
-            let mut found = None;
-            for group in &mut groups {
-                if alike(parts[group[0]].hook.cast()?, this)? {
-                    found = Some(group);
-                    break;
-                }
-            }
-            match found {
-                Some(group) => group.push(number),
-                None => groups.push(vec![number]),
-            }
-        }
-        let groups = groups.into_iter().map(|group| {
+        let groups = groups(parts, alike)?.into_iter().map(|group| {
             let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let mut recorders = Vec::with_capacity(group.len());
             for (number, part) in group.iter().zip(&of_group) {
@@ -69,11 +54,8 @@ fn clones(recorder: &Bound<'_, Recorder>) -> bool {
 
 /// True if they record the same part of a value in the same way.
 fn alike(first: &Bound<'_, Recorder>, second: &Bound<'_, Recorder>) -> PyResult<bool> {
-    let same = match (&first.get().part, &second.get().part) {
-        (None, None) => true,
-        (Some(part), Some(other)) => part.bind(first.py()).eq(other)?,
-        _ => false,
-    };
+    let parts = [first, second].map(|it| it.get().part.as_ref());
+    let same = same_part(first.py(), parts[0], parts[1])?;
     Ok(same && clones(first) == clones(second))
 }
 

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use pyo3::PyTypeCheck;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -45,6 +46,42 @@ pub struct Part<'a, 'py> {
     pub rows: Cow<'a, Rows>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
+}
+
+/// Groups parts whose hooks are alike: numbers of the parts, in order.
+pub fn groups<T: PyTypeCheck>(
+    parts: &[Part<'_, '_>],
+    alike: impl Fn(&Bound<'_, T>, &Bound<'_, T>) -> PyResult<bool>,
+) -> PyResult<Vec<Vec<usize>>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    for (number, part) in parts.iter().enumerate() {
+        let hook = part.hook.cast()?;
+        let mut found = None;
+        for group in &mut groups {
+            if alike(parts[group[0]].hook.cast()?, hook)? {
+                found = Some(group);
+                break;
+            }
+        }
+        match found {
+            Some(group) => group.push(number),
+            None => groups.push(vec![number]),
+        }
+    }
+    Ok(groups)
+}
+
+/// True if both hooks are for the same part of a value; None is the whole.
+pub fn same_part(
+    py: Python<'_>,
+    first: Option<&Py<PyAny>>,
+    second: Option<&Py<PyAny>>,
+) -> PyResult<bool> {
+    match (first, second) {
+        (None, None) => Ok(true),
+        (Some(first), Some(second)) => first.bind(py).eq(second),
+        _ => Ok(false),
+    }
 }
 
 /// Finds the rows of some parts together.

@@ -170,7 +170,8 @@ pub trait Native: PyClass {
         Ok(Vec::new())
     }
 
-    /// Joins [merged](Self::merges) hooks of some members, one of each.
+    /// Joins [merged](Self::merges) hooks of some members, one of each. A class without hooks that
+    /// merge is never asked.
     fn join(_parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Err(PyNotImplementedError::new_err(
             "hooks that merge are joined",

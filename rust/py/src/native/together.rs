@@ -8,7 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue};
+use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
 use crate::hooks::native::{Native, Outcome, Traced, Turn};
 use crate::native::intervention::{Change, InterventionBase, Operation, Table, along};
 use crate::torch;
@@ -70,21 +70,7 @@ impl Together {
         for part in parts {
             hooks.push(part.hook.cast::<InterventionBase>()?);
         }
-        let mut groups: Vec<Vec<usize>> = Vec::new();
-        for (number, hook) in hooks.iter().enumerate() {
-            let mut found = None;
-            for group in &mut groups {
-                if alike(hooks[group[0]], hook)? {
-                    found = Some(group);
-                    break;
-                }
-            }
-            match found {
-                Some(group) => group.push(number),
-                None => groups.push(vec![number]),
-            }
-        }
-        let groups = groups.into_iter().map(|group| {
+        let groups = groups(parts, alike)?.into_iter().map(|group| {
             let of_group: Vec<_> = group.iter().map(|number| &parts[*number]).collect();
             let hooks = group.iter().map(|number| hooks[*number]);
             Group {
@@ -104,11 +90,7 @@ fn alike(
     second: &Bound<'_, InterventionBase>,
 ) -> PyResult<bool> {
     let (this, other) = (first.get(), second.get());
-    let same = match (&this.part, &other.part) {
-        (None, None) => true,
-        (Some(part), Some(other)) => part.bind(first.py()).eq(other)?,
-        _ => false,
-    };
+    let same = same_part(first.py(), this.part.as_ref(), other.part.as_ref())?;
     Ok(same && this.operation == other.operation)
 }
 
