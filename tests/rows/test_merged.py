@@ -104,6 +104,42 @@ def operations_of(model: nn.Module, requests: list[Any]) -> Counter[str]:
     return operations.counts
 
 
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.flip(0) * 3
+
+
+@pytest.mark.parametrize("kind", range(8))
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_changed_sum_leaves_the_hidden_state_of_others(kind: int, count: int) -> None:
+    torch.manual_seed(kind)
+    model, x = Pair(), torch.randn(64, WIDTH)
+    changes = [interventions()[kind]() for _ in range(count)]
+    plans = [fh.Plan(fh.on("", type(each)(*each.values, output_index="sum"))) for each in changes]
+    requests = [plan.prepare(model).open() for plan in plans]
+    with fh.batch({request: 2 + row for row, request in enumerate(requests)}):
+        hidden, _ = model(x)
+    assert torch.equal(hidden[:2], x[:2])
+    assert torch.equal(hidden[2 + count :], x[2 + count :])
+    for row, plan in enumerate(plans, 2):
+        with plan.prepare(model).open():
+            alone, _ = model(x)
+        assert torch.equal(hidden[row], alone[row])
+
+
+@pytest.mark.parametrize("kind", range(8))
+def test_a_changed_sum_leaves_the_hidden_state_at_other_positions(kind: int) -> None:
+    torch.manual_seed(kind)
+    model, x = Pair(), torch.randn(64, WIDTH)
+    change = interventions()[kind]()
+    plan = fh.Plan(fh.on("", type(change)(*change.values, output_index="sum"), at=5))
+    with fh.batch({plan.prepare(model).open(): slice(None)}, positions=torch.arange(64)):
+        hidden, _ = model(x)
+    others = [row for row in range(64) if row != 5]
+    assert torch.equal(hidden[others], x[others])
+    assert not torch.equal(hidden[5], x[5])
+
+
 def test_as_many_operations_for_many_requests_as_for_two(model: nn.Sequential) -> None:
     plans = [
         fh.Plan(fh.on("1", fh.Add(torch.randn(WIDTH))), fh.keep("*")).prepare(model)

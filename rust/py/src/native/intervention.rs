@@ -159,7 +159,7 @@ impl InterventionBase {
             describe: &|| type_name(slf),
             mask: None,
         };
-        change.part_of(value, &|x| change.tensor(x))
+        change.part_of(value, &|x, residual| change.tensor(x, residual))
     }
 
     // No `__clear__`: tensors refer to nothing here.
@@ -202,11 +202,28 @@ impl InterventionBase {
         } else {
             turn.value
         };
-        let changed = change.part_of(value, &|x| change.tensor(x))?;
+        let changed = change.part_of(value, &|x, residual| change.tensor(x, residual))?;
         if turn.phase == Phase::ForwardPre && turn.args.len() == 1 {
             return Ok(Some(PyTuple::new(slf.py(), [changed])?.into_any()));
         }
         Ok(Some(changed))
+    }
+}
+
+/// Changes a tensor, or the hidden state of its sum with a residual. The sum is taken of changed rows
+/// alone: of others, sum less residual is the hidden state only up to rounding.
+pub type ChangeTensor<'a, 'py> =
+    dyn Fn(&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> + 'a;
+
+/// Changes a tensor by `change`, or its sum with a residual, of which it takes the difference.
+pub fn with_residual<'py>(
+    x: &Bound<'py, PyAny>,
+    residual: Option<&Bound<'py, PyAny>>,
+    change: impl FnOnce(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match residual {
+        Some(residual) => change(&x.add(residual)?)?.sub(residual),
+        None => change(x),
     }
 }
 
@@ -223,15 +240,16 @@ impl<'py> Change<'_, 'py> {
         self.intervention.py()
     }
 
-    /// Changes the part of a value that the intervention is for; `tensor` changes a tensor.
+    /// Changes the part of a value that the intervention is for; `tensor` changes a tensor, see
+    /// [`ChangeTensor`].
     pub fn part_of(
         &self,
         value: &Bound<'py, PyAny>,
-        tensor: &dyn Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+        tensor: &ChangeTensor<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let Some(part) = &self.intervention.get().part else {
             if torch::is_tensor(value)? {
-                return tensor(value);
+                return tensor(value, None);
             }
             let expected = "changes a tensor: name one of its parts by output_index, the module's \
                             value is";
@@ -259,14 +277,14 @@ impl<'py> Change<'_, 'py> {
         if !torch::is_tensor(&found)? {
             return Err(self.error("changes a tensor: its output_index names", &found));
         }
-        with_part(value, part, &tensor(&found)?)
+        with_part(value, part, &tensor(&found, None)?)
     }
 
-    /// Changes the sum of hidden state and residual: the hidden state takes the difference.
+    /// Changes the sum of hidden state and residual.
     fn sum(
         &self,
         value: &Bound<'py, PyTuple>,
-        tensor: &dyn Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+        tensor: &ChangeTensor<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (hidden, residual) = match (value.get_item(0), value.get_item(1)) {
             (Ok(hidden), Ok(residual)) if value.len() == 2 => (hidden, residual),
@@ -275,12 +293,8 @@ impl<'py> Change<'_, 'py> {
                 return Err(self.error(expected, value));
             }
         };
-        let changed = if self.intervention.get().operation == Operation::Add {
-            tensor(&hidden)?
-        } else {
-            let sum = hidden.add(&residual)?;
-            tensor(&sum)?.sub(&residual)?
-        };
+        let adds = self.intervention.get().operation == Operation::Add;
+        let changed = tensor(&hidden, (!adds).then_some(&residual))?;
         with_part(
             value,
             &0_usize.into_pyobject(self.py())?.into_any(),
@@ -289,8 +303,12 @@ impl<'py> Change<'_, 'py> {
     }
 
     /// Changes a tensor, where the mask is true.
-    fn tensor(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let changed = self.everywhere(x)?;
+    fn tensor(
+        &self,
+        x: &Bound<'py, PyAny>,
+        residual: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let changed = with_residual(x, residual, |x| self.everywhere(x))?;
         let Some(mask) = self.mask else {
             return Ok(changed);
         };

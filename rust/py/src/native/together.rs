@@ -10,7 +10,9 @@ use pyo3::types::{PyList, PyTuple};
 
 use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
 use crate::hooks::native::{Native, Outcome, Traced, Turn};
-use crate::native::intervention::{Change, InterventionBase, Operation, Table, along};
+use crate::native::intervention::{
+    Change, InterventionBase, Operation, Table, along, with_residual,
+};
 use crate::torch;
 use crate::torch::rows::Selection;
 use ferrohook_core::Phase;
@@ -103,7 +105,9 @@ impl Joint for Together {
                 describe: &|| (shared.describe)(group.part),
                 mask: None,
             };
-            now = change.part_of(&now, &|x| group.rows(&change, shared, x))?;
+            now = change.part_of(&now, &|x, residual| {
+                group.rows(&change, shared, x, residual)
+            })?;
         }
         Ok(Merged {
             value: Some(now),
@@ -124,19 +128,27 @@ impl Group {
         change: &Change<'_, 'py>,
         shared: &SharedValue<'_, 'py>,
         x: &Bound<'py, PyAny>,
+        residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
-        let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
-        let floats = x.call_method0(intern!(py, "is_floating_point"))?;
-        if !shared.covers(x)? || dims < shared.dim + 2 || !floats.is_truthy()? {
-            return Err(change.error("changes rows of", x));
+        for tensor in residual.into_iter().chain([x]) {
+            let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
+            let floats = tensor.call_method0(intern!(py, "is_floating_point"))?;
+            if !shared.covers(tensor)? || dims < shared.dim + 2 || !floats.is_truthy()? {
+                return Err(change.error("changes rows of", tensor));
+            }
         }
+        let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.dim);
         let rows = &self.selection.rows;
         if rows.all(shared.size) {
-            return self.of_rows(change, x, shared.dim);
+            return with_residual(x, residual, of_rows);
         }
-        let own = rows.narrow(x, shared.dim)?;
-        let changed = self.of_rows(change, &own, shared.dim)?;
+        let narrow = |tensor| rows.narrow(tensor, shared.dim);
+        let changed = with_residual(
+            &narrow(x)?,
+            residual.map(narrow).transpose()?.as_ref(),
+            of_rows,
+        )?;
         let copy = x.call_method0(intern!(py, "clone"))?;
         rows.write(&copy, shared.dim, &changed)?;
         Ok(copy)
@@ -270,7 +282,7 @@ impl Native for InterventionBase {
                 describe: part.describe,
                 mask: None,
             };
-            let checked = change.part_of(value, &|x| {
+            let checked = change.part_of(value, &|x, _residual| {
                 if this.dims.is_some() {
                     change.vector(x)?;
                 }
