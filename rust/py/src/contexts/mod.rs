@@ -12,5 +12,6 @@ pub mod activation;
 pub mod batch;
 pub mod current;
 pub mod frame;
+mod given_rows;
 pub mod remembered;
 pub mod scoped;
