@@ -110,10 +110,11 @@ class Prepared:
                 _check_width(number, entry, modules)
         everything = {name: module for modules in selected for name, module in modules.items()}
         attach(everything | {"": model}, attachment)
-        self._tree = _tree_of(model, everything)
+        self.tree = _tree_of(model, everything)
+        """Modules of the model; plans for the same ones share it."""
         # Not a method: the model would keep this object, which closes once nobody refers to it.
         find = functools.partial(_find_untraced, self._contents)
-        guard = PlanGuard(self._tree, find if self._needs_positions() else None)
+        guard = PlanGuard(self.tree, find if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
@@ -220,7 +221,7 @@ class Prepared:
     @property
     def outdated(self) -> bool:
         """True if modules of the model were replaced: calls in requests raise `HookError`."""
-        return not self._tree.holds()
+        return not self.tree.holds()
 
     def __enter__(self) -> Self:
         return self

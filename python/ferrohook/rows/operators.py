@@ -25,20 +25,22 @@ class Owner(Protocol):
         """True in a context that has entered the batch that it serves."""
         ...
 
+    def keeps(self) -> bool:
+        """True if rows of the batch that it serves are kept."""
+        ...
+
 
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def own(table: Tensor, owner: Owner) -> None:
-    """Makes `owner` the one of the rows of calls, a table of `steer` or `tap`."""
-    _OWNERS[table.untyped_storage().data_ptr()] = owner
+def own(rows: Tensor, owner: Owner) -> None:
+    """Makes `owner` the one of a site's rows, those of `steer` or `tap`."""
+    _OWNERS[rows.data_ptr()] = owner
 
 
-def _idle(x: Tensor, rows: Tensor) -> bool:
-    if x.device.type != "cpu":
-        return False
-    owner = _OWNERS.get(rows.untyped_storage().data_ptr())
-    return owner is not None and not owner.serves_here()
+def _owner(x: Tensor, rows: Tensor) -> Owner | None:
+    """Returns the owner on the CPU, where a kernel may ask it."""
+    return _OWNERS.get(rows.data_ptr()) if x.is_cpu else None
 
 
 # Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
@@ -48,21 +50,26 @@ _LIBRARY.define("tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places,
 
 
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
-    if _idle(x, index):
+    owner = _owner(x, index)
+    if owner is not None and not owner.serves_here():
         return x.clone()
-    if x.dim() < dim + 2 or x.shape[-1] != table.shape[1]:
+    shape, width = x.shape, table.shape[1]
+    if len(shape) < dim + 2 or shape[-1] != width:
         msg = (
-            f"sites of the width {table.shape[1]} with rows in dimension {dim} got a tensor of the "
-            f"shape {tuple(x.shape)}"
+            f"sites of the width {width} with rows in dimension {dim} got a tensor of the "
+            f"shape {tuple(shape)}"
         )
         raise HookTypeError(msg)
-    count = x.shape[dim]
-    rows = table.index_select(0, index[:count]).to(x.dtype)
-    rows = rows.view(len(rows), *[1] * (x.dim() - dim - 2), rows.shape[1])
-    if len(rows) == count:
+    rows = table.index_select(0, index[: shape[dim]])
+    if rows.dtype != x.dtype:
+        rows = rows.to(x.dtype)
+    count = rows.shape[0]
+    if len(shape) > dim + 2:
+        rows = rows.view(count, *[1] * (len(shape) - dim - 2), width)
+    if count == shape[dim]:
         return x + rows
     steered = x.clone()  # rows behind those of the tables are nobody's
-    steered.narrow(dim, 0, len(rows)).add_(rows)
+    steered.narrow(dim, 0, count).add_(rows)
     return steered
 
 
@@ -84,8 +91,13 @@ torch.library.register_autograd("ferrohook::steer", _steer_backward)
 
 
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
-    if _idle(x, places):
-        return
+    owner = _owner(x, places)
+    if owner is not None:
+        if not owner.serves_here():
+            return
+        if not owner.keeps():
+            calls.add_(1)
+            return
     rows = x.movedim(dim, 0)[: len(places)]
     if rows.numel() != len(rows) * kept.shape[1]:
         calls.fill_(MISFIT)
@@ -93,7 +105,7 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
     calls.add_(1)
     places = places[: len(rows)]
     rows = rows.reshape(len(rows), -1)
-    if x.device.type == "cpu":
+    if owner is not None:
         # Without a graph to replay, rows that nobody keeps cost nothing.
         wanted = (places < len(kept) - 1).nonzero().flatten()
         if not len(wanted):

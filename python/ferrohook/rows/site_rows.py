@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,7 +36,8 @@ class Wanted(NamedTuple):
     positions: list[int] | None
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Program:
     """Work of a plan at sites."""
 
     vectors: Tensor
@@ -42,6 +45,13 @@ class Program(NamedTuple):
     changes: list[tuple[At, list[int]]]
     """Positions, and the sites that are changed at them."""
     kept: list[Kept]
+    slot: int = 0
+    """Row of the tables that has its vectors; 0 for none."""
+
+    @cached_property
+    def everywhere(self) -> bool:
+        """True if it changes all sites at all positions."""
+        return self.changes == [(None, [*range(len(self.vectors))])]
 
 
 def taken_from(kept: Tensor, places: list[int]) -> Tensor:
@@ -55,37 +65,38 @@ def taken_from(kept: Tensor, places: list[int]) -> Tensor:
 class SiteRows:
     """Rows of the members of a batch at each site, as the tables take them."""
 
-    def __init__(self, sites: int, count: int) -> None:
+    def __init__(self, sites: int, count: int, nobody: int) -> None:
         self._everywhere = [0] * count
         """Slot of each row, for plans that change all sites at all positions."""
         self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
         self._shape = sites, count
-        self.places = torch.tensor(count)
+        self._nobody = nobody
+        self.places = torch.tensor(nobody)
+        """Place of each row at each site; `nobody` for those that are not kept."""
         self.wanted: list[Wanted] = []
 
     def add(
         self,
         request: Request,
         program: Program,
-        slot: int,
         rows: list[int],
         positions: list[int] | None,
     ) -> None:
         """Adds the rows of a request."""
         sites, count = self._shape
-        if program.changes == [(None, [*range(sites)])]:
+        if program.everywhere:
             for row in rows:
-                self._everywhere[row] = slot
+                self._everywhere[row] = program.slot
         elif program.changes:
             if not self._at_sites.numel():
                 self._at_sites = torch.zeros(sites, count, dtype=torch.long)
             for at, changed in program.changes:
                 chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
                 columns = torch.tensor(chosen, dtype=torch.long)
-                self._at_sites[torch.tensor(changed)[:, None], columns] = slot
+                self._at_sites[torch.tensor(changed)[:, None], columns] = program.slot
         for kept in program.kept:
             if not self.places.dim():
-                self.places = torch.full((sites, count), count)
+                self.places = torch.full((sites, count), self._nobody)
             places = _chosen(request, kept.at, positions, len(rows))
             taken = [rows[place] for place in places]
             self.places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
@@ -94,7 +105,7 @@ class SiteRows:
 
     def index(self) -> Tensor:
         """Returns the slot of each row at each site."""
-        everywhere = torch.tensor(self._everywhere)
+        everywhere = torch.tensor(self._everywhere, dtype=torch.long)
         return everywhere + self._at_sites if self._at_sites.numel() else everywhere
 
 

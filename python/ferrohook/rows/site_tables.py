@@ -24,7 +24,7 @@ from ferrohook.steering import Add
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook._core import BatchBase
+    from ferrohook._core import BatchBase, ModuleTree
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.plans.positions import At
     from ferrohook.selection import Selector
@@ -52,6 +52,15 @@ class _Form(NamedTuple):
     """Dtype and device."""
 
 
+class _Served(NamedTuple):
+    """A member of the batch that sites serve."""
+
+    number: int
+    """Its place in the batch."""
+    request: Request
+    program: Program
+
+
 class Sites:
     """Sites of a model, see `sites`. A context manager: leaving it closes them."""
 
@@ -64,13 +73,13 @@ class Sites:
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
-        self._slots: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
+        self._served: list[_Served] = []
         self._wanted: list[Wanted] = []
+        self._written = 0
+        """Rows of the tables that were written last; nobody's stand behind them."""
         self._lock = threading.Lock()
-        operators.own(self._index, self)
-        operators.own(self._places, self)
         self._model = weakref.ref(model)
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
@@ -90,6 +99,8 @@ class Sites:
         table, index = tables
         kept, calls, places = taps
         dim, part = self.dim, self._part
+        operators.own(index, self)
+        operators.own(places, self)
 
         def changed(x: Tensor) -> Tensor:
             return cast("Tensor", operators.steer(x, table, index, dim))
@@ -152,6 +163,10 @@ class Sites:
         batch = self._serving
         return batch is not None and batch in frames.get()
 
+    def keeps(self) -> bool:
+        """True if rows of the batch that it serves are kept."""
+        return bool(self._wanted)
+
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is entered.
 
@@ -164,19 +179,22 @@ class Sites:
         if max(batch._named, batch.size or 0) > self.max_rows:
             msg = f"these sites have room for {self.max_rows} rows, the batch has more"
             raise RowsError(msg)
-        wanted: dict[Prepared, None] = {}
-        for request in batch.members:
+        served = []
+        trees: set[ModuleTree] = set()
+        for number, request in enumerate(batch.members):
             if request.failed:
                 continue
             try:
-                wanted[self._check(request)] = None
+                served.append(self._check(number, request, trees))
             except HookError as error:
                 refusal = RowsError(str(error))
                 refusal.member = request
                 raise refusal from error
-        if len(wanted) > self.max_requests:
+        programs = {id(each.program): each.program for each in served}
+        if len(programs) > self.max_requests:
             msg = (
-                f"these sites have room for {self.max_requests} plans, the batch has {len(wanted)}"
+                f"these sites have room for {self.max_requests} plans, the batch has "
+                f"{len(programs)}"
             )
             raise RowsError(msg)
         with self._lock:
@@ -186,23 +204,33 @@ class Sites:
             self._serving = batch
         self._calls.zero_()  # of calls outside of batches
         try:
-            self._settle(wanted)
+            self._settle([*programs.values()])
         except BaseException:
             self._serving = None
             raise
+        self._served = served
 
-    def _check(self, request: Any) -> Prepared:
-        """Returns the prepared plan of a request, once its program is known."""
+    def _check(self, number: int, request: Any, trees: set[ModuleTree]) -> _Served:
+        """Returns a member that can be served.
+
+        Args:
+            number: its place in the batch.
+            request: a member of a batch.
+            trees: those of its other members, which hold.
+        """
         if not isinstance(request, Request):
             msg = f"sites serve requests of plans, got {request!r}"
             raise HookTypeError(msg)
         prepared = request.prepared
-        if prepared not in self._programs:
-            self._programs[prepared] = self._program(prepared)
-        if prepared.outdated:
-            msg = "modules of the model were replaced since the plan was prepared"
-            raise HookError(msg)
-        return prepared
+        program = self._programs.get(prepared)
+        if program is None:
+            program = self._programs[prepared] = self._program(prepared)
+        if prepared.tree not in trees:
+            if prepared.outdated:
+                msg = "modules of the model were replaced since the plan was prepared"
+                raise HookError(msg)
+            trees.add(prepared.tree)
+        return _Served(number, request, program)
 
     def _program(self, prepared: Prepared) -> Program:
         model = self._model()
@@ -267,17 +295,21 @@ class Sites:
             msg = f"entry {number} of the plan cannot be served at a site: {reason}"
             raise HookError(msg)
 
-    def _settle(self, wanted: dict[Prepared, None]) -> None:
-        """Gives each plan of a batch a row of the tables, those of others where none is free."""
-        new = [prepared for prepared in wanted if prepared not in self._slots]
-        free = iter({*range(1, self.max_requests + 1)} - {*self._slots.values()})
-        idle = iter([prepared for prepared in self._slots if prepared not in wanted])
-        for prepared in new:
-            slot = next(free, None)
-            if slot is None:
-                slot = self._slots.pop(next(idle))
-            self._table[:, slot] = self._programs[prepared].vectors
-            self._slots[prepared] = slot
+    def _settle(self, wanted: list[Program]) -> None:
+        """Gives each program of a batch a row of the tables, those of others where none is free."""
+        new = [program for program in wanted if not program.slot]
+        if not new:
+            return
+        settled = [program for program in self._programs.values() if program.slot]
+        free = iter({*range(1, self.max_requests + 1)} - {program.slot for program in settled})
+        idle = (program for program in settled if program not in wanted)
+        for program in new:
+            slot = next(free, 0)
+            if not slot:
+                other = next(idle)
+                slot, other.slot = other.slot, 0
+            self._table[:, slot] = program.vectors
+            program.slot = slot
 
     def write(self, positions: list[int] | None) -> None:
         """Writes the rows of the batch into the tables, for the calls from now on."""
@@ -285,24 +317,27 @@ class Sites:
         if batch is None:
             return
         self._collect()
-        rows = SiteRows(len(self.names), self.max_rows)
-        for number, request in enumerate(batch.members):
+        rows = SiteRows(len(self.names), batch._named, self.max_rows)
+        for number, request, program in self._served:
             own = batch._rows(number)
-            if request.failed or not own or not isinstance(request, Request):
-                continue
-            prepared = request.prepared
-            program, slot = self._programs[prepared], self._slots[prepared]
-            at = None if positions is None else [positions[row] for row in own]
-            rows.add(request, program, slot, own, at)
-        self._index.copy_(rows.index())
-        self._places.copy_(rows.places)
+            if not request.failed and own:
+                at = None if positions is None else [positions[row] for row in own]
+                rows.add(request, program, own, at)
+        before, self._written = self._written, batch._named
+        self._index[:, : self._written] = rows.index()
+        if self._written < before:
+            self._index[:, self._written : before] = 0
+        if rows.wanted:
+            self._places[:, : self._written] = rows.places
         self._wanted = rows.wanted
         self._calls.zero_()
 
     def _collect(self) -> None:
         """Stores what was kept since the last `write` with the requests."""
         batch, wanted = self._serving, self._wanted
-        self._wanted = []
+        if wanted:
+            self._wanted = []
+            self._places[:, : self._written] = self.max_rows
         if batch is None:
             return
         ran = self._calls.tolist() if wanted or self._calls.device.type == "cpu" else None
@@ -346,8 +381,8 @@ class Sites:
         try:
             self._collect()
         finally:
-            self._index.zero_()
-            self._places.fill_(self.max_rows)
+            self._index[:, : self._written] = 0
+            self._served = []
             self._serving = None
 
 
