@@ -92,6 +92,8 @@ def _tokens_first(tensor: Any, dim: int | None, tokens: int) -> Any:
         return tensor.flatten(0, 1) if shape[:2] == (1, tokens) else None
     if len(shape) <= dim or shape[dim] != tokens:
         return None
+    if dim == 0:
+        return tensor
     tensor = tensor.movedim(dim, 0)
     return tensor.squeeze(1) if dim == 1 and shape[0] == 1 else tensor
 

@@ -22,6 +22,8 @@ from ferrohook.steering import Add, Intervention
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ferrohook.plans import Prepared
+
 Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 """Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
@@ -168,7 +170,7 @@ class Modules:
             groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
-    def row_bytes(self, plan: Plan) -> list[tuple[KeepEntry, int]]:
+    def row_bytes(self, plan: Plan | Prepared) -> list[tuple[KeepEntry, int]]:
         """Returns for each capture of a rewritten plan the bytes per token."""
         sizes = []
         for entry in plan.entries:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ferrohook.plans import Prepared
+
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
@@ -45,8 +47,8 @@ class _Admitted:
     prompt_length: int
     digest: str
     """Of its plan and vectors."""
-    plan: Plan
-    """Rewritten."""
+    prepared: Prepared
+    """Its plan, rewritten."""
     row_bytes: int
     """Bytes that it captures per token, at most; 0 without a capture."""
     end: int = 0
@@ -87,7 +89,7 @@ class Worker:
         self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
-        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._plans: OrderedDict[str, Prepared] = OrderedDict()
         self._admitted: dict[str, _Admitted] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
@@ -186,16 +188,16 @@ class Worker:
             digest = payload["digest"]
             for key in payload.get("cancelled", ()):
                 self._discard(key)
-            plan = self._plan(payload)
-            with self._loaded().planned.admitting(request_id, plan):
+            prepared = self._prepared(payload)
+            with self._loaded().planned.admitting(request_id, prepared):
                 pass
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
             self._fail(request_id, digest, error)
             return
-        row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(plan))
+        row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(prepared))
         self._discard(payload["key"])
         key = payload["key"]
-        self._admitted[request_id] = _Admitted(key, prompt_length, digest, plan, row_bytes)
+        self._admitted[request_id] = _Admitted(key, prompt_length, digest, prepared, row_bytes)
 
     def _loaded(self) -> Served:
         if self.served is None:
@@ -203,20 +205,22 @@ class Worker:
             raise HookError(msg)
         return self.served
 
-    def _plan(self, payload: Mapping[str, Any]) -> Plan:
+    def _prepared(self, payload: Mapping[str, Any]) -> Prepared:
         digest = payload["digest"]
-        plan = self._plans.get(digest)
-        if plan is None:
+        prepared = self._plans.get(digest)
+        if prepared is None or prepared.outdated:
             missing = [it for it in payload["vectors"].values() if it not in self._vectors]
             if missing:
                 msg = f"vectors were dropped before the request ran: {missing}"
                 raise HookError(msg)
             vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-            plan = self._loaded().modules.rewritten(Plan.from_json(payload["plan"], vectors))
-            self._plans[digest] = plan
+            served = self._loaded()
+            rewritten = served.modules.rewritten(Plan.from_json(payload["plan"], vectors))
+            prepared = self._plans[digest] = served.planned.pool.find(rewritten)
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
-        return plan
+        self._plans.move_to_end(digest)
+        return prepared
 
     def reconcile(self, live: Mapping[str, Any]) -> None:
         """Closes the requests that are not among those that live in the runner."""
@@ -309,7 +313,7 @@ class Worker:
         digests = {*self._failed.values()}
         for request_id in self._from_cache:
             admitted = self._admitted[request_id]
-            changes = any(isinstance(entry, HookEntry) for entry in admitted.plan.entries)
+            changes = any(isinstance(entry, HookEntry) for entry in admitted.prepared.entries)
             if changes and admitted.digest in digests and request_id not in self._failed:
                 msg = "its cached prefix may be that of a request whose plan failed: send it again"
                 self._fail(request_id, "", HookError(msg))
@@ -398,7 +402,7 @@ class Worker:
     ) -> bytes:
         modules = self._loaded().modules
         acts, positions = {}, {}
-        for entry in admitted.plan.entries:
+        for entry in admitted.prepared.entries:
             if not isinstance(entry, KeepEntry):
                 continue
             expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
