@@ -78,23 +78,33 @@ def steering(requests: int) -> list[Any]:
     return [fh.Plan(fh.on("model.layers.*", fh.Add(vector))) for vector in vectors]
 
 
-def print_compiled(folder: Path, rounds: int = 7) -> None:
-    """Prints ratios of a compiled engine with sites to one without ferrohook, by turns."""
+def print_compiled(folder: Path, pairs: int = 5, rounds: int = 5) -> None:
+    """Prints ratios of compiled engines with sites to ones without ferrohook, by turns.
+
+    A process as a whole is up to a tenth faster or slower than its twin, so there are several
+    pairs, and a ratio is the median of a pair's rounds.
+    """
     env = {"VLLM_CPU_CI_ENV": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
     module = "benches.engines_vllm"
-    with (
-        Child(module, str(folder), env={**env, "VLLM_PLUGINS": "none"}) as plain,
-        Child(module, str(folder), "sites", env={**env, "VLLM_PLUGINS": "ferrohook"}) as sites,
-    ):
-        for requests in (16, 64):
-            ratios: dict[str, list[float]] = {"no plans": [], "all steered in all layers": []}
-            for turn in range(-1, rounds):
-                without = plain.ask(f"{requests} plain")
-                idle, steered = sites.ask(f"{requests} plain"), sites.ask(f"{requests} steered")
-                if turn >= 0:  # the first is a warm-up
-                    for found, spent in zip(ratios.values(), (idle, steered), strict=True):
-                        found.append(spent / without)
-            print_ratios(requests, ratios)
+    kinds = {"no plans": "plain", "all steered in all layers": "steered"}
+    found: dict[int, dict[str, list[float]]] = {
+        requests: {name: [] for name in kinds} for requests in (16, 64)
+    }
+    for _ in range(pairs):
+        with (
+            Child(module, str(folder), env={**env, "VLLM_PLUGINS": "none"}) as plain,
+            Child(module, str(folder), "sites", env={**env, "VLLM_PLUGINS": "ferrohook"}) as sites,
+        ):
+            for requests, ratios in found.items():
+                spent: list[list[float]] = []
+                for _round in range(-1, rounds):  # the first is a warm-up
+                    without = plain.ask(f"{requests} plain")
+                    by_kind = [sites.ask(f"{requests} {kind}") for kind in kinds.values()]
+                    spent.append([each / without for each in by_kind])
+                for pair, column in zip(ratios.values(), zip(*spent[1:], strict=True), strict=True):
+                    pair.append(statistics.median(column))
+    for requests, ratios in found.items():
+        print_ratios(requests, ratios)
 
 
 def serve_compiled(folder: Path, *, has_sites: bool) -> None:
