@@ -62,6 +62,25 @@ def engines_transformers(names: Names) -> None:
     )
 
 
+def from_mi_crow(names: Names) -> None:
+    model, batches = names["model"], names["batches"]
+    assert torch.equal(names["activations"], (model[0].forward(batches[9]) / 2).half())
+
+
+def from_transformerlens(names: Names) -> None:
+    blocks, corrupted, expected = (names[name] for name in ("blocks", "corrupted", "expected"))
+    distance = names["distance"]
+    plain = (blocks(corrupted) - expected).norm()
+    # A patch mends its own position, and no other.
+    assert (distance < plain).all()
+    torch.testing.assert_close(distance.square().sum(1), 4 * plain.square().expand(3))
+
+
+def from_transformers(names: Names) -> None:
+    assert names["states"][1].dtype == torch.float16
+    assert type(names["model"].layers[0]) is names["QuietLayer"]
+
+
 def plans(names: Names) -> None:
     model, ids, vector = names["model"], names["ids"], names["vector"]
     hidden, expected = model.embed(ids), []
@@ -123,6 +142,9 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "compiling": compiling,
     "datasets": datasets,
     "engines-transformers": engines_transformers,
+    "migrating-from-mi-crow": from_mi_crow,
+    "migrating-from-transformerlens": from_transformerlens,
+    "migrating-from-transformers": from_transformers,
     "plans": plans,
     "rows": rows,
     "saelens": saelens,
