@@ -39,17 +39,9 @@ def compiling(names: Names) -> None:
 
 
 def datasets(names: Names) -> None:
-    library = pytest.importorskip("datasets")
-    rows = names["data"][:]
-    # The second store has the path and the sizes of the first.
-    for number, factor in enumerate((1, 2)):
-        with fh.LocalStore("again") as store:
-            store.restart("run", 0)
-            store.put("run", 0, "2", {"output": factor * rows})
-            store.complete("run", 0)
-            names["to_hugging_face"](fh.ActivationDataset(store, "2"), f"rows{number}")
-        made = library.load_from_disk(f"rows{number}")
-        assert torch.equal(torch.tensor(made["activation"][:]), factor * rows)
+    acts, model = names["data"][:], names["model"]
+    with torch.no_grad():
+        torch.testing.assert_close(acts, model(names["x"]))
 
 
 def engines_transformers(names: Names) -> None:
@@ -73,7 +65,8 @@ def from_transformerlens(names: Names) -> None:
     plain = (blocks(corrupted) - expected).norm()
     # A patch mends its own position, and no other.
     assert (distance < plain).all()
-    torch.testing.assert_close(distance.square().sum(1), 4 * plain.square().expand(3))
+    total = 4 * plain.square().expand(3)
+    torch.testing.assert_close(distance.square().sum(1), total, rtol=1e-4, atol=0)
 
 
 def from_transformers(names: Names) -> None:
@@ -170,6 +163,24 @@ def test_page_prints_its_shown_output_and_holds(
     names = run(page, monkeypatch, capsys, all_=check is not None)
     if check is not None:
         check(names)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_to_hugging_face_has_the_rows_that_are_stored_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("datasets")
+    names = run(DOCS / "datasets.md", monkeypatch, capsys, all_=True)
+    rows = names["data"][:]
+    # The second store has the path and the sizes of the first.
+    for factor in (1, 2):
+        with fh.LocalStore("again") as store:
+            store.restart("run", 0)
+            store.put("run", 0, "2", {"output": factor * rows})
+            store.complete("run", 0)
+            names["to_hugging_face"](fh.ActivationDataset(store, "2"), f"rows{factor}")
+        made = library.load_from_disk(f"rows{factor}")
+        assert torch.equal(torch.tensor(made["activation"][:]), factor * rows)
 
 
 @pytest.mark.parametrize("page", CHECKS)
