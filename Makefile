@@ -66,6 +66,7 @@ vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
 	script/vllm
 
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
+	script/saelens
 	script/ecosystem
 
 release: $(BIN)/maturin $(VENV)/release ## Wheels for each CPython found, sdist, SBOM and checksums in dist/, installed and run

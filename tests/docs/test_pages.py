@@ -1,0 +1,217 @@
+"""Pages of the documentation run, print what they show, and hold what they say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+from support.pages import DOCS, blocks, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Names = dict[str, Any]
+PROCESSES = 2
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page)]
+BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
+
+
+def command_line(names: Names) -> None:
+    new = fh.ActivationCache.load("new.safetensors")["2"]
+    layers = torch.load("small.pt", weights_only=False)
+    with torch.no_grad():
+        torch.testing.assert_close(new, layers[2](layers[1](2 * layers[0](torch.load("x.pt")))))
+
+
+def compiling(names: Names) -> None:
+    model, x = names["model"], names["x"]
+    with fh.capture(model, "0") as acts, torch.no_grad():
+        names["compiled"](x)
+    torch.testing.assert_close(acts["0"], model[0](x))
+
+
+def datasets(names: Names) -> None:
+    acts, model = names["data"][:], names["model"]
+    with torch.no_grad():
+        torch.testing.assert_close(acts, model(names["x"]))
+
+
+def engines_transformers(names: Names) -> None:
+    steered, prompt = names["outputs"]["req_0"], names["prompts"][0]
+    tokens = torch.tensor([prompt + steered.generated_tokens[:-1]])
+    with fh.capture(names["model"], "model.layers.0") as acts, torch.no_grad():
+        names["model"](tokens)
+    torch.testing.assert_close(
+        steered.acts["model.layers.0"], acts["model.layers.0"][0], atol=1e-4, rtol=1e-4
+    )
+
+
+def from_mi_crow(names: Names) -> None:
+    model, batches = names["model"], names["batches"]
+    assert torch.equal(names["activations"], (model[0].forward(batches[9]) / 2).half())
+
+
+def from_transformerlens(names: Names) -> None:
+    blocks, corrupted, expected = (names[name] for name in ("blocks", "corrupted", "expected"))
+    distance = names["distance"]
+    plain = (blocks(corrupted) - expected).norm()
+    # A patch mends its own position, and no other.
+    assert (distance < plain).all()
+    total = 4 * plain.square().expand(3)
+    torch.testing.assert_close(distance.square().sum(1), total, rtol=1e-4, atol=0)
+
+
+def from_transformers(names: Names) -> None:
+    assert names["states"][1].dtype == torch.float16
+    assert type(names["model"].layers[0]) is names["QuietLayer"]
+
+
+def plans(names: Names) -> None:
+    model, ids, vector = names["model"], names["ids"], names["vector"]
+    hidden, expected = model.embed(ids), []
+    for number, layer in enumerate(model.layers):
+        taken = layer(hidden) + (4 * vector if number == 1 else 0)
+        hidden = hidden + taken
+        expected.append(taken.half())
+    _, acts = fh.run(model, ids, plan=names["plan"])
+    torch.testing.assert_close(acts.stack(), torch.stack(expected))
+
+
+def rows(names: Names) -> None:
+    a, b, y, batch = (names[name] for name in ("a", "b", "y", "batch"))
+    assert list(batch.errors) == [names["c"]]
+    assert b.error is None
+    model, x, joy = names["model"], names["x"], names["joy"]
+    steered = model[2](model[1](model[0](x[:4]) + joy))
+    torch.testing.assert_close(a.acts["2"], steered)
+    assert torch.equal(y[:4], model(x)[:4])
+
+
+def saelens(names: Names) -> None:
+    data, context = names["data"], names["CONTEXT"]
+    made = names["datasets"].load_from_disk("contexts").with_format("torch")
+    stored = made[names["LAYER"]][:].flatten(0, 1)
+    assert torch.equal(stored, data[: len(data) // context * context])
+
+
+def serving(names: Names) -> None:
+    answers = (names[name]["hidden"] for name in ("plain", "halved", "batched"))
+    plain, halved, batched = map(torch.tensor, answers)
+    torch.testing.assert_close(halved, plain / 2)
+    torch.testing.assert_close(batched[0], halved)
+    assert names["batched"]["score"] == [pytest.approx(names["halved"]["score"])]
+
+
+def threads(names: Names) -> None:
+    layer, x = names["model"][0], names["x"]
+    assert len(names["results"]) == 100
+    for factor, result in enumerate(names["results"]):
+        assert torch.equal(result, layer(x) * factor)
+    assert len(names["outputs"]) == len(names["acts"]["0"]) == 16
+
+
+def tutorial(names: Names) -> None:
+    again, acts, net, ids = (names[name] for name in ("again", "acts", "net", "ids"))
+    assert all(torch.equal(again[name], acts[name]) for name in acts)
+    hidden = net.embed(ids)
+    for number, block in enumerate(net.blocks):
+        hidden = block(hidden)
+        torch.testing.assert_close(acts[f"blocks.{number}"], hidden)
+    assert names["watch"].first == "blocks.1.mlp"
+    for each in (names["early"], names["late"]):
+        assert each.removed
+
+
+CHECKS: dict[str, Callable[[Names], None]] = {
+    "command-line": command_line,
+    "compiling": compiling,
+    "datasets": datasets,
+    "engines-transformers": engines_transformers,
+    "migrating-from-mi-crow": from_mi_crow,
+    "migrating-from-transformerlens": from_transformerlens,
+    "migrating-from-transformers": from_transformers,
+    "plans": plans,
+    "rows": rows,
+    "saelens": saelens,
+    "serving": serving,
+    "threads": threads,
+    "tutorial": tutorial,
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in BY_TORCHRUN], ids=lambda page: page.stem
+)
+def test_page_prints_its_shown_output_and_holds(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = CHECKS.get(page.stem)
+    names = run(page, monkeypatch, capsys, all_=check is not None)
+    if check is not None:
+        check(names)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_to_hugging_face_has_the_rows_that_are_stored_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("datasets")
+    names = run(DOCS / "datasets.md", monkeypatch, capsys, all_=True)
+    rows = names["data"][:]
+    # The second store has the path and the sizes of the first.
+    for factor in (1, 2):
+        with fh.LocalStore("again") as store:
+            store.restart("run", 0)
+            store.put("run", 0, "2", {"output": factor * rows})
+            store.complete("run", 0)
+            names["to_hugging_face"](fh.ActivationDataset(store, "2"), f"rows{factor}")
+        made = library.load_from_disk(f"rows{factor}")
+        assert torch.equal(torch.tensor(made["activation"][:]), factor * rows)
+
+
+@pytest.mark.parametrize("page", CHECKS)
+def test_pages_with_a_check_show_outputs_and_no_asserts(page: str) -> None:
+    found = blocks(DOCS / f"{page}.md")
+    assert not [block.code for block in found if "assert " in block.code]
+    assert any(block.printed for block in found)
+
+
+@pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
+def test_page_runs_on_several_processes(page: Path) -> None:
+    # Skips C++ destructors: gloo's abort a process now and then, with plain PyTorch too.
+    ending = "import os; os._exit(0)"
+    Path("page.py").write_text("\n".join([*(block.code for block in blocks(page)), ending]))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{PROCESSES}"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "page.py"],
+            env={**os.environ, **torchrun, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        assert [process.wait(timeout=110) for process in running] == PROCESSES * [0]
+    finally:
+        for process in running:
+            process.kill()
+
+
+def test_pages_with_code_are_found() -> None:
+    assert len(PAGES) > len(BY_TORCHRUN) > 0
