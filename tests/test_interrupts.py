@@ -25,6 +25,7 @@ from ferrohook import interventions as fi
 from ferrohook import recording
 from ferrohook._core import frames
 from ferrohook.stores import LocalStore, MemoryStore
+from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
@@ -153,6 +154,39 @@ def test_an_interrupt_restores_the_model(act: Callable[[nn.Module], None]) -> No
             break
     assert left == []
     assert place > 20
+
+
+def test_an_interrupt_in_an_audit_hook_restores_the_model() -> None:
+    # In a process of its own, as audit hooks stay. CPython calls them for each change of class.
+    code = """
+changes = 0
+
+def interrupt(event, arguments):
+    global changes
+    if event == "object.__setattr__" and arguments[1] == "__class__":
+        changes -= 1
+        if changes == 0:
+            raise KeyboardInterrupt
+
+def state():
+    return [(id(type(module)), [*vars(module)]) for module in model.modules()]
+
+sys.addaudithook(interrupt)
+model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+plain = state()
+for place in range(1, 100):
+    changes = place
+    try:
+        with fh.instrument(model):
+            pass
+    except KeyboardInterrupt:
+        assert state() == plain, place
+    else:
+        break
+print(place)
+"""
+    instrumented_and_restored = 2 * 3
+    assert_ends_well(run_with_torch(code), f"{instrumented_and_restored + 1}\n")
 
 
 def activate(scope: fh.Scope) -> None:

@@ -18,13 +18,12 @@ use crate::error::{hook_error, type_name};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::Options;
 use crate::registry::Registry;
-use crate::torch;
 
 /// Undoes one `acquire` of a module; the last one restores its class and removes its hooks.
 pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     let py = module.py();
     let state = instance_dict(module)?;
-    let dispatcher = {
+    let (dispatcher, restored) = {
         let _others_wait = one_at_a_time(py);
         let Some(dispatcher) = dispatcher_in(&state)? else {
             return Ok(());
@@ -32,16 +31,17 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
         if dispatcher.get().release(explicit) > 0 {
             return Ok(());
         }
-        if instrumented(module)? {
-            set_class(module, torch::plain_class(&module.get_type())?.as_any())?;
-        }
+        let restored = instrumented_from(module)?.map_or(Ok(()), |plain| {
+            // Once more after Ctrl-C in an audit hook.
+            set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
+        });
         state.del_item(intern!(py, Dispatcher::KEY))?;
-        dispatcher
+        (dispatcher, restored)
     };
     if !dispatcher.get().shares_hooks() {
         dispatcher.get().registry(py).get().clear(None);
     }
-    Ok(())
+    restored
 }
 
 /// Undoes, once, the `acquire` that a copy of an instrumented module inherited. Returns True for
@@ -79,16 +79,37 @@ pub fn assign_class(
     set.map_err(|error| refused(py, error))
 }
 
-/// Locks changes of class. Nothing that is done under the lock runs Python code, unless it fails.
-/// Recursive for that: an exception is an allocation, at which the garbage collector may run a
-/// finaliser, which changes a class too.
-fn one_at_a_time(py: Python<'_>) -> ReentrantMutexGuard<'static, ()> {
+/// Guard of the lock for changes of class. While it is held, the garbage collector runs no
+/// finalisers, which may wait for another thread that changes a class.
+struct OneAtATime {
+    collects: bool,
+    _lock: ReentrantMutexGuard<'static, ()>,
+}
+
+impl Drop for OneAtATime {
+    fn drop(&mut self) {
+        if self.collects {
+            // SAFETY: locked, and so dropped, with the interpreter attached.
+            unsafe { ffi::PyGC_Enable() };
+        }
+    }
+}
+
+/// Locks changes of class. Only one kind of Python code runs under the lock: audit hooks, which
+/// CPython calls for each change (filelock registers one). Recursive for signal handlers that run
+/// in these and change a class too.
+fn one_at_a_time(py: Python<'_>) -> OneAtATime {
     static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
     loop {
-        if let Some(guard) = CLASSES.try_lock() {
-            return guard;
+        if let Some(lock) = CLASSES.try_lock() {
+            // SAFETY: the interpreter is attached.
+            let collects = unsafe { ffi::PyGC_Disable() } != 0;
+            return OneAtATime {
+                collects,
+                _lock: lock,
+            };
         }
-        // Locked only with the interpreter attached, and so by no thread across a fork.
+        // Audit hooks aside, locked only with the interpreter attached: by no thread across a fork.
         invoke::detached(py, || drop(CLASSES.lock()));
     }
 }
@@ -105,7 +126,7 @@ pub fn acquire(
     {
         let _others_wait = one_at_a_time(py);
         if let Some(dispatcher) = dispatcher_in(&state)?
-            && instrumented(module)?
+            && instrumented_from(module)?.is_some()
         {
             dispatcher.get().acquire(explicit);
             return Ok(());
@@ -122,7 +143,7 @@ pub fn acquire(
         let dispatcher = dispatcher_in(&state)?;
         let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
         state.set_item(intern!(py, Dispatcher::KEY), dispatcher)?;
-        if !instrumented(module)?
+        if instrumented_from(module)?.is_none()
             && let Err(error) = set_class(module, &class)
         {
             state.del_item(intern!(py, Dispatcher::KEY))?;
@@ -186,8 +207,8 @@ fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, 
     Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
-/// True if the module's class was made for instrumented modules.
-fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
+/// Returns the plain class if the module's class was made for instrumented modules.
+fn instrumented_from<'py>(module: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
     let name = intern!(py, "_made_from");
     for base in module.get_type().mro().iter_borrowed() {
@@ -196,17 +217,17 @@ fn instrumented(module: &Bound<'_, PyAny>) -> PyResult<bool> {
         // SAFETY: a live class, which keeps its dict alive; null for one of the interpreter's own.
         let namespace = unsafe { Borrowed::from_ptr_or_opt(py, (*base).tp_dict) };
         if let Some(namespace) = namespace
-            && namespace.cast::<PyDict>()?.contains(name)?
+            && let Some(bases) = namespace.cast::<PyDict>()?.get_item(name)?
         {
-            return Ok(true);
+            return bases.get_item(1).map(Some);
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 /// Sets the actual class: `__class__` of an instrumented module reads as the original one.
 ///
-/// Runs no Python code, for callers that hold the lock.
+/// Runs no Python code but audit hooks, for callers that hold the lock.
 fn set_class(module: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = module.py();
     let own = own_class(py)?.as_ptr();
