@@ -28,6 +28,7 @@ def config(**changes: Any) -> Any:
         compilation_config=types.SimpleNamespace(
             **{name: changes.pop(name, 0) for name in ("mode", "cudagraph_mode")}
         ),
+        device_config=types.SimpleNamespace(device_type=changes.pop("device_type", "cpu")),
         scheduler_config=types.SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=32),
         **{
             "speculative_config": None,

@@ -26,7 +26,7 @@ WIDTH = 4
 @pytest.mark.parametrize(
     ("changes", "feature"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"tensor_parallel_size": 2, "device_type": "cuda"}, "tensor parallelism on GPUs"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"use_sequence_parallel_moe": True}, "sequence parallelism"),

@@ -20,7 +20,7 @@ from ferrohook.selection import select
 from ferrohook.steering import Add, Intervention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
 
@@ -98,6 +98,18 @@ class Modules:
         )
         table = {name: found.get(name, refused) for name in self.table}
         return Modules(table, self._fused, compiled=True), [*found], _index(info, name, None)
+
+    def without(self, partial: Collection[str]) -> Modules:
+        """Returns the table with modules refused whose tensors are parts on each rank."""
+        refused = ModuleInfo(
+            "other",
+            refused="tensor parallelism: its input or output on a rank is a shard or a partial sum",
+        )
+        table = {
+            name: refused if name in partial and info.refused is None else info
+            for name, info in self.table.items()
+        }
+        return Modules(table, self._fused)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.

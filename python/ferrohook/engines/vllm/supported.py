@@ -16,11 +16,12 @@ CAPABILITIES: Final = Capabilities(
         "eager engines, any module that runs once per forward",
         "compiled engines, Add and keep at the modules named as sites",
         "chunked prefill, prefix caching, preemption, aborts, async scheduling",
+        "tensor parallelism on CPUs, modules whose tensors are the same on all ranks",
         "in process, and over HTTP through vllm_xargs",
     ),
     refused={
         "python functions": "a plan crosses processes as JSON",
-        "tensor parallelism": "linear and attention modules return shards, not told apart yet",
+        "tensor parallelism on GPUs": "not run on several GPUs yet",
         "pipeline parallelism": "a worker has a part of the layers; not tested",
         "data parallelism": "captures would come from several engines; not tested",
         "context parallelism": "a worker has a part of the rows; not tested",
@@ -64,7 +65,8 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
     parallel, compilation = config.parallel_config, config.compilation_config
     model, cache = config.model_config, config.cache_config
     used = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "tensor parallelism on GPUs": parallel.tensor_parallel_size > 1
+        and config.device_config.device_type != "cpu",
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1

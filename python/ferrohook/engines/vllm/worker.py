@@ -18,6 +18,7 @@ from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
 from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, Modules, observe
+from ferrohook.engines.vllm.ranks import Ranks
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
@@ -97,9 +98,11 @@ class Worker:
         self._spans: list[Span] = []
         self._from_cache: list[str] = []
         """Requests of the settled step that begin with keys and values of others."""
-        self._failures: dict[str, BaseException] = {}
+        self._failures: dict[str, str] = {}
+        """Reasons, by request."""
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the runner."""
+        self._ranks = Ranks.of(config)
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
 
@@ -111,7 +114,10 @@ class Worker:
             _LOG.warning("ferrohook: %s", explain(self.refused))
             return
         model = self._runner.get_model()
-        modules = observe(model, functools.partial(self._forward, model))
+        forward = functools.partial(self._forward, model)
+        modules = observe(model, forward)
+        if self._ranks is not None:
+            modules = modules.without(self._ranks.partial(model, forward))
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
             scheduler = self._config.scheduler_config
@@ -215,8 +221,10 @@ class Worker:
                 raise HookError(msg)
             vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
             served = self._loaded()
-            rewritten = served.modules.rewritten(Plan.from_json(payload["plan"], vectors))
-            prepared = self._plans[digest] = served.planned.pool.find(rewritten)
+            plan = served.modules.rewritten(Plan.from_json(payload["plan"], vectors))
+            if self._ranks is not None and self._ranks.rank:  # the first one captures
+                plan = Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
+            prepared = self._plans[digest] = served.planned.pool.find(plan)
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(digest)
@@ -287,23 +295,28 @@ class Worker:
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
         spans, self._spans = self._spans, []
-        if not spans:
+        if spans:
+            self.steps += 1
+            planned = self._loaded().planned
+            with planned.running(Step(spans, rows)):
+                yield
+            for span in spans:
+                error = planned.failure_of(span.request_id)
+                if error is not None and span.request_id not in self._failed:
+                    self._fail(span.request_id, self._admitted[span.request_id].digest, error)
+        else:
             yield
-            return
-        self.steps += 1
-        planned = self._loaded().planned
-        with planned.running(Step(spans, rows)):
-            yield
-        for span in spans:
-            error = planned.failure_of(span.request_id)
-            if error is not None and span.request_id not in self._failed:
-                self._fail(span.request_id, self._admitted[span.request_id].digest, error)
+        if self._ranks is not None and (self._admitted or self._failed):  # alike on all ranks
+            for request_id, reason in self._ranks.merged(self._failures).items():
+                self._failures[request_id] = reason
+                admitted = self._admitted.get(request_id)
+                self._failed.setdefault(request_id, admitted.digest if admitted else "")
         if self._failed:
             self._fail_sharers()
 
     def _fail(self, request_id: str, digest: str, error: BaseException) -> None:
         self._failed[request_id] = digest
-        self._failures[request_id] = error
+        self._failures[request_id] = _reason(error)
 
     def _fail_sharers(self) -> None:
         """Fails requests that begin with keys and values of one whose plan failed.
@@ -323,9 +336,9 @@ class Worker:
         if not self._failures:
             return {}
         failed, self._failures = self._failures, {}
-        for request_id, error in failed.items():
-            _LOG.error("ferrohook: the plan of request %s failed: %r", request_id, error)
-        return {request_id: _reason(error) for request_id, error in failed.items()}
+        for request_id, reason in failed.items():
+            _LOG.error("ferrohook: request %s: %s", request_id, reason)
+        return failed
 
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 

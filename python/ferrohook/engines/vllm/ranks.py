@@ -1,0 +1,96 @@
+"""Ranks of tensor parallelism: each runs all rows, in some modules a part of their widths."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.tensors import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+class Ranks:
+    """Tensor-parallel group of a worker.
+
+    Args:
+        group: vLLM's `GroupCoordinator`.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = group.rank_in_group
+        self._size: int = group.world_size
+        self._group = group.cpu_group
+
+    @classmethod
+    def of(cls, config: Any) -> Ranks | None:
+        """Returns the group of this process; None without tensor parallelism."""
+        if config.parallel_config.tensor_parallel_size == 1:
+            return None
+        return cls(importlib.import_module("vllm.distributed").get_tp_group())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank."""
+        values: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(values, value, self._group)
+        return values
+
+    def merged(self, failures: dict[str, str]) -> dict[str, str]:
+        """Returns the failures of all ranks; those of the first rank that has one win."""
+        number = torch.tensor(len(failures))
+        torch.distributed.all_reduce(number, group=self._group)
+        merged: dict[str, str] = {}
+        for each in reversed(self.gathered(failures)) if number else ():
+            merged |= each
+        return merged
+
+    def partial(self, model: nn.Module, forward: Callable[[], object]) -> set[str]:
+        """Returns the modules with an input or output that differs between the ranks.
+
+        Compares the tensors of one forward. Shards that happen to be equal (attention computes
+        nothing without a KV cache, weights may be zero) are made to differ: noise of the rank
+        replaces the output of each module that vLLM declares to be sharded.
+        """
+        layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
+        noise = torch.Generator().manual_seed(self.rank)
+        digests: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
+
+        def add(name: str, value: Any) -> None:
+            digests[name] += [digest_of(each.contiguous()) for each in tensors_in(value)]
+
+        def hook(name: str, module: nn.Module) -> list[Any]:
+            sharded = isinstance(module, layers.AttentionLayerBase) or _is_sharded(module)
+
+            def returning(_module: nn.Module, _args: Any, output: Any) -> None:
+                for each in tensors_in(output) if sharded else ():
+                    each.copy_(torch.randn(each.shape, generator=noise))
+                add(name, output)
+
+            return [
+                module.register_forward_pre_hook(
+                    lambda _module, args, kwargs: add(name, (args, kwargs)), with_kwargs=True
+                ),
+                module.register_forward_hook(returning),
+            ]
+
+        hooks = [each for item in model.named_modules() for each in hook(*item)]
+        try:
+            forward()
+        finally:
+            for each in hooks:
+                each.remove()
+        first, *others = self.gathered(digests)
+        return {name for name in first if any(other[name] != first[name] for other in others)}
+
+
+def _is_sharded(module: Any) -> bool:
+    """Returns True for a linear layer of vLLM whose ranks neither gather nor reduce the output."""
+    whole = getattr(module, "gather_output", True) and getattr(module, "reduce_results", True)
+    return getattr(module, "tp_size", 1) > 1 and not whole

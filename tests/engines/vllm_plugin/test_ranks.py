@@ -1,0 +1,155 @@
+"""vLLM on two ranks of a CPU: plans act on all of them, the first one captures."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import vllm
+from support.engines import Change, Job
+from support.vllm_engine import EOS, WIDTH, Answer, random_jobs, sampling, serve, start, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+NEW = 12
+PROMPT = [*range(10, 50)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+STEERED = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),))
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+@pytest.fixture(scope="module")
+def engine(models: Any) -> Iterator[Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        made = start(models["llama"][0], tensor_parallel_size=2)
+    yield made
+    stop(made)
+
+
+def states(engine: Any) -> list[dict[str, int]]:
+    return [json.loads(each) for each in engine.collective_rpc("ferrohook_state")]
+
+
+def served(engine: Any, plans: Mapping[str, Any]) -> dict[str, Any]:
+    """Serves requests of one prompt by their plans, at once; returns the outputs."""
+    core = engine.llm_engine
+    for name, plan in plans.items():
+        core.add_request(name, {"prompt_token_ids": PROMPT}, sampling(plan, NEW))
+    finished = {}
+    while core.has_unfinished_requests():
+        finished |= {it.request_id: it for it in core.step() if it.finished}
+    assert finished.keys() == plans.keys()
+    return finished
+
+
+def check(model: Any, job: Job, output: Any) -> None:
+    job.check(model, Answer([*output.outputs[0].token_ids], {}), NEW)
+
+
+def test_random_requests(models: Any, engine: Any, request: pytest.FixtureRequest) -> None:
+    _, model = models["llama"]
+    jobs = random_jobs(request.config.getoption("requests") or 36, seed=83)
+    answers = serve(engine, jobs, seed=89)
+    assert len(answers) == len(jobs)
+    for number, job in enumerate(jobs):
+        job.check(model, answers[number], NEW)
+    first, second = states(engine)
+    assert first == second
+    assert first["steps"] > 0
+    assert first["results"] == 0
+
+
+def test_the_first_rank_captures(engine: Any) -> None:
+    outputs = served(engine, {"kept": fh.Plan(fh.keep("model.layers.1")), "plain": None})
+    served(engine, {"next": None})  # the workers learn with it that the others are finished
+    assert [each["results"] for each in states(engine)] == [1, 0]
+    assert len(vllm.activations(engine, outputs["kept"]).acts["model.layers.1"]) >= len(PROMPT)
+    assert [each["results"] for each in states(engine)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "self_attn.qkv_proj",
+        "self_attn.attn",
+        "self_attn.o_proj",  # its input; without a KV cache attention gives all ranks the same
+        "mlp.gate_up_proj",
+        "mlp.act_fn",
+        "mlp.down_proj",
+    ],
+)
+def test_a_module_with_shards_is_refused_by_name(engine: Any, shard: str) -> None:
+    plan = fh.Plan(fh.keep(f"model.layers.1.{shard}"))
+    with pytest.raises(ValueError, match=rf"'model\.layers\.1\.{shard}' cannot.*tensor parallel"):
+        engine.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    assert not engine.llm_engine.has_unfinished_requests()
+
+
+def test_a_cache_is_shared_within_a_plan_only(models: Any, engine: Any) -> None:
+    _, model = models["llama"]
+    engine.reset_prefix_cache()
+    cached = []
+    for job in (STEERED, Job(PROMPT), STEERED, Job(PROMPT)):
+        (output,) = served(engine, {"it": job.plan}).values()
+        check(model, job, output)
+        cached.append(bool(output.num_cached_tokens))
+    assert cached == [False, False, True, True]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("when", ["admitted", "run"])
+def test_a_plan_that_fails_on_one_rank_fails_its_request(
+    models: Any, engine: Any, failing: int, when: str
+) -> None:
+    _, model = models["llama"]
+    engine.reset_prefix_cache()
+    width = WIDTH
+
+    def spoil(wrapper: Any) -> None:
+        import ferrohook  # noqa: PLC0415 (in the worker)
+
+        if wrapper.rpc_rank != failing:
+            return
+        worker = wrapper.ferrohook
+        find = worker._plan
+
+        def spoilt(payload: Any) -> Any:
+            worker._plan = find
+            if when == "admitted":
+                raise RuntimeError("out of luck")  # noqa: EM101, TRY003
+            add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
+            return ferrohook.Plan(ferrohook.on("model.layers.1", add))
+
+        worker._plan = spoilt
+
+    engine.collective_rpc(spoil)
+    outputs = served(engine, {"first": STEERED.plan, "second": STEERED.plan, "plain": None})
+    (text,) = outputs["first"].outputs
+    assert text.finish_reason == "error"
+    assert [*text.token_ids] == []
+    assert {"admitted": "out of luck", "run": "model.layers.1"}[when] in text.stop_reason
+    (text,) = outputs["second"].outputs
+    if text.finish_reason == "error":
+        assert "whose plan failed" in text.stop_reason
+    else:
+        check(model, STEERED, outputs["second"])
+    check(model, Job(PROMPT), outputs["plain"])
+    later = served(engine, {"later": STEERED.plan})["later"]
+    check(model, STEERED, later)
+    served(engine, {"last": None})
+    assert [each["requests"] for each in states(engine)] == [0, 0]
