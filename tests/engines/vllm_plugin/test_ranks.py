@@ -126,16 +126,16 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
         if wrapper.rpc_rank != failing:
             return
         worker = wrapper.ferrohook
-        find = worker._plan
+        find = worker._prepared
 
         def spoilt(payload: Any) -> Any:
-            worker._plan = find
+            worker._prepared = find
             if when == "admitted":
                 raise RuntimeError("out of luck")  # noqa: EM101, TRY003
             add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
             return ferrohook.Plan(ferrohook.on("model.layers.1", add))
 
-        worker._plan = spoilt
+        worker._prepared = spoilt
 
     engine.collective_rpc(spoil)
     outputs = served(engine, {"first": STEERED.plan, "second": STEERED.plan, "plain": None})
