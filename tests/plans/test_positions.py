@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
+from support.language_models import LAYERS, language_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,23 +23,7 @@ WIDTH = 8
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, str]:
     """A model and the name of a layer that returns the hidden state."""
-    torch.manual_seed(0)
-    ends = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
-    if request.param == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=WIDTH,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=32,
-            max_position_embeddings=64,
-            **ends,
-        )
-        return transformers.LlamaForCausalLM(config).eval(), "model.layers.0.mlp"
-    config = transformers.GPT2Config(
-        n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=32, n_positions=64, **ends
-    )
-    return transformers.GPT2LMHeadModel(config).eval(), "transformer.h.0.mlp"
+    return language_model(request.param, WIDTH), f"{LAYERS[request.param]}.0.mlp"
 
 
 def prompts(side: str) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ferrohook as fh
+from support.language_models import LAYERS, language_model
 from support.plans import forward_hook
 
 transformers = pytest.importorskip("transformers")
@@ -22,35 +23,11 @@ Prompts = list[Tensor]
 
 def of(kind: str) -> tuple[Any, tuple[str, ...]]:
     """A model of random weights and the names of layers that return the hidden state."""
-    torch.manual_seed(0)
-    ends = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
-    if kind == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=WIDTH,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=32,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-            **ends,
-        )
-        model = transformers.LlamaForCausalLM(config)
-        names = "model.layers.0", "model.layers.1.mlp"
-    else:
-        config = transformers.GPT2Config(
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=2,
-            vocab_size=32,
-            n_positions=64,
-            initializer_range=0.5,
-            **ends,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-        names = "transformer.h.0.mlp", "transformer.h.1.mlp"
+    model = language_model(kind, WIDTH, initializer_range=0.5)
+    layers = LAYERS[kind]
+    first = f"{layers}.0" if kind == "llama" else f"{layers}.0.mlp"
     # Exact enough that padding changes no token.
-    return model.double().eval(), names
+    return model.double(), (first, f"{layers}.1.mlp")
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

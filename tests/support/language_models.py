@@ -1,0 +1,30 @@
+"""Small language models of random weights, from transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
+"""Path of the layers of each kind. Their `mlp` returns the hidden state."""
+
+
+def language_model(kind: str, width: int, **options: Any) -> Any:
+    """Makes a model that generates until it is told to stop."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    options |= {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None, "vocab_size": 32}
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            **options,
+        )
+        return transformers.LlamaForCausalLM(config).eval()
+    config = transformers.GPT2Config(n_embd=width, n_layer=2, n_head=2, n_positions=64, **options)
+    return transformers.GPT2LMHeadModel(config).eval()
