@@ -19,7 +19,7 @@ use crate::hooks::native::AnyNative;
 use crate::hooks::site::log_error;
 use crate::registry::Registry;
 use crate::torch::rows::Rows;
-use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version};
+use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
 
 /// Hooks of a batch's members for one phase of one module.
 pub struct MemberHooks<'py> {
@@ -260,7 +260,7 @@ impl<'a, 'py> Value<'a, 'py> {
                 }
             }
             let version = if narrowed && copies {
-                version(&tensor).ok()
+                version_if_any(&tensor)?
             } else {
                 None
             };
@@ -304,7 +304,7 @@ impl<'a, 'py> Value<'a, 'py> {
                 check_same(describe, &given.tensor, new)?;
                 changed.push((at, new.clone()));
             } else if given.narrowed && narrowed.copies && wrote {
-                let written = given.version.is_none() || version(new).ok() != given.version;
+                let written = given.version.is_none() || version_if_any(new)? != given.version;
                 if written {
                     changed.push((at, new.clone()));
                 }

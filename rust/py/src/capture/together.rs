@@ -15,7 +15,7 @@ use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
 use crate::hooks::native::{Native, Outcome, Traced, Turn};
 use crate::torch::rows::{Rows, Selection, TokenPositions};
-use crate::torch::tensors::{map_tensors, requires_grad, version};
+use crate::torch::tensors::{map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.
 pub struct Together(Vec<Group>);
@@ -128,7 +128,7 @@ impl<'py> Stored<'py> {
         let mut tensors = Vec::new();
         let mut versions_missing = false;
         map_tensors(value, &mut |tensor| {
-            versions_missing |= version(tensor).is_err();
+            versions_missing |= version_if_any(tensor)?.is_none();
             Ok(tensor.clone())
         })?;
         selected |= versions_missing;
@@ -145,7 +145,7 @@ impl<'py> Stored<'py> {
             if selected && !(covered && rows.copies()) {
                 kept = kept.call_method0(intern!(py, "clone"))?;
             }
-            tensors.push((kept.clone(), version(&kept).ok(), covered));
+            tensors.push((kept.clone(), version_if_any(&kept)?, covered));
             Ok(kept)
         })?;
         let size = if selected { rows.len() } else { shared.size };
