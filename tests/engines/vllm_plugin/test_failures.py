@@ -118,7 +118,7 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
     _, model = models["llama"]
     llm.reset_prefix_cache()
     worker = worker_of(llm)
-    plan_of, failed = worker._plan, []
+    plan_of, failed = worker._prepared, []
 
     def failing_once(payload: Any) -> Any:
         if not failed:
@@ -127,7 +127,7 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
             raise RuntimeError(msg)
         return plan_of(payload)
 
-    monkeypatch.setattr(worker, "_plan", failing_once)
+    monkeypatch.setattr(worker, "_prepared", failing_once)
     outputs = served(llm, {"first": STEERED.plan, "second": STEERED.plan})
     (text,) = outputs["first"].outputs
     assert text.finish_reason == "error"
