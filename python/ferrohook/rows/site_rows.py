@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """A capture of a plan at a site."""
+    """A capture of a plan at sites."""
 
-    site: int
     capture: int
-    place: int
-    """Index of its name in the collector."""
+    """Its number among those of the plan."""
+    sites: tuple[int, ...]
+    places: tuple[int, ...]
+    """Indices of the sites' names in the collector."""
     at: At
 
 
@@ -54,12 +55,17 @@ class Program:
         return self.changes == [(None, [*range(len(self.vectors))])]
 
 
-def taken_from(kept: Tensor, places: list[int]) -> Tensor:
-    """Takes rows: a view where they stand in order, one behind the other."""
+def taken_from(kept: Tensor, places: list[int]) -> tuple[Tensor, ...]:
+    """Takes rows of each site: views where they stand in order, one behind the other.
+
+    Args:
+        kept: (sites, rows, width).
+        places: of the rows.
+    """
     first = places[0]
     if places == [*range(first, first + len(places))]:
-        return kept[first : first + len(places)]
-    return kept[places]
+        return kept.narrow(1, first, len(places)).unbind()
+    return kept[:, places].unbind()
 
 
 class SiteRows:
@@ -71,8 +77,8 @@ class SiteRows:
         self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
         self._shape = sites, count
         self._nobody = nobody
-        self.places = torch.tensor(nobody)
-        """Place of each row at each site; `nobody` for those that are not kept."""
+        self._kept: dict[tuple[int, ...], list[int]] = {}
+        """Rows that are kept, by their sites."""
         self.wanted: list[Wanted] = []
 
     def add(
@@ -95,13 +101,19 @@ class SiteRows:
                 columns = torch.tensor(chosen, dtype=torch.long)
                 self._at_sites[torch.tensor(changed)[:, None], columns] = program.slot
         for kept in program.kept:
-            if not self.places.dim():
-                self.places = torch.full((sites, count), self._nobody)
             places = _chosen(request, kept.at, positions, len(rows))
             taken = [rows[place] for place in places]
-            self.places[kept.site, taken] = torch.tensor(taken, dtype=torch.long)
             known = None if positions is None else [positions[place] for place in places]
+            self._kept.setdefault(kept.sites, []).extend(taken)
             self.wanted.append(Wanted(request, kept, taken, known))
+
+    def places(self) -> Tensor:
+        """Returns the place of each row at each site; `nobody` for those that are not kept."""
+        places = torch.full(self._shape, self._nobody)
+        for sites, rows in self._kept.items():
+            columns = torch.tensor(rows, dtype=torch.long)
+            places[torch.tensor(sites)[:, None], columns] = columns
+        return places
 
     def index(self) -> Tensor:
         """Returns the slot of each row at each site."""

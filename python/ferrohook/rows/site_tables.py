@@ -259,11 +259,8 @@ class Sites:
                     vectors[site] += vector
                 continue
             capture, places = next(captures)
-            sites = [paths[id(module)] for module in modules.values()]
-            kept += [
-                Kept(site, capture, index, entry.at)
-                for site, index in zip(sites, places.values(), strict=True)
-            ]
+            sites = tuple(paths[id(module)] for module in modules.values())
+            kept.append(Kept(capture, sites, tuple(places.values()), entry.at))
         changes: list[tuple[At, list[int]]] = []
         for site, at in ats.items():
             same = next((sites for other, sites in changes if other == at), None)
@@ -328,7 +325,7 @@ class Sites:
         if self._written < before:
             self._index[:, self._written : before] = 0
         if rows.wanted:
-            self._places[:, : self._written] = rows.places
+            self._places[:, : self._written] = rows.places()
         self._wanted = rows.wanted
         self._calls.zero_()
 
@@ -348,20 +345,29 @@ class Sites:
         if not rows or ran is None:
             return
         at = {row: place for place, row in enumerate(rows)}
-        kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
-        for each in wanted:
-            calls = ran[each.kept.site]
-            if each.request.failed or not calls or not each.rows:
-                continue
-            try:
-                self._check_calls(each.kept.site, calls)
-                own = taken_from(kept[each.kept.site], [at[row] for row in each.rows])
-                collector = each.request.collector(each.kept.capture)
-                store_rows(collector, each.kept.place, own, each.positions)
-            except HookError as error:
-                each.request.fail(error)
+        with torch.inference_mode(mode=False):
+            kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
+            for each in wanted:
+                if not each.request.failed and each.rows:
+                    self._store(each, ran, kept, [at[row] for row in each.rows])
+
+    def _store(self, wanted: Wanted, ran: list[int], kept: Tensor, places: list[int]) -> None:
+        """Stores the rows of a request, or fails it."""
+        request, (capture, sites, names, _) = wanted.request, wanted.kept
+        try:
+            for site in sites:
+                self._check_calls(site, ran[site])
+            own = taken_from(kept, places)
+            stored = [
+                (name, own[site]) for site, name in zip(sites, names, strict=True) if ran[site]
+            ]
+            store_rows(request.collector(capture), stored, wanted.positions)
+        except HookError as error:
+            request.fail(error)
 
     def _check_calls(self, site: int, calls: int) -> None:
+        if 0 <= calls <= 1:
+            return
         name = self.names[site]
         if calls < 0:
             msg = (
@@ -369,12 +375,11 @@ class Sites:
                 f"{self.dim} and a width of {self._kept.shape[-1]}: a site cannot keep it"
             )
             raise RowsError(msg)
-        if calls > 1:
-            msg = (
-                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
-                "for each call"
-            )
-            raise RowsError(msg)
+        msg = (
+            f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch for "
+            "each call"
+        )
+        raise RowsError(msg)
 
     def end_service(self) -> None:
         """Stores what was kept, and ends the service of a batch."""

@@ -193,23 +193,25 @@ pub fn record(
     Ok(())
 }
 
-/// Stores the rows of a request that an operator in a compiled region kept, with their positions.
+/// Stores the rows of a request that operators in a compiled region kept, by their places in the
+/// collector, with their positions.
 ///
 /// Raises:
 ///     CaptureBudgetError: it would exceed `max_bytes`.
 #[pyfunction]
-#[pyo3(signature = (collector, index, value, positions))]
+#[pyo3(signature = (collector, values, positions))]
 pub fn store_rows(
     collector: &Bound<'_, Collector>,
-    index: usize,
-    value: &Bound<'_, PyAny>,
+    values: Vec<(usize, Bound<'_, PyAny>)>,
     positions: Option<Vec<i64>>,
 ) -> PyResult<()> {
     let positions = positions.map(|values| TokenPositions {
         values: values.into(),
         dim: Some(0),
     });
-    keeping::record(collector, index, value, positions.as_ref())
+    values.iter().try_for_each(|(index, value)| {
+        keeping::record(collector, *index, value, positions.as_ref())
+    })
 }
 
 /// Registers recorders of the inputs (`inputs`) or outputs of instrumented modules, or of the
