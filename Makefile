@@ -65,7 +65,7 @@ interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPytho
 vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
 	script/vllm
 
-ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, more than 15 minutes
+ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, 46 minutes on two busy cores
 	script/saelens
 	script/ecosystem
 

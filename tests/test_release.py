@@ -206,6 +206,27 @@ def test_the_gpus_tests_are_reported_as_skipped_without_one() -> None:
     assert done.stdout == "SKIPPED cuda: no torch here sees a GPU\n"
 
 
+def test_packages_that_the_gpus_tests_lack_are_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    # Sees a GPU, and nothing that is installed.
+    python.write_text(
+        f"""#!/usr/bin/env bash
+case "$*" in *cuda.is_available*) exit 0 ;; esac
+exec {sys.executable} -S "$@"
+"""
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "script" / "cuda"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": str(python)},
+    )
+    lacking = "hypothesis, numpy, pytest>=9, pytest-timeout, rich, transformers"
+    assert (done.returncode, done.stderr) == (1, f"cuda: {python} lacks {lacking}\n")
+
+
 # files of a release
 
 

@@ -380,19 +380,30 @@ def test_only_snapshot_waits_for_the_gpu() -> None:
     module.register_forward_hook(non_finite)
     module.register_forward_hook(norm)
     module(x)
+    calls = 10  # of some 40 kernels each: launching waits for the GPU behind about 1,000
+    # Pinning memory waits too: pinned here, and reused.
+    for size in (2, 6):
+        pinned = [torch.empty(size, dtype=torch.float64, pin_memory=True) for _ in range(calls)]
+        del pinned
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     busy = torch.cuda.Event()
     busy.record()
-    for _ in range(200):
+    for _ in range(calls):
         module(x)
     assert not busy.query()  # otherwise a call has waited for the GPU
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         module(x)
-    assert non_finite.snapshot() == {"tensors": 202, "affected": 202, "nan": 202, "inf": 202}
+    count = calls + 2
+    assert non_finite.snapshot() == {
+        "tensors": count,
+        "affected": count,
+        "nan": count,
+        "inf": count,
+    }
     found = norm.snapshot()
-    assert (found["count"], found["not_finite"]) == (202 * 998, 2 * 202)
+    assert (found["count"], found["not_finite"]) == (count * 998, 2 * count)
     for key in ("mean", "variance", "rms", "min", "max"):
         assert found[key] == pytest.approx(expected[key], rel=2e-3)
