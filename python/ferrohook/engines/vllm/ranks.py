@@ -26,8 +26,7 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self.rank: int = group.rank_in_group
-        self._size: int = group.world_size
-        self._group = group.cpu_group
+        self._group = group
 
     @classmethod
     def of(cls, config: Any) -> Ranks | None:
@@ -38,16 +37,17 @@ class Ranks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, by rank."""
-        values: list[Any] = [None] * self._size
-        torch.distributed.all_gather_object(values, value, self._group)
+        values: list[Any] = [None] * self._group.world_size
+        torch.distributed.all_gather_object(values, value, self._group.cpu_group)
         return values
 
     def merged(self, failures: dict[str, str]) -> dict[str, str]:
         """Returns the failures of all ranks; those of the first rank that has one win."""
-        number = torch.tensor(len(failures))
-        torch.distributed.all_reduce(number, group=self._group)
+        # By vLLM's shared memory: microseconds, where torch's group takes hundreds.
+        if not self._group.all_reduce(torch.tensor([float(len(failures))])).item():
+            return {}
         merged: dict[str, str] = {}
-        for each in reversed(self.gathered(failures)) if number else ():
+        for each in reversed(self.gathered(failures)):
             merged |= each
         return merged
 
