@@ -397,7 +397,7 @@ def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
 @pytest.mark.parametrize("index", [0, -1, slice(0, 2), (0, ...), [0, 1]])
 def test_a_slice_keeps_all_tokens(llm: Any, index: Any) -> None:
     plan = fh.Plan(fh.keep("model.layers.1", slice=index))
-    with pytest.raises(ValueError, match="all tokens; not"):
+    with pytest.raises(ValueError, match=r"slice of keep.*all tokens"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
     plan = fh.Plan(fh.keep("model.layers.1", slice=(..., slice(0, 8))))
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)

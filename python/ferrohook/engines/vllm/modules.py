@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ferrohook.engines.planned import keeps_rows
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -207,12 +208,8 @@ def _check_options(entry: KeepEntry) -> None:
     if refused := entry.options.keys() - _ENGINE_OPTIONS:
         msg = f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
         raise ValueError(msg)
-    index = entry.options.get("slice", ...)
-    first = index[0] if isinstance(index, tuple) and index else index
-    if first is not ... and not (isinstance(first, slice) and first == slice(None)):
-        msg = (
-            f"slice of keep in an engine begins with ... or slice(None): all tokens; not {first!r}"
-        )
+    if not keeps_rows(entry.options.get("slice", ...), 0):
+        msg = "slice of keep in an engine begins with ... or slice(None): all tokens"
         raise ValueError(msg)
 
 
