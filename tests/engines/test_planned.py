@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,33 @@ def test_what_the_engine_forgot_is_forgotten(model: nn.Sequential) -> None:
     admit(planned, "a", "b")
     planned.reconcile(lambda: {"b", "of nobody"})
     assert planned.ids() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "index", "keeps"),
+    [
+        (0, ..., True),
+        (0, (slice(None), 0), True),
+        (0, 0, False),
+        (0, slice(0, 2), False),
+        (0, [0, 1], False),
+        (1, slice(0, 1), True),
+        (1, (..., slice(0, 2)), True),
+        (1, (slice(None), slice(None), 0), True),
+        (1, 0, False),  # the rows move to another dimension
+        (1, (slice(None), 0), False),
+        (1, (slice(None), slice(1, None)), False),
+    ],
+)
+def test_a_slice_keeps_the_rows(model: nn.Sequential, dim: int, index: Any, keeps: bool) -> None:
+    """Without their dimension the rows of steps cannot be put together."""
+    planned = PlannedRequests(model, dim=dim)
+    plan = fh.Plan(fh.keep("0", slice=index))
+    if keeps:
+        planned.pool.find(plan)
+        return
+    with pytest.raises(HookError, match=f"slice= keeps all of dimension {dim}"):
+        planned.pool.find(plan)
 
 
 def test_a_request_submitted_while_the_engine_is_asked_stays(model: nn.Sequential) -> None:

@@ -38,11 +38,15 @@ class PreparedPool:
     Args:
         model: the engine's model.
         running: its modules that run in a step; None if that is not known.
+        dim: dimension of the rows in its tensors.
     """
 
-    def __init__(self, model: nn.Module, running: Collection[nn.Module] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, running: Collection[nn.Module] | None = None, dim: int = 0
+    ) -> None:
         self._model = model
         self._running = running
+        self._dim = dim
         self._prepared: weakref.WeakValueDictionary[object, Prepared]
         self._prepared = weakref.WeakValueDictionary()
         self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
@@ -89,11 +93,23 @@ class PreparedPool:
             return "stop=True would end the forward of others"
         if "keep" in entry.options:
             return "steps are put together by position, so keep= has no meaning"
+        if not keeps_rows(entry.options.get("slice", ...), self._dim):
+            return f"slice= keeps all of dimension {self._dim}, whose rows are put together"
         if self._running is not None:
             for name, module in select(self._model, entry.what, called=True).items():
                 if module not in self._running:
                     return f"{name!r} does not run in its steps"
         return ""
+
+
+def keeps_rows(index: Any, dim: int) -> bool:
+    """Returns True if the `slice` of a capture keeps a dimension of rows, and its place."""
+    for place, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if part is ... or place > dim:
+            break
+        if not isinstance(part, slice) or (place == dim and part != slice(None)):
+            return False
+    return True
 
 
 class Result(NamedTuple):
@@ -189,7 +205,7 @@ class PlannedRequests:
         dim: int = 0,
         running: Collection[nn.Module] | None = None,
     ) -> None:
-        self.pool = PreparedPool(model, running)
+        self.pool = PreparedPool(model, running, dim)
         self._dim = dim
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}

@@ -103,7 +103,7 @@ def generate_batch(
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")
-    prompts = _with_plans(PreparedPool(model), inputs, plans)
+    prompts = _with_plans(PreparedPool(model, dim=ROWS), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
     stand_in = _AttachingModel(model, prompts, untried)
     try:

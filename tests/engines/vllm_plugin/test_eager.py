@@ -101,6 +101,27 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
     assert numbers["results"] == 0
 
 
+def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: Any) -> None:
+    """An engine that takes embeddings as prompts embeds all tokens where no hook fires."""
+    folder, model = models["llama"]
+    engine = start(folder, enable_prompt_embeds=True)
+    try:
+        for plan in (
+            fh.Plan(fh.on("model.embed_tokens", fh.Add(VECTOR))),
+            fh.Plan(fh.keep("model.embed_tokens")),
+        ):
+            with pytest.raises(ValueError, match=r"'model\.embed_tokens' cannot.*never runs"):
+                engine.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+        job = Job(PROMPT, (Change(1, fh.Add(VECTOR), "generated"),), ("model.layers.2",))
+        embeds = model.get_input_embeddings()(torch.tensor(PROMPT))
+        for prompt in ({"prompt_token_ids": PROMPT}, {"prompt_embeds": embeds}):
+            (output,) = engine.generate(prompt, sampling(job.plan, NEW), use_tqdm=False)
+            acts = vllm.activations(engine, output).acts
+            job.check(model, Answer([*output.outputs[0].token_ids], acts), NEW)
+    finally:
+        stop(engine)
+
+
 def test_rows_are_those_of_the_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each step the rows of a span have the tokens of its request at its positions."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -256,6 +277,73 @@ def test_a_stop_string_cuts_captures_off(llm: Any) -> None:
     assert len(acts["model.layers.0"]) == len(PROMPT) + len(text.token_ids) - 1
 
 
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("model.layers.1", 1), ("model.layers.1.mlp", None), ("model.layers.1.mlp.down_proj", None)],
+)
+def test_inputs_are_captured(models: Any, llm: Any, name: str, index: int | None) -> None:
+    _, model = models["llama"]
+    plan = fh.Plan(fh.keep(name, inputs=True, output_index=index))
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    inputs = vllm.activations(llm, output).acts[name]
+    twin, steps = model.get_submodule(name), []
+    hook = twin.register_forward_pre_hook(lambda _module, args: steps.append(args[0][0].clone()))
+    ids = torch.tensor([[*PROMPT, *output.outputs[0].token_ids][:-1]])
+    model(ids, use_cache=False)
+    hook.remove()
+    if index is not None:  # a layer's input is in two parts: hidden state and residual
+        parts = fh.keep(name, inputs=True, output_index=2)
+        (output,) = llm.generate(
+            {"prompt_token_ids": PROMPT}, sampling(fh.Plan(parts)), use_tqdm=False
+        )
+        inputs = inputs + vllm.activations(llm, output).acts[name]
+    torch.testing.assert_close(inputs, steps[0], rtol=1e-3, atol=1e-3)
+
+
+def test_an_input_is_changed(models: Any, llm: Any) -> None:
+    _, model = models["llama"]
+    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not that of the layer's output
+    name = "model.layers.1.mlp.down_proj"
+    plan = fh.Plan(fh.on(name, fh.Add(vector), phase="forward_pre"))
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda _module, args: (args[0] + vector,)
+    )
+    Job(PROMPT).check(model, Answer([*output.outputs[0].token_ids], {}), NEW)
+    hook.remove()
+
+
+def test_captured_inputs_have_their_own_size(llm: Any) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    front_end = connect(llm)
+    needed = (len(PROMPT) + NEW - 1) * 128 * 4
+    object.__setattr__(front_end.options, "capture_bytes", needed - 1)
+    try:
+        plan = fh.Plan(fh.keep(name, inputs=True))
+        with pytest.raises(ValueError, match=f"{needed:,} bytes, more than capture_bytes"):
+            llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    finally:
+        object.__setattr__(front_end.options, "capture_bytes", 2**26)
+
+
+def test_captures_that_are_taken_early_do_not_end_a_plan(models: Any, llm: Any) -> None:
+    """What the request writes then is found by others of the same plan."""
+    _, model = models["llama"]
+    job = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.2",))
+    engine = llm.llm_engine
+    engine.add_request("early", {"prompt_token_ids": PROMPT}, sampling(job.plan, NEW))
+    engine.step()
+    key = connect(llm).find("early").key
+    engine.collective_rpc("ferrohook_take", args=(key, len(PROMPT) + 1))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += [it for it in engine.step() if it.finished]
+    answered = Answer([*outputs[0].outputs[0].token_ids], {})
+    Job(PROMPT, job.changes).check(model, answered, NEW)
+    answer(llm, Job([5]))
+    assert (state(llm)["requests"], state(llm)["results"]) == (0, 0)
+
+
 def entry(**fields: Any) -> dict[str, Any]:
     return {"version": 1, "entries": [fields]}
 
@@ -276,6 +364,12 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
         (entry(type="keep", what="model.layers.1", stop=True), "not 'stop'"),
         (entry(type="keep", what="model.layers.1", keep="all"), "not 'keep'"),
+        (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
+        (entry(type="keep", what="model.embed_tokens", inputs=True), "take an output"),
+        (
+            entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
+            "no single positional argument.*take an output",
+        ),
         (entry(type="on", what="model.layers.1", hook=ADD, timed=True), "no option 'timed'"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
         (
@@ -298,6 +392,16 @@ def test_a_vector_of_another_width_is_refused(llm: Any) -> None:
     plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
     with pytest.raises(ValueError, match=r"width of 3.*one of 64"):
         llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+
+
+@pytest.mark.parametrize("index", [0, -1, slice(0, 2), (0, ...), [0, 1]])
+def test_a_slice_keeps_all_tokens(llm: Any, index: Any) -> None:
+    plan = fh.Plan(fh.keep("model.layers.1", slice=index))
+    with pytest.raises(ValueError, match=r"slice of keep.*all tokens"):
+        llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    plan = fh.Plan(fh.keep("model.layers.1", slice=(..., slice(0, 8))))
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
+    assert vllm.activations(llm, output).acts["model.layers.1"].shape[1:] == (8,)
 
 
 def test_captures_are_limited(models: Any, llm: Any) -> None:

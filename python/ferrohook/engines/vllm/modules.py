@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ferrohook.engines.planned import keeps_rows
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -44,6 +45,8 @@ class ModuleInfo:
     """Bytes of the tensor per token."""
     refused: str | None = None
     """Reason why it cannot be hooked."""
+    inputs: tuple[tuple[int, int] | None, ...] = ()
+    """Width and bytes per token of each positional argument; None for one without them."""
 
 
 class Modules:
@@ -71,14 +74,19 @@ class Modules:
 
     def to_json(self) -> str:
         """Writes the table as JSON."""
-        table = {name: dataclasses.astuple(info) for name, info in self.table.items()}
+        table = {name: dataclasses.asdict(info) for name, info in self.table.items()}
         return json.dumps({"table": table, "fused": self._fused, "compiled": self.compiled})
 
     @classmethod
     def from_json(cls, text: str) -> Modules:
         """Reads a table that `to_json` wrote."""
         found = json.loads(text)
-        table = {name: ModuleInfo(*it) for name, it in found["table"].items()}
+        table = {
+            name: ModuleInfo(
+                **it | {"inputs": tuple(each and tuple(each) for each in it["inputs"])}
+            )
+            for name, it in found["table"].items()
+        }
         return cls(table, found["fused"], compiled=found["compiled"])
 
     def at_sites(self, what: Any) -> tuple[Modules, list[str], Any]:
@@ -169,16 +177,21 @@ class Modules:
             _check_options(entry)
             index = entry.options.get("output_index")
             if entry.options.get("inputs"):
-                return [entry]
+                for name, info in found.items():
+                    _input(info, name, index)
+                # A buffer of the runner may be one of them.
+                return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
         else:
             _check_hook(entry)
             index = entry.hook.output_index
             if entry.phase != "forward":
+                for name, info in found.items():
+                    _check_width(entry.hook, f"input of {name!r}", _input(info, name, index)[0])
                 return [entry]
         groups: dict[Any, list[str]] = {}
         for name, info in found.items():
-            if isinstance(entry, HookEntry):
-                _check_width(entry.hook, name, info)
+            if isinstance(entry, HookEntry) and index is None:
+                _check_width(entry.hook, f"output of {name!r}", info.width)
             groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
@@ -187,15 +200,18 @@ class Modules:
         sizes = []
         for entry in plan.entries:
             if isinstance(entry, KeepEntry):
-                dtype = entry.options.get("dtype")
-                found = self.selected(entry.what).values()
-                sizes.append((entry, sum(_bytes(info, dtype) for info in found)))
+                found = self.selected(entry.what)
+                size = sum(_bytes(info, name, entry.options) for name, info in found.items())
+                sizes.append((entry, size))
         return sizes
 
 
 def _check_options(entry: KeepEntry) -> None:
     if refused := entry.options.keys() - _ENGINE_OPTIONS:
         msg = f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
+        raise ValueError(msg)
+    if not keeps_rows(entry.options.get("slice", ...), 0):
+        msg = "slice of keep in an engine begins with ... or slice(None): all tokens"
         raise ValueError(msg)
 
 
@@ -239,13 +255,13 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
                 raise ValueError(msg)
 
 
-def _check_width(hook: Intervention, name: str, info: ModuleInfo) -> None:
+def _check_width(hook: Intervention, tensor: str, width: int) -> None:
     vector = hook.vector
     if vector is not None and vector.dim() > 1:
         msg = f"{hook!r}: a vector in an engine has one dimension, as tokens come in chunks"
         raise ValueError(msg)
-    if hook.width not in {None, 1, info.width} and hook.output_index is None:
-        msg = f"{hook!r} has a width of {hook.width}, the output of {name!r} one of {info.width}"
+    if hook.width not in {None, 1, width}:
+        msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
         raise ValueError(msg)
 
 
@@ -273,8 +289,25 @@ def _with_index(
     return dataclasses.replace(entry, what=names, hook=hook)
 
 
-def _bytes(info: ModuleInfo, dtype: torch.dtype | None) -> int:
-    return info.row_bytes if dtype is None else info.width * dtype.itemsize
+def _input(info: ModuleInfo, name: str, index: Any) -> tuple[int, int]:
+    """Returns width and bytes per token of the positional argument that is meant."""
+    inputs = info.inputs
+    if isinstance(index, int) and index >= 0:
+        inputs = inputs[index : index + 1]
+    if len(inputs) != 1 or (found := inputs[0]) is None:
+        places = [place for place, each in enumerate(info.inputs) if each is not None]
+        advice = f"name one of {places} by output_index" if places else "take an output"
+        msg = f"{name!r} has no single positional argument with a row per token: {advice}"
+        raise ValueError(msg)
+    return found
+
+
+def _bytes(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
+    width, size = info.width, info.row_bytes
+    if options.get("inputs"):
+        width, size = _input(info, name, options.get("output_index"))
+    dtype: torch.dtype | None = options.get("dtype")
+    return size if dtype is None else width * dtype.itemsize
 
 
 def _paths(what: Any) -> list[str]:
@@ -313,10 +346,12 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> Modules:
         HookError: no module ran.
     """
     outputs: dict[str, list[Any]] = {}
+    inputs: dict[str, Any] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def noted(_module: nn.Module, _args: Any, output: Any) -> None:
+        def noted(_module: nn.Module, args: Any, output: Any) -> None:
             outputs.setdefault(name, []).append(_shapes(output))
+            inputs[name] = _shapes(args)
 
         return noted
 
@@ -330,7 +365,12 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> Modules:
     if not outputs:
         msg = "no module of vLLM's model ran in the observed forward"
         raise HookError(msg)
-    table = {name: _info(it, outputs.get(name, [])) for name, it in modules.items()}
+    table = {
+        name: dataclasses.replace(
+            _info(it, outputs.get(name, [])), inputs=tuple(map(_row, inputs.get(name, ())))
+        )
+        for name, it in modules.items()
+    }
     return Modules(table, getattr(model, "packed_modules_mapping", None) or {})
 
 
@@ -341,6 +381,15 @@ def _shapes(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return [_shapes(each) for each in output]
     return None
+
+
+def _row(shapes: Any) -> tuple[int, int] | None:
+    """Returns width and bytes per token of a tensor by what `_shapes` has for it, or None."""
+    if not isinstance(shapes, tuple):
+        return None
+    shape, size = shapes
+    has_rows = len(shape) > 1 and shape[0] == OBSERVED_ROWS
+    return (shape[-1], shape[1:].numel() * size) if has_rows else None
 
 
 def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:

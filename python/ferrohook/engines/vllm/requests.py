@@ -185,7 +185,7 @@ class FrontEnd:
             # same length of prompt, where the plan counts from its end.
             salt = f"{NAME}:{digest}"
             if any(_counts_from_prompt(entry.at) for entry in changes):
-                salt += f":{len(request.prompt_token_ids)}"
+                salt += f":{_prompt_length(request)}"
             request.cache_salt = f"{request.cache_salt or ''}{salt}"
         # The worker learns of captures that nobody can fetch with the next request.
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
@@ -198,7 +198,7 @@ class FrontEnd:
             _refuse("n > 1 with captures")
         if self._servers > 1:
             _refuse("captures with several API servers")
-        prompt = len(request.prompt_token_ids)
+        prompt = _prompt_length(request)
         most = prompt + params.max_tokens - 1
         size = sum(
             row * _captured(entry, prompt, most) for entry, row in self.modules.row_bytes(plan)
@@ -284,6 +284,11 @@ class FrontEnd:
             tickets.remove(ticket)
         if not tickets:
             self._tickets.pop(ticket.request_id, None)
+
+
+def _prompt_length(request: Any) -> int:
+    ids = request.prompt_token_ids
+    return len(request.prompt_embeds if ids is None else ids)
 
 
 def _refuse(feature: str) -> None:

@@ -18,7 +18,7 @@ from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
 from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, Modules, observe
-from ferrohook.engines.vllm.ranks import Ranks
+from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import NAME, Options, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
@@ -137,15 +137,40 @@ class Worker:
         """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
         context = importlib.import_module("vllm.forward_context")
         device = self._runner.device
-        ids = torch.arange(1, 1 + OBSERVED_ROWS, dtype=torch.int32, device=device)
+        ids: Tensor | None = torch.arange(1, 1 + OBSERVED_ROWS, dtype=torch.int32, device=device)
+        embeds = None
+        config = self._config.model_config
+        if config.supports_multimodal_inputs or config.enable_prompt_embeds:
+            # The runner embeds the tokens before the forward: no hook fires there.
+            shape = OBSERVED_ROWS, config.get_inputs_embeds_size()
+            embeds = torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)
+            embeds = embeds.to(device, config.dtype)
+            ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
         positions = torch.arange(OBSERVED_ROWS, dtype=torch.int64, device=device)
-        with (
-            torch.inference_mode(),
-            context.set_forward_context(
-                None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
-            ),
-        ):
-            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        # Attention leaves its output as the memory was. Of ranks it is a shard, so it differs.
+        layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
+        noise = torch.Generator().manual_seed(0 if self._ranks is None else self._ranks.rank)
+        hooks = [
+            module.register_forward_hook(lambda *call: fill(call[-1], noise), prepend=True)
+            for module in model.modules()
+            if isinstance(module, layers.AttentionLayerBase)
+        ]
+        try:
+            with (
+                torch.inference_mode(),
+                context.set_forward_context(
+                    None, self._config, num_tokens=OBSERVED_ROWS, skip_compiled=True
+                ),
+            ):
+                model(
+                    input_ids=ids,
+                    positions=positions,
+                    intermediate_tensors=None,
+                    inputs_embeds=embeds,
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _test_itself(self, model: Any, served: Served) -> None:
         """Runs a known step, and compares the rows that two requests capture.
@@ -379,13 +404,14 @@ class Worker:
                 an engine that schedules ahead runs them for nothing.
             since: first position that is wanted.
         """
-        if (request_id := self._live(key)) is not None:
-            self._retire(request_id)
-        finished = self._discard(key)
-        if finished is None:
+        found = self._captured(key)
+        self._discard(key)
+        if found is None:
             missing = "the captures of the request are not there"
             return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
-        return self._packed(finished.admitted, finished.result, since, tokens)
+        # The runner may run it once more, and others read what that writes: its plan stays.
+        found[0].row_bytes = 0  # nothing is kept of it
+        return self._packed(*found, since, tokens)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
@@ -393,16 +419,18 @@ class Worker:
         The front end asks while it takes the request to run: here it may wait, or be preempted, or
         be finished.
         """
-        request_id = self._live(key)
-        result = None if request_id is None else self._loaded().planned.peek(request_id)
-        if request_id is not None and result is not None:
-            return self._packed(self._admitted[request_id], result, since, tokens, partial=True)
-        if (finished := self._finished.get(key)) is not None:
-            return self._packed(finished.admitted, finished.result, since, tokens, partial=True)
+        if (found := self._captured(key)) is not None:
+            return self._packed(*found, since, tokens, partial=True)
         return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
-    def _live(self, key: str) -> str | None:
-        return next((name for name, it in self._admitted.items() if it.key == key), None)
+    def _captured(self, key: str) -> tuple[_Admitted, Result] | None:
+        """Returns what a request has captured, of one that lives what there is so far."""
+        for request_id, admitted in self._admitted.items():
+            if admitted.key == key:
+                result = self._loaded().planned.peek(request_id)
+                return None if result is None else (admitted, result)
+        finished = self._finished.get(key)
+        return None if finished is None else (finished.admitted, finished.result)
 
     def _packed(
         self,
