@@ -64,19 +64,20 @@ class Ranks:
             digests[name] += [digest_of(each.contiguous()) for each in tensors_in(value)]
 
         def hook(name: str, module: nn.Module) -> list[Any]:
+            def taking(_module: nn.Module, args: Any, kwargs: Any) -> None:
+                add(name, (args, kwargs))
+
             def returning(module: nn.Module, _args: Any, output: Any) -> None:
                 if _is_sharded(module):
                     fill(output, noise)
                 add(name, output)
 
             return [
-                module.register_forward_pre_hook(
-                    lambda _module, args, kwargs: add(name, (args, kwargs)), with_kwargs=True
-                ),
+                module.register_forward_pre_hook(taking, with_kwargs=True),
                 module.register_forward_hook(returning),
             ]
 
-        hooks = [each for item in model.named_modules() for each in hook(*item)]
+        hooks = [each for name, it in model.named_modules() for each in hook(name, it)]
         try:
             forward()
         finally:
