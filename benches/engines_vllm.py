@@ -40,7 +40,7 @@ def main() -> None:
     print_compiled(folder)
 
 
-def print_rows(llm: Any, requests: int, rounds: int = 7) -> None:
+def print_rows(llm: Any, requests: int, rounds: int = 11) -> None:
     """Prints medians of paired rounds, and the spread."""
     import ferrohook as fh  # noqa: PLC0415
 
