@@ -109,7 +109,6 @@ impl Dispatcher {
 
     /// Counts one more reason for the module to be instrumented; `explicit`: a call of
     /// `instrument`.
-    /// `instrument`.
     pub fn acquire(&self, explicit: bool) {
         // Relaxed, as below: under the lock for changes of class.
         self.reasons.fetch_add(1, Ordering::Relaxed);
