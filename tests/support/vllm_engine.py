@@ -23,7 +23,7 @@ import ferrohook as fh
 from support.engines import Change, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 WIDTH = 64
@@ -143,6 +143,20 @@ def random_jobs(number: int, seed: int, longest: int = 60) -> list[Job]:
         kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
         jobs.append(Job(prompt, changes, kept))
     return jobs
+
+
+def serve_at_once(
+    llm: Any, plans: Mapping[str, Any], *, prompt: list[int], new_tokens: int = 12
+) -> dict[str, Any]:
+    """Serves requests of one prompt by their plans; returns the outputs by id."""
+    engine = llm.llm_engine
+    for name, plan in plans.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling(plan, new_tokens))
+    finished: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        finished |= {it.request_id: it for it in engine.step() if it.finished}
+    assert finished.keys() == plans.keys()
+    return finished
 
 
 def serve(

@@ -327,7 +327,7 @@ def test_captured_inputs_have_their_own_size(llm: Any) -> None:
 
 
 def test_captures_that_are_taken_early_do_not_end_a_plan(models: Any, llm: Any) -> None:
-    """What the request writes then is found by others of the same plan."""
+    """Blocks that the request writes then are found by others of the same plan."""
     _, model = models["llama"]
     job = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.2",))
     engine = llm.llm_engine

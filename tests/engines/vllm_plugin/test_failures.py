@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,11 @@ import support.engines
 from ferrohook.engines import vllm
 from ferrohook.engines.vllm.captures import digest_of
 from support.engines import Change, Job
-from support.vllm_engine import EOS, WIDTH, Answer, sampling, state
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
 
 NEW = 12
 PROMPT = [*range(10, 50)]
+served = functools.partial(serve_at_once, prompt=PROMPT, new_tokens=NEW)
 VECTOR = torch.linspace(-2, 2, WIDTH)
 FAILS = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR, output_index=7)))
 """A layer returns two tensors."""
@@ -33,19 +32,6 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def worker_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.ferrohook
-
-
-def served(llm: Any, plans: Mapping[str, Any], new_tokens: int = NEW) -> dict[str, Any]:
-    """Serves requests of one prompt by their plans, at once; returns the outputs."""
-    engine = llm.llm_engine
-    for name, plan in plans.items():
-        params = sampling(plan, new_tokens)
-        engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-    finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {it.request_id: it for it in engine.step() if it.finished}
-    assert finished.keys() == plans.keys()
-    return finished
 
 
 def check(model: Any, job: Job, output: Any) -> None:
@@ -84,7 +70,7 @@ def test_a_plan_that_fails_in_the_worker_fails_its_request_alone(models: Any, ll
 @pytest.mark.parametrize("new_tokens", [1, 2])
 def test_no_token_of_a_step_that_failed(llm: Any, new_tokens: int) -> None:
     """Not even where the step is the request's last, which would end it as a right one."""
-    (text,) = served(llm, {"failing": FAILS}, new_tokens)["failing"].outputs
+    (text,) = served(llm, {"failing": FAILS}, new_tokens=new_tokens)["failing"].outputs
     assert text.finish_reason == "error"
     assert [*text.token_ids] == []
     assert "model.layers.1" in text.stop_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,24 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from support.engines import Change, Job
-from support.vllm_engine import EOS, WIDTH, Answer, random_jobs, sampling, serve, start, stop
+from support.vllm_engine import (
+    EOS,
+    WIDTH,
+    Answer,
+    random_jobs,
+    sampling,
+    serve,
+    serve_at_once,
+    start,
+    stop,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 NEW = 12
 PROMPT = [*range(10, 50)]
+served = functools.partial(serve_at_once, prompt=PROMPT, new_tokens=NEW)
 VECTOR = torch.linspace(-2, 2, WIDTH)
 STEERED = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),))
 
@@ -43,18 +55,6 @@ def engine(models: Any) -> Iterator[Any]:
 
 def states(engine: Any) -> list[dict[str, int]]:
     return [json.loads(each) for each in engine.collective_rpc("ferrohook_state")]
-
-
-def served(engine: Any, plans: Mapping[str, Any]) -> dict[str, Any]:
-    """Serves requests of one prompt by their plans, at once; returns the outputs."""
-    core = engine.llm_engine
-    for name, plan in plans.items():
-        core.add_request(name, {"prompt_token_ids": PROMPT}, sampling(plan, NEW))
-    finished = {}
-    while core.has_unfinished_requests():
-        finished |= {it.request_id: it for it in core.step() if it.finished}
-    assert finished.keys() == plans.keys()
-    return finished
 
 
 def check(model: Any, job: Job, output: Any) -> None:
