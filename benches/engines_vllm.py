@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS, WIDTH, PROMPT, NEW = 8, 256, 16, 48
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
+COMPILED = {"no plans": "plain", "all steered in all layers": "steered"}
 SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
 
@@ -86,25 +87,26 @@ def print_compiled(folder: Path, pairs: int = 5, rounds: int = 5) -> None:
     """
     env = {"VLLM_CPU_CI_ENV": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
     module = "benches.engines_vllm"
-    kinds = {"no plans": "plain", "all steered in all layers": "steered"}
-    found: dict[int, dict[str, list[float]]] = {
-        requests: {name: [] for name in kinds} for requests in (16, 64)
-    }
+    found: dict[int, list[list[float]]] = {16: [], 64: []}
     for _ in range(pairs):
         with (
             Child(module, str(folder), env={**env, "VLLM_PLUGINS": "none"}) as plain,
             Child(module, str(folder), "sites", env={**env, "VLLM_PLUGINS": "ferrohook"}) as sites,
         ):
-            for requests, ratios in found.items():
-                spent: list[list[float]] = []
-                for _round in range(-1, rounds):  # the first is a warm-up
-                    without = plain.ask(f"{requests} plain")
-                    by_kind = [sites.ask(f"{requests} {kind}") for kind in kinds.values()]
-                    spent.append([each / without for each in by_kind])
-                for pair, column in zip(ratios.values(), zip(*spent[1:], strict=True), strict=True):
-                    pair.append(statistics.median(column))
-    for requests, ratios in found.items():
-        print_ratios(requests, ratios)
+            for requests, of_pairs in found.items():
+                of_pairs.append(compare_pair(plain, sites, requests, rounds))
+    for requests, of_pairs in found.items():
+        ratios = zip(COMPILED, zip(*of_pairs, strict=True), strict=True)
+        print_ratios(requests, {name: [*column] for name, column in ratios})
+
+
+def compare_pair(plain: Child, sites: Child, requests: int, rounds: int) -> list[float]:
+    """Returns the median ratio of each kind of `COMPILED`."""
+    ratios = []
+    for _ in range(1 + rounds):  # the first is a warm-up
+        without = plain.ask(f"{requests} plain")
+        ratios.append([sites.ask(f"{requests} {kind}") / without for kind in COMPILED.values()])
+    return [statistics.median(column) for column in zip(*ratios[1:], strict=True)]
 
 
 def serve_compiled(folder: Path, *, has_sites: bool) -> None:

@@ -15,7 +15,7 @@ use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
 use crate::hooks::native::{Native, Outcome, Traced, Turn};
 use crate::torch::rows::{Rows, Selection, TokenPositions};
-use crate::torch::tensors::{map_tensors, requires_grad, version_if_any};
+use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.
 pub struct Together(Vec<Group>);
@@ -127,9 +127,9 @@ impl<'py> Stored<'py> {
         let mut selected = copy || shared.written || 2 * rows.len() < shared.size;
         let mut tensors = Vec::new();
         let mut versions_missing = false;
-        map_tensors(value, &mut |tensor| {
+        for_each_tensor(value, &mut |tensor| {
             versions_missing |= version_if_any(tensor)?.is_none();
-            Ok(tensor.clone())
+            Ok(())
         })?;
         selected |= versions_missing;
         let value = map_tensors(value, &mut |tensor| {
