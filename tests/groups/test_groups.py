@@ -1,27 +1,20 @@
-"""`register` on many modules, `run` and `summary`."""
+"""`register` on many modules."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import io
 import pickle
-import re
-import sys
 import threading
-import time
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.detectors import CallCounter
 from support.hooks import add, ignore
 from support.internals import instrumented
 from support.limits import LIMIT
@@ -29,19 +22,6 @@ from support.threads import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@pytest.fixture
-def model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.ones(2, 3)
-
-
-# register
 
 
 def test_a_plain_model_is_instrumented_while_a_hook_is_registered(
@@ -397,250 +377,3 @@ def test_backward_hooks_that_never_fired_warn_with_the_reason(
         fh.register(model, "0", ignore, phase="backward"),
     ):
         model(x)
-
-
-# run
-
-
-def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tensor) -> None:
-    expected = model(x)
-    output = fh.run(model, x, hooks={"1": add(1), "": add(10)})
-    assert torch.equal(output, expected + 11)
-    output, acts = fh.run(model, x, hooks={"1": add(1)}, capture=["0", "1"])
-    assert torch.equal(output, acts["1"])
-    assert torch.equal(output, expected + 1)
-    assert torch.equal(fh.run(model, x), expected)
-    assert torch.equal(fh.run(model, input=x), expected)
-    assert instrumented(model) == []
-    assert list(acts) == ["0", "1"]
-
-
-def test_run_accepts_selectors_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
-    seen: list[str] = []
-    hooks: dict[Any, Any] = {
-        nn.Linear: lambda *_: seen.append("class"),
-        re.compile("^0$"): fh.ForwardPreHook(lambda x: x * 0),
-        ("1", "1.1"): fh.ForwardHook(lambda *_: seen.append("tuple")),
-    }
-    _, acts = fh.run(model, x, hooks=hooks, capture="0")
-    assert seen == ["class", "class", "tuple", "tuple"]
-    assert torch.equal(acts["0"], model[0](x * 0))
-
-
-def test_hooks_of_run_do_not_fire_in_other_threads(model: nn.Sequential, x: Tensor) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    expected = model(x)
-    seen: list[Tensor] = []
-
-    def work() -> None:
-        assert inside.wait(LIMIT)
-        seen.append(model(x))
-        go_on.set()
-
-    def block(*_: Any) -> Tensor:
-        inside.set()
-        assert go_on.wait(LIMIT)
-        return torch.zeros(2, 3)
-
-    thread = threading.Thread(target=work)
-    thread.start()  # starts before the hooks are registered
-    output = fh.run(model, x, hooks={"": block})
-    thread.join(LIMIT)
-    assert torch.equal(seen[0], expected)
-    assert torch.equal(output, torch.zeros(2, 3))
-
-
-def test_warnings_of_run_point_at_its_call_site(model: nn.Sequential, x: Tensor) -> None:
-    model.register_module("unused", nn.Identity())
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.warns(fh.NeverFiredWarning) as told:
-        fh.run(model, x, hooks={"0": ignore}, capture=["", "1.1"])
-    assert sorted(str(each.message)[:6] for each in told) == ["'0' wa", "'1.1' "]
-    assert {each.filename for each in told} == {__file__}
-    assert instrumented(model) == []
-
-
-def test_exceptions_of_the_model_leave_nothing_behind(model: nn.Sequential) -> None:
-    with pytest.raises(RuntimeError, match="shapes"):
-        fh.run(model, torch.ones(2, 7), hooks={"0": ignore}, capture="**")
-    assert instrumented(model) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"hooks": {"nope": ignore}}, fh.SelectionError),
-        ({"hooks": {"0": ignore, "1": 3}}, fh.HookTypeError),
-        ({"hooks": [("0", ignore)]}, fh.HookTypeError),
-        ({"hooks": "0"}, fh.HookTypeError),
-        ({"capture": "nope"}, fh.SelectionError),
-        ({"capture": 3}, fh.HookTypeError),
-    ],
-)
-def test_run_refuses_bad_input(
-    model: nn.Sequential, x: Tensor, options: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        fh.run(model, x, **options)
-    with pytest.raises(fh.HookTypeError, match=r"run calls an instance of nn\.Module, got"):
-        fh.run(nn.Linear, x)  # type: ignore[arg-type]
-    assert instrumented(model) == []
-
-
-def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
-    expected = model(x)
-    steered = fh.Plan(fh.on("1", fh.Add(torch.ones(3))))
-    keeping = steered + fh.Plan(fh.keep("1", label="late"))
-    assert torch.equal(fh.run(model, x, plan=steered), expected + 1)
-    assert torch.equal(fh.run(model, x, plan=steered, hooks={"1": add(1)}), expected + 2)
-    output, acts = fh.run(model, x, plan=steered, capture="1")
-    assert torch.equal(output, acts["1"])
-    for each in (keeping, prepared := keeping.prepare(model)):
-        output, acts = fh.run(model, input=x, plan=each)
-        assert torch.equal(output, expected + 1)
-        assert list(acts) == ["late:1"]
-        assert torch.equal(acts["late:1"], output)
-    assert not prepared.closed
-    prepared.close()
-    assert torch.equal(fh.run(model, x), expected)
-    assert instrumented(model) == []
-
-
-def test_run_refuses_plans_that_do_not_fit(model: nn.Sequential, x: Tensor) -> None:
-    keeping = fh.Plan(fh.keep("1"))
-    with pytest.raises(fh.HookTypeError, match="plan is a Plan, or one prepared, got dict"):
-        fh.run(model, x, plan={})  # type: ignore[arg-type]
-    with pytest.raises(fh.HookError, match="in the plan or in capture=, not in both"):
-        fh.run(model, x, plan=keeping, capture="0")
-    with (
-        keeping.prepare(copy.deepcopy(model)) as prepared,
-        pytest.raises(fh.HookError, match="not prepared for this Sequential"),
-    ):
-        fh.run(model, x, plan=prepared)
-    with pytest.raises(RuntimeError, match="shapes"):
-        fh.run(model, torch.ones(2, 7), plan=keeping)
-    assert instrumented(model) == []
-
-
-def test_the_warning_of_a_plan_points_at_the_call_site_of_run(
-    model: nn.Sequential, x: Tensor
-) -> None:
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.warns(fh.NeverFiredWarning, match="'0'") as told:
-        fh.run(model, x, plan=fh.Plan(fh.on("0", fh.Zero()), fh.keep("1")))
-    assert {each.filename for each in told} == {__file__}
-
-
-# summary
-
-
-def shown(model: nn.Module) -> list[str]:
-    file = io.StringIO()
-    Console(file=file, width=200).print(fh.summary(model))
-    return file.getvalue().splitlines()
-
-
-def test_the_summary_is_a_tree_of_hooked_modules(model: nn.Sequential, x: Tensor) -> None:
-    assert shown(model) == ["Sequential"]
-    group = fh.register(model, "1.0", ignore, priority=3)
-    with fh.scope() as s:
-        fh.register(model, ["1.0", ""], ignore, phase="forward_pre", scope=s)
-        model(x)
-        group.disable()
-        assert shown(model) == [
-            "Sequential",
-            "├── forward_pre ignore (1 calls)",
-            "└── 1 Sequential",
-            "    └── 0 Linear",
-            "        ├── forward_pre ignore (1 calls)",
-            "        └── forward ignore (1 calls, priority 3, disabled)",
-        ]
-    assert len(shown(model)) == 4
-    group.remove()
-    assert shown(model) == ["Sequential"]
-
-
-def test_a_printed_summary_has_no_addresses(model: nn.Sequential, x: Tensor) -> None:
-    class Steer:
-        def __call__(self, *_: Any) -> None: ...
-
-    fh.register(model, "1.1", Steer())
-    fh.register(model, "1.1", functools.partial(ignore, 1))
-    fh.register(model, ["0", "1.1"], CallCounter(), priority=-1)
-    model[1](x)
-    printed = str(fh.summary(model)).splitlines()
-    assert printed[:4] == [
-        "Sequential",
-        "├── 0 Linear",
-        "│   └── forward CallCounter(calls=0) (0 calls, priority -1)",
-        "└── 1 Sequential",
-    ]
-    assert "Steer object" in printed[5]
-    assert "partial" in printed[6]
-    assert printed[7].endswith("forward CallCounter(calls=1) (1 calls, priority -1)")
-    assert "0x" not in str(printed)
-    assert len(printed) == 8
-
-
-def test_a_summary_is_its_tree_in_a_prompt_and_in_a_notebook(model: nn.Sequential) -> None:
-    fh.register(model, "1.1", ignore)
-    tree = fh.summary(model)
-    assert repr(tree) == str(tree)
-    text = re.sub("<.*?>", "", tree._repr_mimebundle_([], [])["text/html"])
-    assert [line.rstrip() for line in text.rstrip().splitlines()] == str(tree).splitlines()
-
-
-def test_a_summary_shows_details_behind_the_classes(model: nn.Sequential) -> None:
-    printed = str(fh.summary(model, "1.*", details={"": "[red]all", "1.1": "(2, 3)", "nope": "x"}))
-    assert printed.splitlines() == [
-        "Sequential [red]all",
-        "└── 1 Sequential",
-        "    ├── 0 Linear",
-        "    └── 1 ReLU (2, 3)",
-    ]
-
-
-def test_the_summary_shows_the_time_of_timed_hooks(model: nn.Sequential, x: Tensor) -> None:
-    with fh.register(model, "0", lambda *_: time.sleep(0.01), timed=True):
-        model(x)
-        (line,) = [line for line in shown(model) if "lambda" in line]
-    milliseconds = re.search(r"1 calls, ([\d.]+) ms\)", line)
-    assert milliseconds is not None
-    assert 10 <= float(milliseconds[1]) < 1000 * LIMIT
-
-
-def test_the_summary_shows_wrappers_captures_and_literal_markup(x: Tensor) -> None:
-    model = nn.ModuleDict({"[red]a[/red]": fh.HookedModule(nn.Identity())})
-    wrapper = model["[red]a[/red]"]
-    wrapper.register_forward_hook(lambda *_: None)
-    with fh.capture(wrapper, "") as acts:
-        wrapper(x)
-        lines = shown(model)
-    assert "" in acts
-    assert lines[0] == "ModuleDict"
-    assert lines[1].startswith("└── [red]a[/red] ")
-    assert "test_the_summary_shows_wrappers" in lines[2]
-    assert "forward capture of" in lines[3]
-
-
-def test_the_summary_of_many_modules_is_fast() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Identity()) for _ in range(2_000)])
-    with fh.instrument(model):
-        for each in model:
-            fh.register(each, "0", ignore)
-        start = time.thread_time()
-        tree = fh.summary(model)
-        took = time.thread_time() - start
-    assert len(tree.children) == 2_000
-    assert took < 3  # quadratic comparison of names takes longer
-
-
-def test_the_summary_refuses_anything_but_a_module() -> None:
-    with pytest.raises(fh.HookTypeError, match=r"summary shows an instance of nn\.Module, got"):
-        fh.summary("model")  # type: ignore[arg-type]
-
-
-def test_the_summary_needs_rich(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.tree", None)
-    with pytest.raises(fh.HookError, match=r"summary needs the package rich: pip install rich"):
-        fh.summary(model)

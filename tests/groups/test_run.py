@@ -1,0 +1,146 @@
+"""`run`: one call with hooks and a capture."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.hooks import add, ignore
+from support.internals import instrumented
+from support.limits import LIMIT
+
+
+def test_run_is_one_call_with_hooks_and_a_capture(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    output = fh.run(model, x, hooks={"1": add(1), "": add(10)})
+    assert torch.equal(output, expected + 11)
+    output, acts = fh.run(model, x, hooks={"1": add(1)}, capture=["0", "1"])
+    assert torch.equal(output, acts["1"])
+    assert torch.equal(output, expected + 1)
+    assert torch.equal(fh.run(model, x), expected)
+    assert torch.equal(fh.run(model, input=x), expected)
+    assert instrumented(model) == []
+    assert list(acts) == ["0", "1"]
+
+
+def test_run_accepts_selectors_and_typed_hooks(model: nn.Sequential, x: Tensor) -> None:
+    seen: list[str] = []
+    hooks: dict[Any, Any] = {
+        nn.Linear: lambda *_: seen.append("class"),
+        re.compile("^0$"): fh.ForwardPreHook(lambda x: x * 0),
+        ("1", "1.1"): fh.ForwardHook(lambda *_: seen.append("tuple")),
+    }
+    _, acts = fh.run(model, x, hooks=hooks, capture="0")
+    assert seen == ["class", "class", "tuple", "tuple"]
+    assert torch.equal(acts["0"], model[0](x * 0))
+
+
+def test_hooks_of_run_do_not_fire_in_other_threads(model: nn.Sequential, x: Tensor) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    expected = model(x)
+    seen: list[Tensor] = []
+
+    def work() -> None:
+        assert inside.wait(LIMIT)
+        seen.append(model(x))
+        go_on.set()
+
+    def block(*_: Any) -> Tensor:
+        inside.set()
+        assert go_on.wait(LIMIT)
+        return torch.zeros(2, 3)
+
+    thread = threading.Thread(target=work)
+    thread.start()  # starts before the hooks are registered
+    output = fh.run(model, x, hooks={"": block})
+    thread.join(LIMIT)
+    assert torch.equal(seen[0], expected)
+    assert torch.equal(output, torch.zeros(2, 3))
+
+
+def test_warnings_of_run_point_at_its_call_site(model: nn.Sequential, x: Tensor) -> None:
+    model.register_module("unused", nn.Identity())
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.warns(fh.NeverFiredWarning) as told:
+        fh.run(model, x, hooks={"0": ignore}, capture=["", "1.1"])
+    assert sorted(str(each.message)[:6] for each in told) == ["'0' wa", "'1.1' "]
+    assert {each.filename for each in told} == {__file__}
+    assert instrumented(model) == []
+
+
+def test_exceptions_of_the_model_leave_nothing_behind(model: nn.Sequential) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        fh.run(model, torch.ones(2, 7), hooks={"0": ignore}, capture="**")
+    assert instrumented(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hooks": {"nope": ignore}}, fh.SelectionError),
+        ({"hooks": {"0": ignore, "1": 3}}, fh.HookTypeError),
+        ({"hooks": [("0", ignore)]}, fh.HookTypeError),
+        ({"hooks": "0"}, fh.HookTypeError),
+        ({"capture": "nope"}, fh.SelectionError),
+        ({"capture": 3}, fh.HookTypeError),
+    ],
+)
+def test_run_refuses_bad_input(
+    model: nn.Sequential, x: Tensor, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        fh.run(model, x, **options)
+    with pytest.raises(fh.HookTypeError, match=r"run calls an instance of nn\.Module, got"):
+        fh.run(nn.Linear, x)  # type: ignore[arg-type]
+    assert instrumented(model) == []
+
+
+def test_run_with_a_plan(model: nn.Sequential, x: Tensor) -> None:
+    expected = model(x)
+    steered = fh.Plan(fh.on("1", fh.Add(torch.ones(3))))
+    keeping = steered + fh.Plan(fh.keep("1", label="late"))
+    assert torch.equal(fh.run(model, x, plan=steered), expected + 1)
+    assert torch.equal(fh.run(model, x, plan=steered, hooks={"1": add(1)}), expected + 2)
+    output, acts = fh.run(model, x, plan=steered, capture="1")
+    assert torch.equal(output, acts["1"])
+    for each in (keeping, prepared := keeping.prepare(model)):
+        output, acts = fh.run(model, input=x, plan=each)
+        assert torch.equal(output, expected + 1)
+        assert list(acts) == ["late:1"]
+        assert torch.equal(acts["late:1"], output)
+    assert not prepared.closed
+    prepared.close()
+    assert torch.equal(fh.run(model, x), expected)
+    assert instrumented(model) == []
+
+
+def test_run_refuses_plans_that_do_not_fit(model: nn.Sequential, x: Tensor) -> None:
+    keeping = fh.Plan(fh.keep("1"))
+    with pytest.raises(fh.HookTypeError, match="plan is a Plan, or one prepared, got dict"):
+        fh.run(model, x, plan={})  # type: ignore[arg-type]
+    with pytest.raises(fh.HookError, match="in the plan or in capture=, not in both"):
+        fh.run(model, x, plan=keeping, capture="0")
+    with (
+        keeping.prepare(copy.deepcopy(model)) as prepared,
+        pytest.raises(fh.HookError, match="not prepared for this Sequential"),
+    ):
+        fh.run(model, x, plan=prepared)
+    with pytest.raises(RuntimeError, match="shapes"):
+        fh.run(model, torch.ones(2, 7), plan=keeping)
+    assert instrumented(model) == []
+
+
+def test_the_warning_of_a_plan_points_at_the_call_site_of_run(
+    model: nn.Sequential, x: Tensor
+) -> None:
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.warns(fh.NeverFiredWarning, match="'0'") as told:
+        fh.run(model, x, plan=fh.Plan(fh.on("0", fh.Zero()), fh.keep("1")))
+    assert {each.filename for each in told} == {__file__}
