@@ -441,8 +441,6 @@ class RootCalls(NativeHook):
 
 class _Place(Protocol):
     @property
-    def plan(self) -> object: ...
-    @property
     def capture(self) -> int: ...
     @property
     def mask(self) -> int | None: ...
@@ -483,16 +481,14 @@ class InterventionBase(NativeHook):
 
 @final
 class MaskedHook(NativeHook):
-    def __new__(
-        cls, hook: NativeHook | Callable[..., Any], plan: _PreparedPlan, mask: int
-    ) -> Self: ...
+    def __new__(cls, hook: NativeHook | Callable[..., Any], mask: int) -> Self: ...
 
 @final
 class PlanGuard(NativeHook):
     def __new__(
         cls,
         tree: ModuleTree,
-        positions: Callable[[Any, _Args, _Kwargs, tuple[Frame, ...]], None] | None,
+        positions: Callable[[Any, _Args, _Kwargs, Any], None] | None,
     ) -> Self: ...
 
 @final

@@ -3,7 +3,7 @@
 # A plan is data. `Plan.prepare` registers its hooks with a model, once, in a frame that nobody
 # enters. `Prepared.open` makes a request: a frame that shares those hooks, which therefore fire in
 # the contexts that entered it, and that has collectors of its own, each made at its first capture.
-# A native hook of a plan finds the request that it runs for among the entered frames. A hook on the
+# A native hook of a plan is told the request that it runs for, the owner. A hook on the
 # model checks, in each of its calls in a request, that no module was replaced, and finds the
 # positions of the tokens, if the plan names any.
 

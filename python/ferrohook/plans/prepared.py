@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 class _Place(NamedTuple):
     """Place of a capture in a plan, as the core takes it."""
 
-    plan: object
     capture: int
     mask: int | None
 
@@ -67,7 +66,7 @@ class _Capture(NamedTuple):
 
 
 class _Contents:
-    """State that a prepared plan shares with its requests; identifies it."""
+    """State that a prepared plan shares with its requests."""
 
     def __init__(self, model: nn.Module, frame: Frame) -> None:
         # No request is opened for a model that is gone.
@@ -112,9 +111,7 @@ class Prepared:
         attach(everything | {"": model}, attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
-        # Not a method: the model would keep this object, which closes once nobody refers to it.
-        find = functools.partial(_find_untraced, self._contents)
-        guard = PlanGuard(self.tree, find if self._needs_positions() else None)
+        guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
@@ -138,7 +135,7 @@ class Prepared:
     ) -> None:
         hook = entry.hook
         if entry.at is not None:
-            hook = MaskedHook(hook, self._contents, self._mask(entry.at))
+            hook = MaskedHook(hook, self._mask(entry.at))
         handles = attachment.register(
             [*modules.values()],
             entry.phase,
@@ -154,7 +151,7 @@ class Prepared:
         options = options_of(**entry.options)
         contents = self._contents
         mask = None if entry.at is None else self._mask(entry.at)
-        place = _Place(contents, len(contents.captures), mask)
+        place = _Place(len(contents.captures), mask)
         root = registry_of(model) if options.stop else None
         template = Collector(
             [*modules], stop=None if root is None else root.module, **options.collector
@@ -241,23 +238,18 @@ class Prepared:
 
 
 def _find_positions(
-    contents: _Contents,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    entered: tuple[Frame, ...],
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> None:
-    """Finds the positions of a forward, for the requests that it runs for."""
-    for frame in entered:
-        if isinstance(frame, Request) and frame._plan is contents and not frame._positioned:
-            tokens = tokens_of(model, args, kwargs, frame._prompt)
-            frame._prompt = tokens.prompt
-            masks = (_shortened(mask_of(at, tokens)) for at in contents.ats)
-            frame._set_masks(tuple(masks))
+    """Finds the positions of a forward that runs for a request."""
+    if not request._positioned:
+        tokens = tokens_of(model, args, kwargs, request._prompt)
+        request._prompt = tokens.prompt
+        masks = (_shortened(mask_of(at, tokens)) for at in request.plan_positions)
+        request._set_masks(tuple(masks))
 
 
-def _find_untraced(contents: _Contents, *call: Any) -> None:
-    _find_positions(contents, *call)
+def _find_untraced(*call: Any) -> None:
+    _find_positions(*call)
 
 
 # Dynamo would compile functions that the native call of a compiled region calls. Two of them, as a

@@ -94,12 +94,6 @@ impl<H> Registry<H> {
         Snapshot(self.shared.snapshot(phase))
     }
 
-    /// True if `entry` is one of its hooks, removed ones that are not purged yet included.
-    #[must_use]
-    pub fn contains(&self, entry: &Entry<H>) -> bool {
-        self.shared.contains(&entry.state)
-    }
-
     /// Makes a handle for one of the hooks, like the one that registering returned.
     #[must_use]
     pub fn handle(&self, entry: &Entry<H>) -> Handle<H> {

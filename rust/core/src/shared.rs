@@ -72,11 +72,6 @@ impl<H> Shared<H> {
         self.hooks(phase).list.lock().active()
     }
 
-    pub(crate) fn contains(&self, state: &HookState) -> bool {
-        let list = self.hooks(state.phase).list.lock();
-        list.entries.iter().any(|entry| entry.state.id == state.id)
-    }
-
     /// Visits each callback of `phase`, under the lock.
     pub(crate) fn visit<E>(
         &self,

@@ -94,13 +94,21 @@ pub struct Snapshot<H>(pub(crate) Lease<Entries<H>>);
 pub(crate) type Entries<H> = Box<[Arc<Entry<H>>]>;
 
 impl<H> Snapshot<H> {
-    /// Merges snapshots of one phase into the order that a single registry would have.
+    /// Merges snapshots of one phase into the order that a single registry would have. Also returns,
+    /// for each hook, the number of the snapshot that it comes from.
     #[must_use]
-    pub fn merged(snapshots: &[Self]) -> Self {
-        let mut entries: Vec<_> = snapshots.iter().flat_map(Self::entries).cloned().collect();
+    pub fn merged(snapshots: &[Self]) -> (Self, Box<[usize]>) {
+        let numbered = snapshots.iter().enumerate();
+        let mut entries: Vec<_> = numbered
+            .flat_map(|(number, snapshot)| snapshot.entries().iter().map(move |it| (it, number)))
+            .collect();
         // Cached keys: a priority may change during the sort.
-        entries.sort_by_cached_key(|entry| entry.state.order_key());
-        Self(lease(Arc::new(entries.into())))
+        entries.sort_by_cached_key(|(entry, _)| entry.state.order_key());
+        let (entries, numbers): (Vec<_>, Vec<_>) = entries
+            .into_iter()
+            .map(|(entry, number)| (Arc::clone(entry), number))
+            .unzip();
+        (Self(lease(Arc::new(entries.into()))), numbers.into())
     }
 
     /// The hooks in firing order, to be kept beyond the snapshot.

@@ -498,6 +498,7 @@ proptest! {
     ) {
         let phase = Phase::Forward;
         let (single, spread) = (Registry::new(), [(); 4].map(|()| Registry::new()));
+        let hooks_of: Vec<_> = hooks.iter().map(|hook| hook.0).collect();
         for (nth, &(place, priority, prepend, removed)) in hooks.iter().enumerate() {
             let placement = Placement { priority, prepend };
             for registry in [&single, &spread[place]] {
@@ -507,10 +508,13 @@ proptest! {
                 }
             }
         }
-        let merged = Snapshot::merged(&spread.each_ref().map(|registry| registry.snapshot(phase)));
+        let snapshots = spread.each_ref().map(|registry| registry.snapshot(phase));
+        let (merged, numbers) = Snapshot::merged(&snapshots);
         let hooks = |snapshot: &Snapshot<usize>| -> Vec<usize> {
             snapshot.iter().map(|entry| *entry.hook()).collect()
         };
         prop_assert_eq!(hooks(&merged), hooks(&single.snapshot(phase)));
+        let places: Vec<_> = hooks(&merged).iter().map(|nth| hooks_of[*nth]).collect();
+        prop_assert_eq!(&*numbers, &*places);
     }
 }

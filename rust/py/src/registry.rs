@@ -11,7 +11,8 @@ use pyo3::types::PyTuple;
 
 use crate::contexts::batch::BatchBase;
 use crate::contexts::current::{Frames, active};
-use crate::contexts::frame::{self, ScopeArg};
+use crate::contexts::frame::{self, Frame, ScopeArg};
+use crate::contexts::owners::{Firing, Owned};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
@@ -72,13 +73,12 @@ impl Registry {
         self.module
     }
 
-    /// Counts an exception of a hook, tells the entered frames whose hook it is, and applies its
-    /// `on_error`: `Ok` if the call goes on without the hook.
+    /// Counts an exception of a hook, notes it with its owner, and applies its `on_error`: `Ok` if the call goes on without the hook.
     #[cold]
     pub fn apply_on_error<'py>(
         &self,
         site: &Site<'_, 'py>,
-        frames: &Frames<'py>,
+        owner: Option<&Bound<'py, Frame>>,
         error: PyErr,
     ) -> PyResult<()> {
         let py = site.module.py();
@@ -86,8 +86,8 @@ impl Registry {
         if error.is_instance_of::<PyException>(py) && !site.entry.last() {
             // Relaxed: a sum that orders nothing.
             self.errors.fetch_add(1, Ordering::Relaxed);
-            if let Some(frames) = frames.entered(py)? {
-                frame::note_error(frames, self.module, site.entry, &error);
+            if let Some(owner) = owner {
+                owner.get().note_error(py, &error);
             }
         }
         site.apply_on_error(error)
@@ -140,35 +140,27 @@ impl Registry {
         py: Python<'py>,
         phase: Phase,
         frames: &Frames<'py>,
-    ) -> PyResult<Option<Snapshot>> {
+    ) -> PyResult<Option<Firing<'py>>> {
         let work = self.work();
         if work.watched(phase)
             && let Some(frames) = frames.entered(py)?
         {
             return Ok(self.begin_in(phase, frames));
         }
-        Ok(self.begin_outside(work, phase))
+        Ok(self.begin_outside(work, phase).map(Firing::everybody))
     }
 
     fn begin_outside(&self, work: Work, phase: Phase) -> Option<Snapshot> {
         work.occupied(phase).then(|| self.hooks.snapshot(phase))
     }
 
-    fn begin_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> Option<Snapshot> {
-        let mut snapshots = frame::hooks(frames.iter_borrowed(), self.module)
-            .filter(|hooks| hooks.occupied(phase))
-            .map(|hooks| hooks.snapshot(phase))
-            .chain(self.begin_outside(self.work(), phase));
-        let first = snapshots.next()?;
-        let Some(second) = snapshots.next() else {
-            return Some(first);
-        };
-        let all: Vec<_> = [first, second].into_iter().chain(snapshots).collect();
-        Some(Snapshot::merged(&all))
+    fn begin_in<'py>(&self, phase: Phase, frames: &Bound<'py, PyTuple>) -> Option<Firing<'py>> {
+        let of_frames = frame::hooks(frames, self.module, phase);
+        Firing::merged(of_frames, self.begin_outside(self.work(), phase))
     }
 
     /// Takes the snapshot of a phase for the current context.
-    fn firing(&self, py: Python<'_>, phase: Phase) -> PyResult<Option<Snapshot>> {
+    fn firing<'py>(&self, py: Python<'py>, phase: Phase) -> PyResult<Option<Firing<'py>>> {
         let frames = frame::only_open(&active(py)?)?;
         self.begin(py, phase, &Frames::fixed(frames))
     }
@@ -184,7 +176,7 @@ impl Registry {
     ) -> PyResult<bool> {
         if work.watched(phase)
             && let Some(frames) = frames.entered(py)?
-            && frame::hooks(frame::open(frames), self.module).any(|hooks| hooks.occupied(phase))
+            && frame::hooks(frames, self.module, phase).any(|(owner, _)| !owner.get().closed())
         {
             return Ok(true);
         }
@@ -257,7 +249,7 @@ impl Registry {
     fn list(&self, py: Python<'_>, phase: Option<PhaseName>) -> PyResult<Vec<Row>> {
         let mut rows = Vec::new();
         for each in selected(phase) {
-            for entry in self.firing(py, each)?.iter().flat_map(Snapshot::iter) {
+            for Owned { entry, .. } in self.firing(py, each)?.iter().flat_map(Firing::iter) {
                 if !entry.removed() && !entry.last() {
                     rows.push((
                         entry.id().get(),
@@ -398,8 +390,8 @@ impl Registry {
         }
         for phase in phases {
             let snapshot = self.firing(py, phase)?;
-            let mut entries = snapshot.iter().flat_map(Snapshot::iter);
-            if entries.any(|entry| !entry.removed()) {
+            let mut hooks = snapshot.iter().flat_map(Firing::iter);
+            if hooks.any(|hook| !hook.entry.removed()) {
                 return Ok(true);
             }
         }
@@ -418,8 +410,8 @@ impl Registry {
 }
 
 /// Entries of a snapshot that a phase beginning now would enter.
-fn fired(snapshot: Option<&Snapshot>) -> impl Iterator<Item = &Entry<Hook>> {
-    let entries = snapshot.into_iter().flat_map(Snapshot::iter);
+fn fired<'a>(firing: Option<&'a Firing<'_>>) -> impl Iterator<Item = &'a Entry<Hook>> {
+    let entries = firing.into_iter().flat_map(Firing::iter).map(|it| it.entry);
     entries.filter(|entry| entry.enabled() && !entry.removed())
 }
 

@@ -1,7 +1,7 @@
 //! Backward phases of one call: its taps on autograd's graph, and the walks of the hooks, on the
 //! thread on which autograd runs them.
 
-use ferrohook_core::{Inside, Phase, Snapshot};
+use ferrohook_core::{Inside, Phase};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -10,11 +10,11 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::contexts::current::Frames;
 use crate::contexts::frame::only_open;
+use crate::contexts::owners::{Firing, Owned};
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
-use crate::hooks::hook::Hook;
 use crate::hooks::native::Turn;
-use crate::hooks::site::{Repeats, Site};
+use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch;
 use crate::torch::hooks::TorchBackward;
@@ -128,7 +128,6 @@ impl BackwardWalk {
         let snapshot = registry.begin(py, self.phase, &frames)?;
         let walk = Walk {
             registry,
-            frames: &frames,
             module,
             grad_output,
         };
@@ -144,7 +143,6 @@ impl BackwardWalk {
 /// Walk of one phase of the backward of one call.
 struct Walk<'a, 'py> {
     registry: &'a Registry,
-    frames: &'a Frames<'py>,
     module: &'a Bound<'py, PyAny>,
     /// Gradient of the output, which hooks of `backward` get too.
     grad_output: Option<&'a Bound<'py, PyAny>>,
@@ -155,26 +153,25 @@ impl<'py> Walk<'_, 'py> {
     /// the input for `backward`.
     fn run(
         &self,
-        snapshot: Option<&Snapshot<Hook>>,
+        firing: Option<&Firing<'py>>,
         grads: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let mut replaced = None;
         let inside = Inside::here();
-        let repeats = Repeats::default();
-        for entry in snapshot.into_iter().flat_map(Snapshot::iter) {
-            let Some(invocation) = entry.enter(&inside) else {
+        for hook in firing.into_iter().flat_map(Firing::iter) {
+            let Some(invocation) = hook.enter(&inside) else {
                 continue;
             };
-            let module = self.module;
+            let (entry, module) = (hook.entry, self.module);
             let site = Site { entry, module };
             let timer = entry.hook().start();
             let current = replaced.as_ref().unwrap_or(grads);
-            let result = self.invoke(&site, current, repeats.of(entry));
+            let result = self.invoke(hook, &site, current);
             drop((timer, invocation));
             match result {
                 Ok(None) => {}
                 Ok(new) => replaced = new,
-                Err(error) => self.registry.apply_on_error(&site, self.frames, error)?,
+                Err(error) => self.registry.apply_on_error(&site, hook.owner, error)?,
             }
         }
         Ok(replaced)
@@ -182,9 +179,9 @@ impl<'py> Walk<'_, 'py> {
 
     fn invoke(
         &self,
+        owned: Owned<'_, 'py>,
         site: &Site<'_, 'py>,
         grads: &Bound<'py, PyAny>,
-        repeat: usize,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, hook) = (site.module.py(), site.entry.hook());
         if let Some(native) = hook.native() {
@@ -196,9 +193,8 @@ impl<'py> Walk<'_, 'py> {
                 value: grads,
                 grad_output: self.grad_output,
                 took: None,
-                frames: &|| Ok(self.frames.entered(py)?.cloned()),
+                owner: owned.object(),
                 positions: None,
-                repeat,
                 describe: &|| site.describe(),
             };
             return native.run(hook.target().bind(py), &turn);

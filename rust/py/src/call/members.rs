@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferrohook_core::{Entry, Phase, Snapshot};
+use ferrohook_core::{Entry, Phase};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -11,19 +11,20 @@ use crate::call::stages::Stages;
 use crate::call::{Call, Step};
 use crate::contexts::batch::{BatchBase, Layout};
 use crate::contexts::current::Frames;
+use crate::contexts::frame::Frame;
+use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
 use crate::hooks::members::{MergedHooks, Simple};
-use crate::hooks::site::Repeats;
 use crate::torch::hooks::TorchHook;
 use crate::torch::target::Target;
 
 /// Steps of a phase in a batch whose members have hooks.
 pub fn steps_with_rows<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
-    snapshot: Option<&'s Snapshot<Hook>>,
+    snapshot: Option<&'s Firing<'py>>,
     segments: &'s [Segment<'s, 'py>],
 ) -> Vec<Step<'s, 'py>> {
-    let mut own = snapshot.into_iter().flat_map(Snapshot::iter).map(Step::Own);
+    let mut own = snapshot.into_iter().flat_map(Firing::iter).map(Step::Own);
     let mut steps: Vec<_> = torch_hooks.iter().map(Step::Torch).collect();
     for segment in segments {
         if !segment.is_empty() {
@@ -34,9 +35,13 @@ pub fn steps_with_rows<'s, 'py>(
     steps
 }
 
-/// Steps of some hooks.
-fn own<'s, 'py: 's>(entries: &'s [Arc<Entry<Hook>>]) -> impl Iterator<Item = Step<'s, 'py>> {
-    entries.iter().map(|entry| Step::Own(entry))
+/// Hooks of a member.
+fn owned<'s, 'py: 's>(
+    entries: &'s [Arc<Entry<Hook>>],
+    member: &'s Bound<'py, Frame>,
+) -> impl Iterator<Item = Owned<'s, 'py>> {
+    let owner = Some(member);
+    entries.iter().map(move |entry| Owned { entry, owner })
 }
 
 impl<'py> Call<'_, 'py> {
@@ -61,7 +66,7 @@ impl<'py> Call<'_, 'py> {
     pub(super) fn forward_pre_in_batch(
         &mut self,
         members: &MemberHooks<'py>,
-        snapshot: Option<&Snapshot<Hook>>,
+        snapshot: Option<&Firing<'py>>,
         target: &Target<'_, 'py>,
     ) -> PyResult<()> {
         let segments = members.segments(snapshot);
@@ -91,12 +96,11 @@ impl<'py> Call<'_, 'py> {
         Ok(Self {
             module: self.module,
             registry: self.registry,
-            frames: Frames::fixed(rows::frames_of(py, member)),
+            frames: Frames::fixed(PyTuple::empty(py)),
             args,
             kwargs: self.kwargs.is_some().then_some(kwargs),
             took: self.took,
             positions,
-            repeats: Repeats::default(),
         })
     }
 
@@ -152,6 +156,7 @@ impl<'py> Call<'_, 'py> {
         let covered = value.covered()?;
         let mut checked = None;
         for (number, entries) in members {
+            let frame = batch.all()[number].frame.bind(py);
             let mut run = || {
                 let needs = Needs::of(py, entries, batch.positioned())?;
                 let describe = || self.site(&entries[0]).describe();
@@ -162,7 +167,7 @@ impl<'py> Call<'_, 'py> {
                         return Ok(());
                     }
                     let mut call = self.of_member(batch, number, &before, layout)?;
-                    call.forward_pre(entries.iter().map(AsRef::as_ref), target)?;
+                    call.forward_pre(owned(entries, frame), target)?;
                     checked = checks;
                     return Ok(());
                 }
@@ -171,7 +176,7 @@ impl<'py> Call<'_, 'py> {
                 }
                 let narrowed = value.narrow(number, &needs)?;
                 let mut call = self.of_member(batch, number, &narrowed.value, layout)?;
-                call.forward_pre(entries.iter().map(AsRef::as_ref), target)?;
+                call.forward_pre(owned(entries, frame), target)?;
                 let after = rows::arguments(&call.args, call.kwargs.as_ref())?;
                 value.take(number, &narrowed, &after, needs.python, &describe())
             };
@@ -234,7 +239,8 @@ impl<'py> Call<'_, 'py> {
         let mut fail = |number: usize, entry: &Entry<Hook>, error| {
             let arguments = rows::arguments(&self.args, self.kwargs.as_ref())?;
             let call = self.of_member(batch, number, &arguments, layout)?;
-            match call.apply_on_error(entry, error) {
+            let owner = Some(batch.all()[number].frame.bind(py));
+            match call.apply_on_error(Owned { entry, owner }, error) {
                 Ok(()) => Ok(true),
                 Err(error) => rows::settle(py, &batch.all()[number], error).map(|()| false),
             }
@@ -283,8 +289,9 @@ impl<'py> Call<'_, 'py> {
         let Some(output) = output else {
             let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
             for (number, entries) in segment.members() {
+                let frame = batch.all()[number].frame.bind(py);
                 let mut call = self.of_member(batch, number, &before, &layout)?;
-                call.run_always_called(&mut own(entries), None);
+                call.run_always_called(&mut owned(entries, frame).map(Step::Own), None);
             }
             return Ok(None);
         };
@@ -320,12 +327,14 @@ impl<'py> Call<'_, 'py> {
         let mut value = Value::new(output, layout, batch);
         let covered = value.covered()?;
         for (number, entries) in members {
+            let frame = batch.all()[number].frame.bind(py);
             let mut run = || {
                 let needs = Needs::of(py, entries, batch.positioned())?;
                 let describe = || self.site(&entries[0]).describe();
                 if !needs.reads {
                     let mut call = self.of_member(batch, number, &before, layout)?;
-                    return call.forward(own(entries), output.clone()).map(drop);
+                    let hooks = owned(entries, frame).map(Step::Own);
+                    return call.forward(hooks, output.clone()).map(drop);
                 }
                 if !covered {
                     return Err(value.not_covered(&describe()));
@@ -337,7 +346,8 @@ impl<'py> Call<'_, 'py> {
                 } else {
                     self.of_member(batch, number, &before, layout)?
                 };
-                let result = call.forward(own(entries), narrowed.value.clone())?;
+                let result =
+                    call.forward(owned(entries, frame).map(Step::Own), narrowed.value.clone())?;
                 value.take(number, &narrowed, &result, needs.python, &describe())
             };
             if let Err(error) = run() {

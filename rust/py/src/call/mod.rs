@@ -8,7 +8,7 @@ pub mod stop;
 
 use std::time::{Duration, Instant};
 
-use ferrohook_core::{Entry, Inside, Phase, Snapshot};
+use ferrohook_core::{Entry, Inside, Phase};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -17,10 +17,11 @@ use crate::call::backward::Tap;
 use crate::call::members::steps_with_rows;
 use crate::call::rows::{MemberHooks, Segment};
 use crate::contexts::current::Frames;
+use crate::contexts::owners::{Firing, Owned};
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{AnyNative, Turn, input_of};
-use crate::hooks::site::{Repeats, Site};
+use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
 use crate::torch::rows::TokenPositions;
@@ -42,7 +43,6 @@ pub fn call<'py>(
         kwargs: kwargs.cloned(),
         took: None,
         positions: None,
-        repeats: Repeats::default(),
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
@@ -58,23 +58,22 @@ struct Call<'a, 'py> {
     took: Option<Duration>,
     /// Positions of the tokens, in a member's part of a batch that knows them.
     positions: Option<TokenPositions>,
-    repeats: Repeats,
 }
 
 /// Next hook of a phase: torch's hooks come first.
 #[derive(Clone, Copy)]
 enum Step<'s, 'py> {
     Torch(&'s TorchHook<'py>),
-    Own(&'s Entry<Hook>),
+    Own(Owned<'s, 'py>),
     /// Hooks of the members of a batch, side by side.
     Rows(&'s Segment<'s, 'py>),
 }
 
 fn steps<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
-    snapshot: Option<&'s Snapshot<Hook>>,
+    snapshot: Option<&'s Firing<'py>>,
 ) -> impl Iterator<Item = Step<'s, 'py>> {
-    let own = snapshot.into_iter().flat_map(Snapshot::iter);
+    let own = snapshot.into_iter().flat_map(Firing::iter);
     torch_hooks
         .iter()
         .map(Step::Torch)
@@ -135,7 +134,7 @@ impl<'py> Call<'_, 'py> {
     fn run_after_in_batch(
         &mut self,
         members: &MemberHooks<'py>,
-        snapshot: Option<&Snapshot<Hook>>,
+        snapshot: Option<&Firing<'py>>,
         torch_hooks: &[TorchHook<'py>],
         ran: PyResult<Ran<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
@@ -197,7 +196,7 @@ impl<'py> Call<'_, 'py> {
         Ok(backward)
     }
 
-    fn begin(&self, phase: Phase) -> PyResult<Option<Snapshot<Hook>>> {
+    fn begin(&self, phase: Phase) -> PyResult<Option<Firing<'py>>> {
         let py = self.module.py();
         self.registry.get().begin(py, phase, &self.frames)
     }
@@ -210,9 +209,9 @@ impl<'py> Call<'_, 'py> {
     }
 
     #[cold]
-    fn apply_on_error(&self, entry: &Entry<Hook>, error: PyErr) -> PyResult<()> {
+    fn apply_on_error(&self, hook: Owned<'_, 'py>, error: PyErr) -> PyResult<()> {
         let registry = self.registry.get();
-        registry.apply_on_error(&self.site(entry), &self.frames, error)
+        registry.apply_on_error(&self.site(hook.entry), hook.owner, error)
     }
 
     /// Returns the keyword arguments as a dict that `with_kwargs` hooks may store or change.
@@ -224,20 +223,23 @@ impl<'py> Call<'_, 'py> {
 
     fn forward_pre<'s>(
         &mut self,
-        entries: impl Iterator<Item = &'s Entry<Hook>>,
+        hooks: impl Iterator<Item = Owned<'s, 'py>>,
         target: &Target<'_, 'py>,
-    ) -> PyResult<()> {
+    ) -> PyResult<()>
+    where
+        'py: 's,
+    {
         let inside = Inside::here();
-        for entry in entries {
-            let Some(invocation) = entry.enter(&inside) else {
+        for hook in hooks {
+            let Some(invocation) = hook.enter(&inside) else {
                 continue;
             };
-            let timer = entry.hook().start();
-            let result = self.invoke_forward_pre(entry, target);
+            let timer = hook.entry.hook().start();
+            let result = self.invoke_forward_pre(hook, target);
             drop((timer, invocation));
             match result {
                 Ok(replaced) => self.replace_input(replaced),
-                Err(error) => self.apply_on_error(entry, error)?,
+                Err(error) => self.apply_on_error(hook, error)?,
             }
         }
         Ok(())
@@ -254,10 +256,10 @@ impl<'py> Call<'_, 'py> {
 
     fn invoke_forward_pre(
         &mut self,
-        entry: &Entry<Hook>,
+        owned: Owned<'_, 'py>,
         target: &Target<'_, 'py>,
     ) -> PyResult<Option<Replaced<'py>>> {
-        let hook = entry.hook();
+        let hook = owned.entry.hook();
         let callback = hook.object().bind(self.module.py());
         let Some(native) = hook.native() else {
             return self.invoke_plain_pre(callback, hook.options.with_kwargs, target);
@@ -266,7 +268,7 @@ impl<'py> Call<'_, 'py> {
             Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
             _ => input_of(&self.args),
         };
-        let replaced = self.invoke_native(native, entry, Phase::ForwardPre, &input)?;
+        let replaced = self.invoke_native(native, owned, Phase::ForwardPre, &input)?;
         let args = replaced.map(Bound::cast_into).transpose()?;
         Ok(args.map(|args| (args, None)))
     }
@@ -332,22 +334,22 @@ impl<'py> Call<'_, 'py> {
             none = self.module.py().None().into_bound(self.module.py());
             &none
         };
-        let entry = match step {
-            Step::Own(entry) => entry,
+        let hook = match step {
+            Step::Own(hook) => hook,
             Step::Torch(hook) => {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
             Step::Rows(segment) => return self.forward_of_members(segment, Some(output)),
         };
-        let Some(invocation) = entry.enter(inside) else {
+        let Some(invocation) = hook.enter(inside) else {
             return Ok(None);
         };
-        let timer = entry.hook().start();
-        let result = self.invoke_forward(entry, output);
+        let timer = hook.entry.hook().start();
+        let result = self.invoke_forward(hook, output);
         drop((timer, invocation));
         match result {
             Ok(replaced) => Ok(replaced),
-            Err(error) => self.apply_on_error(entry, error).map(|()| None),
+            Err(error) => self.apply_on_error(hook, error).map(|()| None),
         }
     }
 
@@ -358,16 +360,16 @@ impl<'py> Call<'_, 'py> {
     #[inline(always)]
     fn invoke_forward(
         &mut self,
-        entry: &Entry<Hook>,
+        owned: Owned<'_, 'py>,
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let hook = entry.hook();
+        let hook = owned.entry.hook();
         match hook.native() {
             None => {
                 let callback = hook.object().bind(self.module.py());
                 self.invoke_plain(callback, hook.options.with_kwargs, output)
             }
-            Some(native) => self.invoke_native(native, entry, Phase::Forward, output),
+            Some(native) => self.invoke_native(native, owned, Phase::Forward, output),
         }
     }
 
@@ -375,7 +377,7 @@ impl<'py> Call<'_, 'py> {
     fn invoke_native(
         &self,
         native: &dyn AnyNative,
-        entry: &Entry<Hook>,
+        hook: Owned<'_, 'py>,
         phase: Phase,
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -387,12 +389,11 @@ impl<'py> Call<'_, 'py> {
             value,
             grad_output: None,
             took: self.took,
-            frames: &|| Ok(self.frames.entered(self.module.py())?.cloned()),
+            owner: hook.object(),
             positions: self.positions.as_ref(),
-            repeat: self.repeats.of(entry),
-            describe: &|| self.site(entry).describe(),
+            describe: &|| self.site(hook.entry).describe(),
         };
-        native.run(entry.hook().target().bind(self.module.py()), &turn)
+        native.run(hook.entry.hook().target().bind(self.module.py()), &turn)
     }
 
     /// Calls a hook of PyTorch's contract.
@@ -429,7 +430,7 @@ impl<'py> Call<'_, 'py> {
         let inside = Inside::here();
         for step in steps {
             let always = match step {
-                Step::Own(entry) => entry.hook().options.always_call,
+                Step::Own(hook) => hook.entry.hook().options.always_call,
                 Step::Torch(hook) => hook.always_call,
                 Step::Rows(segment) => {
                     let _ = self.forward_of_members(segment, None);
@@ -443,7 +444,7 @@ impl<'py> Call<'_, 'py> {
                 Ok(None) => {}
                 Ok(replaced) => output = replaced,
                 Err(error) => match step {
-                    Step::Own(entry) => self.site(entry).warn_silenced(&error),
+                    Step::Own(hook) => self.site(hook.entry).warn_silenced(&error),
                     Step::Torch(hook) => hook.warn_silenced(&error),
                     Step::Rows(_) => {}
                 },

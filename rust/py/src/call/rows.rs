@@ -12,6 +12,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::stop::Stop;
 use crate::contexts::batch::{BatchBase, Layout, Member};
+use crate::contexts::owners::Firing;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::members::MergedHooks;
@@ -97,8 +98,8 @@ impl<'py> MemberHooks<'py> {
     }
 
     /// Splits the hooks at those of the whole batch, one more segment than there are of these.
-    pub fn segments(&self, whole: Option<&Snapshot<Hook>>) -> Vec<Segment<'_, 'py>> {
-        let count = whole.map_or(0, Snapshot::len);
+    pub fn segments(&self, whole: Option<&Firing<'py>>) -> Vec<Segment<'_, 'py>> {
+        let count = whole.map_or(0, |whole| whole.entries().len());
         let mut segments: Vec<_> = (0..=count)
             .map(|_| Segment {
                 batch: &self.batch,
@@ -109,7 +110,7 @@ impl<'py> MemberHooks<'py> {
             .collect();
         for (number, snapshot) in &self.hooks {
             let mut rest = snapshot.entries();
-            let bounds = whole.into_iter().flat_map(Snapshot::iter);
+            let bounds = whole.into_iter().flat_map(Firing::entries);
             for (segment, bound) in segments.iter_mut().zip(bounds) {
                 let ahead = rest.iter().take_while(|it| it.precedes(bound)).count();
                 let (entries, behind) = rest.split_at(ahead);
@@ -391,11 +392,6 @@ pub fn arguments<'py>(
     let py = args.py();
     let kwargs = kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
     Ok(PyTuple::new(py, [args.as_any(), kwargs.as_any()])?.into_any())
-}
-
-/// The frame of a member, as the frames of its calls.
-pub fn frames_of<'py>(py: Python<'py>, member: &Member) -> Bound<'py, PyTuple> {
-    member.frames.bind(py).clone()
 }
 
 /// Needs of some hooks of a member.

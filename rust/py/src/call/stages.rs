@@ -8,6 +8,8 @@ use pyo3::prelude::*;
 
 use crate::call::rows::note_run;
 use crate::contexts::batch::{BatchBase, Layout};
+use crate::contexts::frame::Frame;
+use crate::contexts::owners::Owned;
 use crate::hooks::hook::Hook;
 use crate::hooks::members::{HookAt, MergedHooks, Simple};
 use crate::hooks::merged::{Joint, Part, Select, SharedValue};
@@ -23,7 +25,7 @@ impl Simple {
         number: usize,
         entries: &[Arc<Entry<Hook>>],
     ) -> PyResult<Option<Self>> {
-        let frames = batch.all()[number].frames.bind(py);
+        let owner = batch.all()[number].frame.bind(py).as_any();
         let mut hooks = Vec::with_capacity(entries.len());
         let mut keeps = false;
         for entry in entries {
@@ -35,7 +37,7 @@ impl Simple {
                 return Ok(None);
             }
             keeps |= native.keeps();
-            let Some(merging) = native.merges(hook.object().bind(py), phase, frames)? else {
+            let Some(merging) = native.merges(hook.object().bind(py), phase, owner)? else {
                 return Ok(None);
             };
             hooks.push(merging);
@@ -63,6 +65,11 @@ pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a
 impl Stages<'_> {
     fn entry(&self, (member, at): HookAt) -> &Entry<Hook> {
         &self.hooks.members[member].entries[at]
+    }
+
+    fn owner<'a, 'py>(&'a self, py: Python<'py>, member: usize) -> &'a Bound<'py, Frame> {
+        let number = self.hooks.members[member].number;
+        self.batch.all()[number].frame.bind(py)
     }
 
     /// Calls `run` with the parts of some hooks.
@@ -170,7 +177,9 @@ impl Stages<'_> {
                 let invocation = if skipped.contains(at) {
                     None
                 } else {
-                    self.entry(*at).enter(&inside)
+                    let owner = Some(self.owner(value.py(), at.0));
+                    let entry = self.entry(*at);
+                    Owned { entry, owner }.enter(&inside)
                 };
                 invocation.map(|it| invocations.push(it)).is_some()
             });
@@ -186,10 +195,7 @@ impl Stages<'_> {
                 dim: self.layout.dim,
                 size: self.layout.size,
                 written: self.batch.runs_python(),
-                frames: &|part| {
-                    let number = self.hooks.members[stage[part].0].number;
-                    self.batch.all()[number].frames.bind(value.py()).clone()
-                },
+                owner: &|part| self.owner(value.py(), stage[part].0).clone().into_any(),
                 positions: &|part| self.positions(stage[part]),
                 describe: &|part| (self.describe)(self.entry(stage[part])),
             };

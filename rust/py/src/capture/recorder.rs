@@ -1,6 +1,6 @@
 //! `Recorder`: the native hook that records the input or the output of a module.
 
-use ferrohook_core::{Entry, Inside, Phase, Snapshot};
+use ferrohook_core::{Inside, Phase};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -13,12 +13,11 @@ use crate::capture::keeping;
 use crate::capture::request::{Place, Source};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::{self, ScopeArg};
+use crate::contexts::owners::Firing;
 use crate::error;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::hook::Hook;
 use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
-use crate::hooks::site::Repeats;
 use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::part_of;
 
@@ -99,17 +98,15 @@ impl Recorder {
         Ok(format!("object at {:p}", part.as_ptr()))
     }
 
-    /// Records the part of a value, for the request number `repeat` of those in `frames`.
+    /// Records the part of a value for an owner.
     pub fn record<'py>(
         &self,
-        frames: Option<&Bound<'py, PyTuple>>,
-        repeat: usize,
+        owner: Option<&Bound<'py, PyAny>>,
         value: &Bound<'py, PyAny>,
         positions: Option<&TokenPositions>,
     ) -> PyResult<()> {
         let part = self.part_of(value)?;
-        self.source
-            .keep(frames, repeat, self.index, &part, positions)
+        self.source.keep(owner, self.index, &part, positions)
     }
 
     /// Returns the part of a value that it records.
@@ -165,29 +162,23 @@ pub fn record(
     let Some(frames) = frames.entered(py)? else {
         return Ok(());
     };
-    let snapshots: Vec<_> = frame::hooks(frames.iter_borrowed(), module)
-        .map(|hooks| hooks.snapshot(phase.0))
-        .collect();
-    if snapshots.is_empty() {
-        return Ok(());
-    }
+    let firing = Firing::merged(frame::hooks(frames, module, phase.0), None);
     let inside = Inside::here();
-    let repeats = Repeats::default();
-    for entry in Snapshot::merged(&snapshots).iter() {
-        let object = Entry::<Hook>::hook(entry).object().bind(py);
+    for hook in firing.iter().flat_map(Firing::iter) {
+        let object = hook.entry.hook().object().bind(py);
         if let Ok(recorder) = object.cast::<Recorder>()
             && recorder.get().key(py)? == key
-            && let Some(_invocation) = entry.enter(&inside)
+            && let Some(_invocation) = hook.enter(&inside)
         {
-            let (recorder, repeat) = (recorder.get(), repeats.of(entry));
+            let recorder = recorder.get();
             if whole {
-                recorder.record(Some(frames), repeat, value, None)?;
+                recorder.record(hook.object(), value, None)?;
                 continue;
             }
             let detached = value.call_method0(intern!(py, "detach"))?;
             let copy = detached.call_method0(intern!(py, "clone"))?;
             let source = &recorder.source;
-            source.keep(Some(frames), repeat, recorder.index, &copy, None)?;
+            source.keep(hook.object(), recorder.index, &copy, None)?;
         }
     }
     Ok(())

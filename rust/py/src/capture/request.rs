@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -15,7 +16,6 @@ use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::merged::Places;
-use crate::hooks::native::Turn;
 use crate::torch::is_tensor;
 use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::map_tensors;
@@ -25,7 +25,7 @@ use crate::torch::tensors::map_tensors;
 #[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
 pub struct RequestBase {
     id: u64,
-    /// Object that identifies the prepared plan.
+    /// Contents of the prepared plan.
     plan: Py<PyAny>,
     /// Empty collectors of the plan, one for each of its captures.
     templates: Py<PyTuple>,
@@ -75,7 +75,7 @@ impl RequestBase {
         self.id
     }
 
-    /// Object that identifies the prepared plan.
+    /// Contents of the prepared plan.
     #[getter]
     fn _plan<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
         self.plan.bind(py)
@@ -136,20 +136,6 @@ impl RequestBase {
 }
 
 impl RequestBase {
-    /// Finds the open request of a plan, among those entered the one number `repeat`.
-    pub fn find<'py>(
-        frames: &Bound<'py, PyTuple>,
-        plan: &Bound<'py, PyAny>,
-        repeat: usize,
-    ) -> Option<Bound<'py, Self>> {
-        let requests = frames
-            .iter()
-            .filter_map(|frame| frame.cast_into::<Self>().ok());
-        let mut of_plan = requests
-            .filter(|request| request.get().plan.is(plan) && !request.as_super().get().closed());
-        of_plan.nth(repeat)
-    }
-
     /// Returns one of the plan's positions: True for all, None for none, or a tensor of bools.
     pub fn mask<'py>(&self, py: Python<'py>, place: usize) -> PyResult<Bound<'py, PyAny>> {
         let masks = self.masks.lock().as_ref().map(|masks| masks.clone_ref(py));
@@ -203,8 +189,6 @@ pub struct Source {
 /// Place of a capture in a plan.
 #[derive(FromPyObject)]
 pub struct Place {
-    /// Object that identifies the prepared plan.
-    plan: Py<PyAny>,
     /// Index among its captures.
     capture: usize,
     /// Index of the captured positions; None for all.
@@ -212,12 +196,18 @@ pub struct Place {
 }
 
 impl Source {
-    /// Stores what `value` gives, by the collector of the request that the invocation number
-    /// `repeat` in a call that entered `frames` is for.
+    /// Returns the request that a capture of a plan fires for.
+    fn request<'a, 'py>(
+        owner: Option<&'a Bound<'py, PyAny>>,
+    ) -> PyResult<&'a Bound<'py, RequestBase>> {
+        let nobody = || PyRuntimeError::new_err("a capture of a plan fires for requests");
+        Ok(owner.ok_or_else(nobody)?.cast()?)
+    }
+
+    /// Stores what `value` gives, by the collector of the owner.
     pub fn keep<'py>(
         &self,
-        frames: Option<&Bound<'py, PyTuple>>,
-        repeat: usize,
+        owner: Option<&Bound<'py, PyAny>>,
         index: usize,
         value: &Bound<'py, PyAny>,
         positions: Option<&TokenPositions>,
@@ -226,11 +216,7 @@ impl Source {
         let Some(place) = &self.place else {
             return keeping::record(self.collector.bind(py), index, value, positions);
         };
-        let plan = place.plan.bind(py);
-        let request = frames.and_then(|frames| RequestBase::find(frames, plan, repeat));
-        let Some(request) = request else {
-            return Ok(());
-        };
+        let request = Self::request(owner)?;
         let collector = request.get().collector(py, place.capture)?;
         let Some(at) = place.mask else {
             return keeping::record(&collector, index, value, positions);
@@ -257,53 +243,32 @@ impl Source {
         keeping::record(&collector, index, &at, positions.as_ref())
     }
 
-    /// Returns the collector of the member of a batch with these frames.
-    pub fn of_member<'py>(
+    /// Returns the collector of an owner.
+    pub fn of_owner<'py>(
         &self,
         py: Python<'py>,
-        frames: &Bound<'py, PyTuple>,
-    ) -> PyResult<Option<Bound<'py, Collector>>> {
-        let Some(place) = &self.place else {
-            return Ok(Some(self.collector.bind(py).clone()));
-        };
-        let request = RequestBase::find(frames, place.plan.bind(py), 0);
-        request.map_or(Ok(None), |request| {
-            request.get().collector(py, place.capture).map(Some)
-        })
+        owner: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, Collector>> {
+        match &self.place {
+            Some(place) => Self::request(owner)?.get().collector(py, place.capture),
+            None => Ok(self.collector.bind(py).clone()),
+        }
     }
 
     /// Returns the captured places among the rows of a member; None if they are not known.
-    pub fn places(&self, frames: &Bound<'_, PyTuple>) -> PyResult<Option<Places>> {
-        let py = frames.py();
+    pub fn places(&self, owner: &Bound<'_, PyAny>) -> PyResult<Option<Places>> {
+        let py = owner.py();
         let Some(place) = &self.place else {
             return Ok(Some(None));
         };
         let Some(at) = place.mask else {
             return Ok(Some(None));
         };
-        let Some(request) = RequestBase::find(frames, place.plan.bind(py), 0) else {
-            return Ok(None);
-        };
-        let places = request.get().places(py, at)?;
+        let places = Self::request(Some(owner))?.get().places(py, at)?;
         Ok(places.map(|places| Some((at, places))))
     }
 
-    /// Finds the collector of the request that an invocation is for.
-    pub fn find<'py>(&self, turn: &Turn<'_, 'py>) -> PyResult<Option<Bound<'py, Collector>>> {
-        let py = turn.module.py();
-        let Some(place) = &self.place else {
-            return Ok(Some(self.collector.bind(py).clone()));
-        };
-        let plan = place.plan.bind(py);
-        let frames = (turn.frames)()?;
-        let request = frames.and_then(|frames| RequestBase::find(&frames, plan, turn.repeat));
-        request.map_or(Ok(None), |request| {
-            request.get().collector(py, place.capture).map(Some)
-        })
-    }
-
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.collector)?;
-        visit.call(self.place.as_ref().map(|place| &place.plan))
+        visit.call(&self.collector)
     }
 }

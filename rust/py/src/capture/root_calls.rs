@@ -32,12 +32,11 @@ impl Native for RootCalls {
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        if let Some(collector) = slf.get().0.find(turn)? {
-            if turn.phase == Phase::ForwardPre {
-                collector.get().begin_call();
-            } else {
-                collector.get().end_call();
-            }
+        let collector = slf.get().0.of_owner(slf.py(), turn.owner)?;
+        if turn.phase == Phase::ForwardPre {
+            collector.get().begin_call();
+        } else {
+            collector.get().end_call();
         }
         Ok(None)
     }

@@ -7,7 +7,6 @@ use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
 use crate::capture::collector::Collector;
 use crate::capture::recorder::Recorder;
@@ -86,10 +85,8 @@ impl Group {
         for (number, recorder, rows) in &self.recorders {
             let this = recorder.get();
             let store = |stored: &Stored<'_>| {
-                let frames = (shared.frames)(*number);
-                let Some(collector) = this.source.of_member(py, &frames)? else {
-                    return Ok(());
-                };
+                let owner = (shared.owner)(*number);
+                let collector = this.source.of_owner(py, Some(&owner))?;
                 let positions = (shared.positions)(*number);
                 let kept = stored.of_member(&collector, rows, start, shared.dim, positions)?;
                 collector.get().store(py, this.index, kept)
@@ -209,13 +206,8 @@ impl Native for Recorder {
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        // Frames are looked up for plans alone.
-        let frames = match slf.get().source.place {
-            Some(_) => (turn.frames)()?,
-            None => None,
-        };
         let this = slf.get();
-        this.record(frames.as_ref(), turn.repeat, turn.value, turn.positions)?;
+        this.record(turn.owner, turn.value, turn.positions)?;
         Ok(None)
     }
 
@@ -230,13 +222,13 @@ impl Native for Recorder {
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         _phase: Phase,
-        frames: &Bound<'py, PyTuple>,
+        owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         let this = slf.get();
         if !this.source.collector.get().merges() {
             return Ok(None);
         }
-        let at = this.source.places(frames)?;
+        let at = this.source.places(owner)?;
         Ok(at.map(|at| Merging {
             hook: slf.as_any().clone().unbind(),
             at,

@@ -27,8 +27,6 @@ const MOST_ROWS: usize = 1 << 24;
 pub struct Member {
     pub frame: Py<Frame>,
     pub rows: Rows,
-    /// The frame alone, as the frames of its calls.
-    pub frames: Py<PyTuple>,
     /// True once one of its hooks ran.
     pub ran: AtomicBool,
 }
@@ -130,7 +128,6 @@ impl BatchBase {
             let rows = given_rows::read(&rows, size)?;
             named = named.max(rows.end());
             members.push(Member {
-                frames: PyTuple::new(py, [&frame])?.unbind(),
                 frame: frame.unbind(),
                 rows,
                 ran: AtomicBool::new(false),
@@ -301,7 +298,6 @@ impl BatchBase {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         for member in &self.members {
             visit.call(&member.frame)?;
-            visit.call(&member.frames)?;
         }
         for gathered in self.gathered.values() {
             visit.call(&gathered.index)?;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use ferrohook_core::{Entry, Phase, Registry, Snapshot};
+use ferrohook_core::{Phase, Registry, Snapshot};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyBaseException, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -240,6 +240,18 @@ impl Frame {
         first
     }
 
+    /// True if its hooks of a phase are not started any more.
+    #[inline]
+    pub fn ended_for(&self, phase: Phase) -> bool {
+        let of_graph = || matches!(phase, Phase::BackwardPre | Phase::Backward);
+        (self.closed() && !(self.for_graphs && of_graph())) || self.failed()
+    }
+
+    /// Notes an exception of one of its hooks; the first one stays.
+    pub fn note_error(&self, py: Python<'_>, error: &PyErr) {
+        let _ = self.error.set(copied(py, error));
+    }
+
     fn fires_backward(&self) -> bool {
         let own = self.backward.load(Ordering::Relaxed);
         own || self.shared().is_some_and(Self::fires_backward)
@@ -277,7 +289,7 @@ impl Frame {
         let first = snapshots.next()?;
         match snapshots.next() {
             None => Some(first),
-            Some(second) => Some(Snapshot::merged(&[first, second])),
+            Some(second) => Some(Snapshot::merged(&[first, second]).0),
         }
     }
 
@@ -574,30 +586,22 @@ impl<'py> FromPyObject<'_, 'py> for ScopeArg<'py> {
     }
 }
 
-/// Returns the registries that `frames` have for the module with this id, those they share last.
-pub fn hooks<'a>(
-    frames: impl Iterator<Item = Borrowed<'a, 'a, PyAny>>,
+/// Returns the snapshots of a phase that `frames` have for the module with this id, each with its
+/// owner; those they share last.
+pub fn hooks<'py>(
+    frames: &Bound<'py, PyTuple>,
     module: u64,
-) -> impl Iterator<Item = Arc<Registry<Hook>>> {
-    frames.flat_map(move |frame| {
+    phase: Phase,
+) -> impl Iterator<Item = (Bound<'py, Frame>, Snapshot<Hook>)> {
+    frames.iter_borrowed().flat_map(move |frame| {
         let frame = frame.cast::<Frame>().ok();
-        let [own, shared] = frame.map_or([None, None], |frame| frame.get().all_hooks(module));
-        own.into_iter().chain(shared)
+        let all = frame.map_or([None, None], |frame| frame.get().all_hooks(module));
+        let hooks = all
+            .into_iter()
+            .flatten()
+            .filter(move |it| it.occupied(phase));
+        hooks.filter_map(move |hooks| Some(((*frame?).clone(), hooks.snapshot(phase))))
     })
-}
-
-/// Has those of `frames` whose hook it is remember an exception of a hook of the module with this
-/// id.
-pub fn note_error(frames: &Bound<'_, PyTuple>, module: u64, entry: &Entry<Hook>, error: &PyErr) {
-    for frame in frames.iter_borrowed() {
-        let Ok(frame) = frame.cast::<Frame>() else {
-            continue;
-        };
-        let hooks = frame.get().all_hooks(module);
-        if hooks.iter().flatten().any(|hooks| hooks.contains(entry)) {
-            let _ = frame.get().error.set(copied(frames.py(), error)); // the first one stays
-        }
-    }
 }
 
 /// Copies an exception: its traceback would keep all frames below alive.

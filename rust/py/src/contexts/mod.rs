@@ -3,7 +3,8 @@
 //! A context variable holds the tuple of entered frames. A frame's hooks are stored in the frame,
 //! in a registry for each module, so a call never walks hooks of other contexts: if the module's
 //! word says that some frame has hooks for it, the call merges the snapshots of its frames with the
-//! module's own, in the one order of all hooks. A module lists the registries that frames have for
+//! module's own, in the one order of all hooks. Each hook then knows its owner, the frame that it
+//! fires for: once that has ended the hook is not started any more. A module lists the registries that frames have for
 //! it, for `quiesce` and for its release; a frame forgets modules that are gone. Scopes, captures,
 //! the levels and the lasting hooks of hook points, and calls that record are frames; the tag says
 //! which.
@@ -13,5 +14,6 @@ pub mod batch;
 pub mod current;
 pub mod frame;
 mod given_rows;
+pub mod owners;
 pub mod remembered;
 pub mod scoped;

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pyo3::PyTypeCheck;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
 use crate::torch::rows::{Rows, Selection, Selections, TokenPositions, length};
 
@@ -107,8 +106,8 @@ pub struct SharedValue<'a, 'py> {
     pub size: usize,
     /// True if a member may write in place.
     pub written: bool,
-    /// Returns the frame of a part's member.
-    pub frames: &'a dyn Fn(usize) -> Bound<'py, PyTuple>,
+    /// Returns a part's member.
+    pub owner: &'a dyn Fn(usize) -> Bound<'py, PyAny>,
     /// Returns the positions of a part's tokens, if known.
     pub positions: &'a dyn Fn(usize) -> Option<TokenPositions>,
     /// Describes hook, phase and module of a part, for errors.

@@ -28,13 +28,10 @@ pub struct Turn<'a, 'py> {
     pub grad_output: Option<&'a Bound<'py, PyAny>>,
     /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
-    /// Looks up the frames that the call's context entered.
-    pub frames: &'a dyn Fn() -> PyResult<Option<Bound<'py, PyTuple>>>,
+    /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.
+    pub owner: Option<&'a Bound<'py, PyAny>>,
     /// Positions of the tokens of the value, if it is that of a member of a batch that knows them.
     pub positions: Option<&'a TokenPositions>,
-    /// How often this hook has run in this phase of this call: hooks of a plan run once for each
-    /// entered request of it.
-    pub repeat: usize,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
 }
@@ -153,11 +150,11 @@ pub trait Native: PyClass {
     }
 
     /// Returns its form that runs for many members of a batch at once; None if it runs for each
-    /// alone. `frames`: that of the member.
+    /// alone. `owner`: the member.
     fn merges<'py>(
         _slf: &Bound<'py, Self>,
         _phase: Phase,
-        _frames: &Bound<'py, PyTuple>,
+        _owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         Ok(None)
     }
@@ -208,7 +205,7 @@ pub trait AnyNative: Send + Sync {
         &self,
         hook: &Bound<'py, PyAny>,
         phase: Phase,
-        frames: &Bound<'py, PyTuple>,
+        owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>>;
     fn check_parts<'py>(
         &self,
@@ -277,9 +274,9 @@ impl<T: Native> AnyNative for Class<T> {
         &self,
         hook: &Bound<'py, PyAny>,
         phase: Phase,
-        frames: &Bound<'py, PyTuple>,
+        owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
-        T::merges(hook.cast()?, phase, frames)
+        T::merges(hook.cast()?, phase, owner)
     }
 
     fn check_parts<'py>(

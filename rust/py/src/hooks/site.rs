@@ -1,8 +1,5 @@
 //! `Site`: one hook in one call, for its description in errors and its `on_error`.
 
-use std::cell::Cell;
-use std::ptr;
-
 use ferrohook_core::Entry;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -114,25 +111,4 @@ pub fn log_error(py: Python<'_>, message: &str, error: &PyErr) -> PyResult<()> {
         .bind(py)
         .call_method("error", ("%s", message), Some(&kwargs))?;
     Ok(())
-}
-
-/// Counter of the invocations of each hook in one walk.
-///
-/// Entries of one hook stand side by side, as they have one place in the order.
-pub struct Repeats(Cell<(*const Entry<Hook>, usize)>);
-
-impl Default for Repeats {
-    fn default() -> Self {
-        Self(Cell::new((ptr::null(), 0)))
-    }
-}
-
-impl Repeats {
-    /// Counts an invocation. Returns the number of those before it.
-    pub fn of(&self, entry: &Entry<Hook>) -> usize {
-        let (last, repeats) = self.0.get();
-        let now = if ptr::eq(last, entry) { repeats + 1 } else { 0 };
-        self.0.set((entry, now));
-        now
-    }
 }

@@ -1,9 +1,10 @@
 //! Native hooks of prepared plans: hooks at chosen positions, and the guard of the model.
 
 use ferrohook_core::Phase;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
 use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
@@ -19,8 +20,6 @@ use crate::torch::tree::ModuleTree;
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct MaskedHook {
     hook: Py<PyAny>,
-    /// Object that identifies the prepared plan.
-    plan: Py<PyAny>,
     /// Index of the positions among those of the plan.
     mask: usize,
 }
@@ -28,13 +27,12 @@ pub struct MaskedHook {
 #[pymethods]
 impl MaskedHook {
     #[new]
-    fn new(hook: Py<PyAny>, plan: Py<PyAny>, mask: usize) -> (Self, NativeHook) {
-        (Self { hook, plan, mask }, NativeHook::of::<Self>())
+    fn new(hook: Py<PyAny>, mask: usize) -> (Self, NativeHook) {
+        (Self { hook, mask }, NativeHook::of::<Self>())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.hook)?;
-        visit.call(&self.plan)
+        visit.call(&self.hook)
     }
 }
 
@@ -59,18 +57,16 @@ impl Native for MaskedHook {
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         phase: Phase,
-        frames: &Bound<'py, PyTuple>,
+        owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         let (py, this) = (slf.py(), slf.get());
         let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
             return Ok(None);
         };
-        let Some(merging) = InterventionBase::merges(intervention, phase, frames)? else {
+        let Some(merging) = InterventionBase::merges(intervention, phase, owner)? else {
             return Ok(None);
         };
-        let Some(request) = RequestBase::find(frames, this.plan.bind(py), 0) else {
-            return Ok(None);
-        };
+        let request = owner.cast::<RequestBase>()?;
         let places = request.get().places(py, this.mask)?;
         Ok(places.map(|places| Merging {
             at: Some((this.mask, places)),
@@ -80,12 +76,7 @@ impl Native for MaskedHook {
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let (py, this) = (slf.py(), slf.get());
-        let frames = (turn.frames)()?;
-        let request =
-            frames.and_then(|frames| RequestBase::find(&frames, this.plan.bind(py), turn.repeat));
-        let Some(request) = request else {
-            return Ok(None);
-        };
+        let request = request_of(turn)?;
         let mask = request.get().mask(py, this.mask)?;
         if mask.is_none() {
             return Ok(None);
@@ -121,12 +112,18 @@ impl Native for MaskedHook {
     }
 }
 
+/// Returns the request that a hook of a plan fires for.
+fn request_of<'a, 'py>(turn: &Turn<'a, 'py>) -> PyResult<&'a Bound<'py, RequestBase>> {
+    let nobody = || PyRuntimeError::new_err("a hook of a plan fires for requests");
+    Ok(turn.owner.ok_or_else(nobody)?.cast()?)
+}
+
 /// Hook on the model of a prepared plan: refuses a model whose modules were replaced, and has the
 /// positions of a forward found.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct PlanGuard {
     tree: Py<ModuleTree>,
-    /// Finds positions, called with (module, args, kwargs, frames); None if the plan needs none.
+    /// Finds positions, called with (module, args, kwargs, request); None if the plan needs none.
     positions: Option<Py<PyAny>>,
 }
 
@@ -169,11 +166,9 @@ impl Native for PlanGuard {
         }
         if let Some(positions) = &slf.get().positions {
             let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
-            let frames = (turn.frames)()?.unwrap_or_else(|| PyTuple::empty(py));
-            invoke::call(
-                positions.bind(py),
-                [turn.module, turn.args, &kwargs, &frames],
-            )?;
+            let request = request_of(turn)?;
+            let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
+            invoke::call(positions.bind(py), arguments)?;
         }
         Ok(None)
     }

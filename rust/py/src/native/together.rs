@@ -238,7 +238,7 @@ impl Native for InterventionBase {
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         _phase: Phase,
-        _frames: &Bound<'py, PyTuple>,
+        _owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
         let this = slf.get();
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
