@@ -213,13 +213,17 @@ impl Source {
         positions: Option<&TokenPositions>,
     ) -> PyResult<()> {
         let py = value.py();
+        let shared = match owner {
+            Some(owner) => owner.cast::<Frame>()?.get().in_batch(),
+            None => false,
+        };
         let Some(place) = &self.place else {
-            return keeping::record(self.collector.bind(py), index, value, positions);
+            return keeping::record(self.collector.bind(py), index, value, positions, shared);
         };
         let request = Self::request(owner)?;
         let collector = request.get().collector(py, place.capture)?;
         let Some(at) = place.mask else {
-            return keeping::record(&collector, index, value, positions);
+            return keeping::record(&collector, index, value, positions, shared);
         };
         let mask = request.get().mask(py, at)?;
         if mask.is_none() {
@@ -240,7 +244,7 @@ impl Source {
             }
             tensor.get_item(&mask)
         })?;
-        keeping::record(&collector, index, &at, positions.as_ref())
+        keeping::record(&collector, index, &at, positions.as_ref(), shared)
     }
 
     /// Returns the collector of an owner.

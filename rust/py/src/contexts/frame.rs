@@ -218,6 +218,11 @@ impl Frame {
         Ok(())
     }
 
+    /// True while it is a member of an entered batch.
+    pub fn in_batch(&self) -> bool {
+        self.in_batch.load(Ordering::Acquire)
+    }
+
     /// Ends its membership of a batch.
     pub fn part(&self) {
         self.in_batch.store(false, Ordering::Release);
