@@ -447,6 +447,7 @@ class _Place(Protocol):
 
 class _PreparedPlan(Protocol):
     fired: bool
+    warned: bool
 
 @disjoint_base
 class RequestBase(Frame):
@@ -464,6 +465,7 @@ class RequestBase(Frame):
     def _plan(self) -> Any: ...  # the one that it was made with
     def _collector(self, capture: int) -> Collector: ...
     def _set_masks(self, masks: tuple[Any, ...]) -> None: ...
+    def warn_of_silence(self) -> None: ...
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
 @disjoint_base

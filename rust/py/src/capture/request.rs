@@ -109,12 +109,22 @@ impl RequestBase {
         if error.is_some() {
             return Ok(());
         }
+        Self::warn_of_silence(slf)
+    }
+
+    /// Warns of modules of its plan that never ran, as leaving it does; for batches. Once per plan:
+    /// afterwards it costs the same for any number of modules.
+    fn warn_of_silence(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
+        let plan = this.plan.bind(py);
+        if plan.getattr(intern!(py, "warned"))?.is_truthy()? {
+            return Ok(());
+        }
         let complete = |collector: &OnceLock<Py<Collector>>| {
             let collector = collector.get();
             collector.is_some_and(|collector| collector.get().complete())
         };
-        let fired = this.plan.bind(py).getattr(intern!(py, "fired"))?;
+        let fired = plan.getattr(intern!(py, "fired"))?;
         if fired.is_truthy()? && this.collectors.iter().all(complete) {
             return Ok(());
         }
