@@ -57,7 +57,10 @@ impl<'py> Call<'_, 'py> {
             return Ok(None);
         }
         match self.frames.entered(py)? {
-            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames, recall)),
+            Some(frames) => Ok({
+                let module = self.module;
+                MemberHooks::begin(module, registry, phase, frames, recall)
+            }),
             None => Ok(None),
         }
     }
@@ -305,7 +308,7 @@ impl<'py> Call<'_, 'py> {
         let merged = Arc::new(merged);
         let more = self.forward_merged(batch, &merged, &layout, now)?;
         if remember {
-            batch.remember(&layout, self.registry.get().module(), merged);
+            batch.remember(&layout, self.registry.get().module(), segment.epoch, merged);
         }
         Ok(more.or(changed))
     }

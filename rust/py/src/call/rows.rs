@@ -29,6 +29,8 @@ pub struct MemberHooks<'py> {
     hooks: Vec<(usize, Snapshot<Hook>)>,
     /// The hooks, if they are remembered as they merge.
     merged: Option<Arc<MergedHooks>>,
+    /// Number of changes of the members' hooks before these were looked for.
+    epoch: u64,
 }
 
 /// Hooks of members that run between two hooks of the whole batch.
@@ -37,6 +39,8 @@ pub struct Segment<'a, 'py> {
     members: Vec<Hooks<'a>>,
     /// The hooks, if they are remembered as they merge: `members` is empty.
     pub merged: Option<Arc<MergedHooks>>,
+    /// Number of changes of the members' hooks before these were looked for.
+    pub epoch: u64,
     /// True if these are all hooks of the members, and the batch has none.
     pub all: bool,
 }
@@ -46,18 +50,21 @@ impl<'py> MemberHooks<'py> {
     /// that are remembered as they merge, if there are.
     #[cold]
     pub fn begin(
-        py: Python<'py>,
+        module: &Bound<'py, PyAny>,
         registry: &Registry,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
         recall: bool,
     ) -> Option<Self> {
+        let py = module.py();
         let batch = BatchBase::find(frames)?;
-        if recall && let Some(merged) = batch.get().recall(registry.module()) {
+        let epoch = batch.get().epoch();
+        if recall && let Some(merged) = batch.get().recall(module, registry.module()) {
             return Some(Self {
                 batch,
                 hooks: Vec::new(),
                 merged: Some(merged),
+                epoch,
             });
         }
         let hooks = Self::resolve(py, batch.get(), registry, phase);
@@ -65,6 +72,7 @@ impl<'py> MemberHooks<'py> {
             batch,
             hooks,
             merged: None,
+            epoch,
         })
     }
 
@@ -105,6 +113,7 @@ impl<'py> MemberHooks<'py> {
                 batch: &self.batch,
                 members: Vec::new(),
                 merged: self.merged.clone(),
+                epoch: self.epoch,
                 all: count == 0,
             })
             .collect();

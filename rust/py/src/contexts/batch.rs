@@ -1,7 +1,8 @@
 //! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
@@ -14,7 +15,7 @@ use rustc_hash::FxHashMap;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::contexts::given_rows;
-use crate::contexts::remembered::Remembered;
+use crate::contexts::remembered::{Key, Remembered};
 use crate::error::{hook_type_error, rows_error, type_name};
 use crate::hooks::members::MergedHooks;
 use crate::torch::is_tensor;
@@ -93,6 +94,8 @@ pub struct BatchBase {
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
     served: AtomicBool,
+    /// Number of changes of the members' hooks while it is entered.
+    epoch: Arc<AtomicU64>,
     /// Merged hooks of the members, from the moment it is entered until it is left.
     remembered: Mutex<Option<Box<Remembered>>>,
 }
@@ -164,6 +167,7 @@ impl BatchBase {
             modules,
             joined: AtomicBool::new(false),
             served: AtomicBool::new(false),
+            epoch: Arc::default(),
             remembered: Mutex::default(),
         };
         Ok((batch, Frame::new(None)))
@@ -234,7 +238,7 @@ impl BatchBase {
         let py = slf.py();
         let members = slf.get().members.iter().map(|it| it.frame.get());
         let mut frames = std::iter::once(slf.as_super().get()).chain(members);
-        frames.try_fold(0, |sum, frame| Ok(sum + frame.changes(py)?))
+        frames.try_fold(0, |sum, frame| Ok(sum + frame.changing_calls(py)?))
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -253,12 +257,12 @@ impl BatchBase {
         }
         for (at, member) in this.members.iter().enumerate() {
             let frame = member.frame.bind(py);
-            Frame::join(frame).inspect_err(|error| {
+            Frame::join(frame, &this.epoch).inspect_err(|error| {
                 this.part(at);
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
-        this.take_remembered();
+        this.start_remembering();
         let enter = || {
             slf.call_method0(intern!(py, "_begin"))?;
             Frame::enter(slf.as_super())
@@ -337,52 +341,75 @@ impl BatchBase {
         Self::find(frames).is_some_and(|batch| batch.get().members.iter().any(hooked))
     }
 
-    /// Takes the merged hooks from the first member, if they are of the same members and rows.
-    fn take_remembered(&self) {
-        let members = || {
-            self.members
+    /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
+    /// which the first member has. The members have joined.
+    fn start_remembering(&self) {
+        let key = Key {
+            members: self
+                .members
                 .iter()
-                .map(|it| (it.frame.get().id(), &it.rows))
+                .map(|it| {
+                    let frame = it.frame.get();
+                    (frame.id(), frame.change_count(), it.rows.clone())
+                })
+                .collect(),
+            dim: self.dim,
         };
         let former = self.members[0].frame.get().take_remembered();
-        let former = former.filter(|it| it.is_of(members(), self.dim));
-        let remembered = former.unwrap_or_else(|| {
-            let members = members().map(|(id, rows)| (id, rows.clone()));
-            Box::new(Remembered::new(members.collect(), self.dim))
-        });
-        *self.remembered.lock() = Some(remembered);
+        let (started, unused) = Remembered::start(key, former, self.deadline());
+        *self.remembered.lock() = Some(started);
+        drop(unused); // runs Python code
     }
 
-    /// Gives the merged hooks to the first member, for the next batch.
+    /// Gives the merged hooks to the first member, for the next batch, if no hook changed.
     fn give_remembered(&self) {
         let taken = self.remembered.lock().take();
-        if let Some(remembered) = taken {
+        if let Some(remembered) = taken
+            && self.epoch() == 0
+        {
             self.members[0].frame.get().keep_remembered(remembered);
         }
     }
 
-    /// Finds the merged hooks of the members for the module with this id.
-    pub fn recall(&self, module: u64) -> Option<Arc<MergedHooks>> {
-        let deadline = || {
-            let deadlines = self
-                .members
-                .iter()
-                .filter_map(|it| it.frame.get().deadline());
-            deadlines.min()
-        };
-        let found = self.remembered.lock().as_mut()?.find(module, deadline);
-        found.unwrap_or_default()
+    /// First deadline of a member.
+    fn deadline(&self) -> Option<Instant> {
+        let members = self.members.iter();
+        members.filter_map(|it| it.frame.get().deadline()).min()
+    }
+
+    /// Number of changes of the members' hooks since it was entered.
+    pub fn epoch(&self) -> u64 {
+        // Acquire pairs with the release of `Changes::note`.
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Finds the merged hooks of the members for a module, by the id of its registry.
+    pub fn recall(&self, module: &Bound<'_, PyAny>, id: u64) -> Option<Arc<MergedHooks>> {
+        if self.has_own_rows(module) {
+            return None;
+        }
+        let mut remembered = self.remembered.lock();
+        let found = remembered
+            .as_mut()?
+            .find(id, self.epoch(), || self.deadline());
+        drop(remembered);
+        found.unwrap_or_default() // drops stale ones, which runs Python code
     }
 
     /// Remembers the merged hooks of the members for the module with this id, unless it has rows of
-    /// its own.
-    pub fn remember(&self, layout: &Layout, module: u64, hooks: Arc<MergedHooks>) {
+    /// its own. `epoch`: read before they were looked for.
+    pub fn remember(&self, layout: &Layout, module: u64, epoch: u64, hooks: Arc<MergedHooks>) {
         if layout.gathered.is_none() {
             let mut remembered = self.remembered.lock();
-            let dropped = remembered.as_mut().map(|it| it.add(module, hooks));
+            let dropped = remembered.as_mut().map(|it| it.add(module, epoch, hooks));
             drop(remembered);
             drop(dropped); // runs Python code
         }
+    }
+
+    /// True if a module has other rows than the batch.
+    fn has_own_rows(&self, module: &Bound<'_, PyAny>) -> bool {
+        !self.gathered.is_empty() && self.gathered.contains_key(&(module.as_ptr() as usize))
     }
 
     pub fn all(&self) -> &[Member] {
