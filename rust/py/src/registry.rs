@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::{Entry, Phase, Placement, Work};
-use pyo3::exceptions::PyException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -19,7 +18,7 @@ use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
-use crate::hooks::site::Site;
+use crate::hooks::site::{Site, is_fault};
 use crate::torch;
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
@@ -82,8 +81,7 @@ impl Registry {
         error: PyErr,
     ) -> PyResult<()> {
         let py = site.module.py();
-        // Other exceptions (KeyboardInterrupt, SystemExit) are not the hook's fault.
-        if error.is_instance_of::<PyException>(py) && !site.entry.last() {
+        if is_fault(py, &error) && !site.entry.last() {
             // Relaxed: a sum that orders nothing.
             self.errors.fetch_add(1, Ordering::Relaxed);
             if let Some(owner) = owner {

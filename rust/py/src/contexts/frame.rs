@@ -547,7 +547,7 @@ impl Frame {
     /// Removes the frame's hooks and releases its attachments, wherever it is entered: it is still
     /// to be left there. Returns True for the call that did so.
     #[pyo3(name = "_close")]
-    fn close(&self, py: Python<'_>) -> PyResult<bool> {
+    pub fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
         self.release_attachments(py).map(|()| closed)
     }

@@ -24,8 +24,8 @@ pub struct Merging {
 /// Merged hook of one member.
 pub struct Part<'a, 'py> {
     pub hook: &'a Bound<'py, PyAny>,
-    /// Number of the member, and 0 or 1 more than the index of its positions.
-    pub key: (usize, usize),
+    /// Number of the member, and the index of its positions, if it is of some.
+    pub key: (usize, Option<usize>),
     /// Rows that it is for.
     pub rows: Cow<'a, Rows>,
     /// Describes hook, phase and module, for errors.
