@@ -299,8 +299,8 @@ def _input(info: ModuleInfo, name: str, index: Any) -> tuple[int, int]:
         advice = (
             f"name one of {places} by output_index"
             if places
-            else "vLLM calls it by keywords or not at all, as one that is fused; take the output of "
-            "the module before it, or its own"
+            else "vLLM calls it by keywords, or not at all as one that is fused; take the output "
+            "of the module before it, or its own"
         )
         msg = (
             "inputs=True and phase='forward_pre' take a positional argument with a row per token, "

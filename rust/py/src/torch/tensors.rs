@@ -149,7 +149,10 @@ fn fills_its_storage(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
     let all: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
     let own: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-    Ok(all == own && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?)
+    Ok(all == own
+        && tensor
+            .call_method0(intern!(py, "is_contiguous"))?
+            .is_truthy()?)
 }
 
 /// Finds the part of a value that an `output_index` names: its item or, by a name that is no key,
