@@ -7,6 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::hooks::native::Turn;
+
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Rows {
@@ -49,12 +51,15 @@ impl Index {
     pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let device = tensor.getattr(intern!(py, "device"))?;
-        {
+        let known = |nth: usize| {
             let tensors = self.tensors.lock();
-            for (of, index) in tensors.iter() {
-                if of.bind(py).eq(&device)? {
-                    return Ok(index.bind(py).clone());
-                }
+            let (of, index) = tensors.get(nth)?;
+            Some((of.clone_ref(py), index.clone_ref(py)))
+        };
+        // Compared without the lock: a device may be of Python.
+        for (of, index) in (0..).map_while(known) {
+            if of.bind(py).eq(&device)? {
+                return Ok(index.into_bound(py));
             }
         }
         let options = PyDict::new(py);
@@ -237,13 +242,19 @@ impl OwnRows {
     }
 }
 
-/// Tokens of a request in a value.
-#[derive(Clone, Default)]
+/// Tokens of a member of a batch in a value.
 pub struct Tokens {
     /// None if they are not known.
     pub positions: Option<TokenPositions>,
     /// None if its rows are those of the batch.
     pub own: Option<OwnRows>,
+}
+
+impl Tokens {
+    /// Returns those of a turn, if that is of a member of a batch.
+    pub fn of<'a>(turn: &Turn<'a, '_>) -> Option<&'a Self> {
+        turn.part?.downcast_ref()
+    }
 }
 
 /// Length of a dimension of a tensor; None if it has fewer.
