@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook import points
+from ferrohook.compat import transformer_lens as points
 from support.modules import Echo
 from support.plans import Net, by_hand, part_by_hand
 

@@ -86,8 +86,8 @@ hooked.hooks("sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgu
 assert_type(norms.merge(fh.detectors.NormDetector()), None)
 norms.merge(fh.detectors.CallCounter())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-with fh.LocalStore("folder") as local:
-    assert_type(local, fh.LocalStore)
+with fh.data.LocalStore("folder") as local:
+    assert_type(local, fh.data.LocalStore)
     assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
 
