@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use ferrohook_core::{Entry, Phase, Snapshot};
-use pyo3::exceptions::PyTimeoutError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -17,7 +15,7 @@ use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::members::MergedHooks;
 use crate::hooks::native::AnyNative;
-use crate::hooks::site::{is_fault, log_error};
+use crate::hooks::site::is_fault;
 use crate::registry::Registry;
 use crate::torch::rows::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
@@ -93,14 +91,9 @@ impl<'py> MemberHooks<'py> {
             let Some(snapshot) = frame.snapshot(registry.module(), phase) else {
                 continue;
             };
-            if let Some(deadline) = frame.deadline()
-                && *now.get_or_insert_with(Instant::now) > deadline
-            {
-                let error = PyTimeoutError::new_err("the deadline of the request has passed");
-                fail(py, member, &error);
-                continue;
+            if !member.expire(py, &mut now) {
+                hooks.push((number, snapshot));
             }
-            hooks.push((number, snapshot));
         }
         hooks
     }
@@ -151,19 +144,6 @@ impl<'a> Segment<'a, '_> {
     }
 }
 
-/// Returns the member's frame with an error set, and logs it.
-pub fn fail(py: Python<'_>, member: &Member, error: &PyErr) {
-    if !member.frame.get().end(py, error) {
-        return;
-    }
-    let frame = member.frame.bind(py).repr();
-    let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
-    let message = format!("{frame} failed in a batch: its rows go on without hooks");
-    if let Err(unlogged) = log_error(py, &message, error) {
-        unlogged.write_unraisable(py, None);
-    }
-}
-
 /// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
 pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     // The forward is shared: a capture ends it for nobody.
@@ -173,7 +153,7 @@ pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     if !is_fault(py, &error) {
         return Err(error);
     }
-    fail(py, member, &error);
+    member.fail(py, &error);
     Ok(())
 }
 

@@ -62,6 +62,8 @@ pub struct Frame {
     failure: OnceLock<PyErr>,
     /// Time at which its part in batches ends.
     deadline: OnceLock<Instant>,
+    /// True while sites serve it in a batch.
+    served: AtomicBool,
     /// True once it has a hook that needs gradients.
     backward: AtomicBool,
     /// True once it has a hook that runs Python.
@@ -227,9 +229,29 @@ impl Frame {
         Ok(())
     }
 
+    /// Has sites serve the hooks that it shares, until it parts; raises if it has others.
+    pub fn serve(&self, py: Python<'_>) -> PyResult<()> {
+        self.served.store(true, Ordering::Release);
+        let modules = self.modules.lock();
+        let mut own = modules.hooks.values();
+        let own = own.any(|it| Phase::ALL.iter().any(|phase| it.hooks.occupied(*phase)));
+        drop(modules);
+        if own {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
+        Ok(())
+    }
+
     /// Ends its membership of a batch.
     pub fn part(&self) {
+        self.served.store(false, Ordering::Release);
         self.changes.part();
+    }
+
+    /// True if its hooks, own or shared, have not ended.
+    pub fn hooks_fire(&self) -> bool {
+        let shared = self.shared.as_ref();
+        !self.closed() && shared.is_none_or(|shared| !shared.get().closed())
     }
 
     /// True if its hooks fire in no batch any more.
@@ -274,6 +296,9 @@ impl Frame {
 
     /// Notes that it gets a hook: one that needs gradients, one that runs Python.
     pub fn note_hook(&self, py: Python<'_>, backward: bool, python: bool) -> PyResult<()> {
+        if self.served.load(Ordering::Acquire) {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
         if python {
             self.python.store(true, Ordering::Relaxed);
         }
@@ -387,6 +412,8 @@ impl Frame {
 }
 
 const ONCE: &str = "a scope is entered once: use activate() for other threads, scope() for another";
+
+const SERVED: &str = "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
 
 fn closed(py: Python<'_>) -> PyErr {
     hook_error(
