@@ -14,15 +14,17 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use rustc_hash::FxHashMap;
 
+use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
-use crate::contexts::given_rows;
-use crate::contexts::remembered::{Key, Remembered};
 use crate::error::{hook_type_error, rows_error, type_name};
-use crate::hooks::members::MergedHooks;
 use crate::hooks::site::{is_fault, log_error};
+use crate::rows::given;
+use crate::rows::member::Membership;
+use crate::rows::merged::MergedHooks;
+use crate::rows::numbers::{OwnRows, Rows, Selections, TokenPositions, length};
+use crate::rows::remembered::{Key, Remembered};
 use crate::torch::is_tensor;
-use crate::torch::rows::{OwnRows, Rows, Selections, TokenPositions, length};
 
 /// Request, scope or capture in a batch.
 pub struct Member {
@@ -103,6 +105,9 @@ impl Positions {
     }
 }
 
+/// Batches as what stands around a phase of a call: hooks of their members run in the calls.
+pub struct Batches;
+
 /// Base of batches.
 #[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
 pub struct BatchBase {
@@ -157,7 +162,7 @@ impl BatchBase {
                 let message = "a batch is no member of another".to_owned();
                 return Err(rows_error(py, message));
             }
-            let rows = given_rows::read(&rows, size)?;
+            let rows = given::read(&rows, size)?;
             named = named.max(rows.end());
             members.push(Member {
                 frame: frame.unbind(),
@@ -171,8 +176,8 @@ impl BatchBase {
             let message = format!("row {} is out of range: the batch has {size}", named - 1);
             return Err(rows_error(py, message));
         }
-        if named > given_rows::MOST_ROWS {
-            return Err(given_rows::too_many(py, named - 1));
+        if named > given::MOST_ROWS {
+            return Err(given::too_many(py, named - 1));
         }
         owners(py, &members, named)?;
         let mut modules = Vec::new();
@@ -198,7 +203,7 @@ impl BatchBase {
             epoch: Arc::default(),
             remembered: Mutex::default(),
         };
-        Ok((batch, Frame::new(None)))
+        Ok((batch, Frame::with_slot(Box::new(AroundSlot(&Batches)))))
     }
 
     /// Sets the positions of the rows in the calls from now on, row by row, and the number of columns
@@ -221,7 +226,7 @@ impl BatchBase {
     fn _serve(&self, py: Python<'_>) -> PyResult<()> {
         self.served.store(true, Ordering::Release);
         self.members.iter().try_for_each(|member| {
-            member.frame.get().serve(py).inspect_err(|error| {
+            Membership::serve(py, member.frame.get()).inspect_err(|error| {
                 let _ = error.value(py).setattr("member", &member.frame);
             })
         })
@@ -231,7 +236,8 @@ impl BatchBase {
     fn _live(&self) -> Vec<usize> {
         let live = self.members.iter().enumerate().filter(|(_, member)| {
             let frame = member.frame.get();
-            member.rows.len() > 0 && !frame.failed() && frame.hooks_fire()
+            let ended = frame.failed() || frame.closed() || frame.shared_closed();
+            member.rows.len() > 0 && !ended
         });
         live.map(|(number, _)| number).collect()
     }
@@ -331,7 +337,7 @@ impl BatchBase {
         }
         for (at, member) in this.members.iter().enumerate() {
             let frame = member.frame.bind(py);
-            Frame::join(frame, &this.epoch).inspect_err(|error| {
+            Membership::join(frame, &this.epoch).inspect_err(|error| {
                 this.part(at);
                 let _ = error.value(py).setattr("member", frame);
             })?;
@@ -397,28 +403,18 @@ impl BatchBase {
 }
 
 impl BatchBase {
-    /// Finds the batch among the entered frames: the innermost.
-    pub fn find<'py>(frames: &Bound<'py, PyTuple>) -> Option<Bound<'py, Self>> {
-        let mut found = None;
-        for frame in frames.iter_borrowed() {
-            if let Ok(batch) = frame.cast::<Self>()
-                && !batch.as_super().get().closed()
-                && !batch.get().served.load(Ordering::Acquire)
-            {
-                found = Some((*batch).clone());
-            }
-        }
-        found
+    /// True if the hooks of its members fire in calls of the context that entered it.
+    pub fn runs(&self, frame: &Frame) -> bool {
+        !frame.closed() && !self.served.load(Ordering::Acquire)
     }
 
-    /// True if a member of the entered batch has a hook for the module with this id.
-    pub fn has_hooks(frames: &Bound<'_, PyTuple>, module: u64, phases: &[Phase]) -> bool {
-        let hooked = |member: &Member| {
+    /// True if a member has a hook for the module with this id.
+    pub fn has_hooks(&self, module: u64, phases: &[Phase]) -> bool {
+        self.members.iter().any(|member| {
             let frame = member.frame.get();
             let mut phases = phases.iter();
             !frame.failed() && phases.any(|phase| frame.snapshot(module, *phase).is_some())
-        };
-        Self::find(frames).is_some_and(|batch| batch.get().members.iter().any(hooked))
+        })
     }
 
     /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
@@ -435,7 +431,7 @@ impl BatchBase {
                 .collect(),
             dim: self.dim,
         };
-        let former = self.members[0].frame.get().take_remembered();
+        let former = self.first().and_then(Membership::take_remembered);
         let (started, unused) = Remembered::start(key, former, self.deadline());
         *self.remembered.lock() = Some(started);
         drop(unused); // runs Python code
@@ -446,9 +442,15 @@ impl BatchBase {
         let taken = self.remembered.lock().take();
         if let Some(remembered) = taken
             && self.epoch() == 0
+            && let Some(first) = self.first()
         {
-            self.members[0].frame.get().keep_remembered(remembered);
+            first.keep_remembered(remembered);
         }
+    }
+
+    /// Membership of the first member.
+    fn first(&self) -> Option<&Membership> {
+        Membership::of(self.members[0].frame.get())
     }
 
     /// First deadline of a member.
@@ -617,7 +619,7 @@ impl BatchBase {
 
     fn part(&self, members: usize) {
         for member in &self.members[..members] {
-            member.frame.get().part();
+            Membership::part(member.frame.get());
         }
     }
 }
