@@ -243,7 +243,10 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         with pytest.raises(fh.RowsError, match="dimension"), fh.batch({fine: 0}, dim=1):
             pass
         more = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model).open()
-        with pytest.raises(fh.RowsError, match="room for 1 plans"), fh.batch({fine: 0, more: 1}, size=4):
+        with (
+            pytest.raises(fh.RowsError, match="room for 1 plans"),
+            fh.batch({fine: 0, more: 1}, size=4),
+        ):
             pass
         with fh.batch({fine: 0}, size=4):
             model(torch.randn(4, WIDTH))

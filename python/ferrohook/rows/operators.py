@@ -169,8 +169,8 @@ _DEFINITION = _Definition()
 def define() -> None:
     """Defines the operators, once.
 
-    `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each of
-    its rows; `tap(x, kept, calls, places, dim)` copies rows of `x` to their places and counts the
-    call.
+    `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each
+    of its rows; `tap(x, kept, calls, places, dim)` copies rows of `x` to their places and counts
+    the call.
     """
     _DEFINITION.complete()

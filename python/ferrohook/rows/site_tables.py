@@ -374,7 +374,7 @@ class Sites:
         self._positions, self._version = positions, version
 
     def _serves(self, site: int, x: Tensor) -> bool:
-        """Returns True for an output, on the CPU, with the rows of the batch that this context runs.
+        """Returns True for an output, on the CPU, with the rows of the batch of this context.
 
         One without them fails the requests that have hooks here.
         """
@@ -507,12 +507,16 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     Lay them before the model is compiled. From then on `batch` serves the requests of this model by
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
     `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
-    `keep`. A request whose plan needs anything else, or another module, is refused as the batch is
-    entered. Sites serve one batch at a time; captures are of one call in each batch (or between two
-    calls of `Batch.move`). A request that fails has its rows steered until the next of these.
+    `keep`. What they cannot serve is refused as the batch is entered: a plan that needs anything
+    else, or another module; hooks of the request itself; a site in `gathered`; a batch without
+    `size` or positions. Sites serve one batch at a time; captures are of one call in each batch (or
+    between two calls of `Batch.move`).
 
-    On the CPU, calls in contexts that have not entered the batch are not served. A GPU has one
-    table for all calls: make none beside the batch.
+    A call in which the rows are not found fails the requests that have hooks at the site, as in any
+    batch. On the CPU a request that fails, is closed or is late is served no more, and neither are
+    calls in contexts that have not entered the batch. A GPU has one table for all calls: make none
+    beside the batch. There a request that ends is steered until the next batch or `move`, and other
+    rows than those of the batch are found where some are kept.
 
     Several vectors that a request adds at a site are added up first.
 
@@ -527,7 +531,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
             residual; the vector is added to the hidden state, and the sum is kept.
         width: last dimension; None for `hidden_size` of the model's `config`, or for that of a
             Linear, Embedding or LayerNorm.
-        dtype: of the tables; None for that of the model's first parameter of floating point.
+        dtype: of the tables and of captures, that of the outputs or a wider one; None for that of
+            the model's first parameter of floating point.
         device: of the tables; None for that of the model's first parameter.
 
     Raises:
