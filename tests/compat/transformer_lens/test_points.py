@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import ferrohook as fh
-from ferrohook.compat import transformer_lens as points
 from ferrohook.compat.transformer_lens import HookPoint
 from support.limits import LIMIT
 from support.points import MID, Model, Transposed, adding, compiled_for, noting, observe, zero
