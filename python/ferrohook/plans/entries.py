@@ -19,7 +19,7 @@ from ferrohook.steering import Intervention
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
-    from ferrohook.capture_session import Keep as KeepCalls
+    from ferrohook.capture_session import Calls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
     from ferrohook.typed import OnError, Phase
@@ -167,7 +167,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: Literal["checked", "clone", "ref"] = "checked",
-    keep: KeepCalls = "last",
+    calls: Calls = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -186,7 +186,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         dtype: see `capture`.
         slice: see `capture`.
         copy: see `capture`.
-        keep: see `capture`.
+        calls: see `capture`.
         grads: see `capture`.
         max_bytes: see `capture`; for each request.
         stop: see `capture`.
@@ -204,7 +204,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "dtype": dtype,
         "slice": slice,
         "copy": copy,
-        "keep": keep,
+        "calls": calls,
         "grads": grads,
         "max_bytes": max_bytes,
         "stop": stop,
@@ -212,7 +212,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     options_of(**options)
     if device is not None:
         options["device"] = str(torch.device(device))
-    default = {"detach": True, "copy": "checked", "keep": "last"}
+    default = {"detach": True, "copy": "checked", "calls": "last"}
     chosen = {
         name: value
         for name, value in options.items()
