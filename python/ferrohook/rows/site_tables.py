@@ -548,7 +548,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         HookError: the model has open sites, or a module cannot be instrumented.
 
     Examples:
-        >>> with fh.sites(model, "layers.*", max_requests=64, max_rows=256):
+        >>> with fh.rows.sites(model, "layers.*", max_requests=64, max_rows=256):
         ...     compiled = torch.compile(model, fullgraph=True)
         ...     with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
         ...         compiled(x)
