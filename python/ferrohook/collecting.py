@@ -378,6 +378,12 @@ def _check(model: object, batches: object, store: object, forward: object, mask:
         if not isinstance(value, types):
             msg = f"collect: {requirement}, got {describe(value)}"
             raise HookTypeError(msg)
+    if isinstance(batches, Tensor | Mapping):
+        msg = (
+            f"collect: batches is an iterable of batches, got {describe(batches)}: pass [it] for "
+            "one batch"
+        )
+        raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
         raise HookTypeError(msg)

@@ -74,6 +74,13 @@ for hook in hooked.hooks("forward"):
     assert_type(hook.priority, int)
     assert_type(hook.enabled, bool)
 
+assert_type(fh.Add(torch.ones(4), 2, output_index="sum"), fh.Add)
+assert_type(fh.Clamp(torch.ones(4), low=0.0), fh.Clamp)
+fh.Add([1.0])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.Add(torch.ones(4), 3, 4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+fh.Add(torch.ones(4), foo="x")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+fh.Zero(1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
 norms = fh.detectors.NormDetector()
 assert_type(hooked.register_forward_hook(norms), fh.HookHandle)
 assert_type(hooked.register_forward_pre_hook(norms), fh.HookHandle)

@@ -109,6 +109,12 @@ class ActivationDataset(Dataset[Tensor]):
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    def __repr__(self) -> str:
+        return (
+            f"<ActivationDataset of {len(self)} rows of {self.width} {self.dtype}, {self.name!r} "
+            f"of {self.layer!r} of run {self.run!r}>"
+        )
+
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor | _Numbers) -> Tensor:
         chosen = range(len(self))[index] if isinstance(index, slice) else index
         numbers = np.asarray(chosen)
@@ -219,6 +225,12 @@ class ActivationStream(IterableDataset[Tensor]):
         """Number of the epoch, from 0."""
         self.batch = 0
         """Number of the next batch in it."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<ActivationStream of {len(self)} batches of {self.batch_size}, at batch {self.batch} "
+            f"of epoch {self.epoch}, of {self.data!r}>"
+        )
 
     def __len__(self) -> int:
         first, last = self._part()

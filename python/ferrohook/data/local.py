@@ -85,6 +85,10 @@ class LocalStore(Store):
     def __reduce__(self) -> Any:
         return functools.partial(LocalStore, read_only=True), (self._folder.path,)
 
+    def __repr__(self) -> str:
+        state = "read only" if self._writer is None else "closed" if self._writer.closed else "open"
+        return f"<LocalStore of {self._folder.path}, {state}>"
+
     def put(  # noqa: D102
         self,
         run: str,

@@ -23,6 +23,9 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<MemoryStore of {len(self.runs())} runs>"
+
     def put(  # noqa: D102 (Store's docstring, here and below)
         self,
         run: str,
