@@ -20,9 +20,9 @@ import ferrohook as fh
 from ferrohook._core import frames
 from support.hooks import ignore
 from support.internals import in_no_scope, instrumented
+from support.interrupts import interrupted, state
 from support.plans import Net, Tokens
 from support.threads import in_thread
-from test_interrupts import interrupted, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
