@@ -464,7 +464,8 @@ def _priority_of_keep(
         HookError: entries behind it run before one ahead of it, by their priorities.
     """
     phase = "forward_pre" if entries[number].options.get("inputs") else "forward"
-    ahead, behind = [], []
+    ahead: list[tuple[int, int]] = []
+    behind: list[tuple[int, int]] = []
     for other, (entry, modules) in enumerate(zip(entries, selected, strict=True)):
         changes = isinstance(entry, HookEntry) and entry.phase == phase
         if changes and any(each is module for each in modules.values()):
