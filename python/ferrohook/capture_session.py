@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook._core import Attachment, Collector, Frame, HookHandle, RootCalls, record_all
 from ferrohook.arguments import at_least_one, check_copy, expect
 from ferrohook.conversion import check_index, converter
-from ferrohook.errors import SelectionError
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
@@ -212,6 +212,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         expect(output_index, (), "output_index is an int, a key or the name of an attribute")
     if dtype is not None:
         expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        _check_converts(dtype)
     check_index(slice)
     copies = HostCopies()
     target = None if device is None else _available(device)
@@ -230,6 +231,14 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
         },
     )
+
+
+def _check_converts(dtype: torch.dtype) -> None:
+    try:
+        torch.empty(1).to(dtype)
+    except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
+        msg = f"dtype is one that tensors of floating point convert to, got {dtype}"
+        raise HookTypeError(msg) from error
 
 
 def _available(device: torch.device | str) -> torch.device:

@@ -109,8 +109,8 @@ def test_positions_in_generate(
     plain.get_submodule(name).register_forward_hook(hand)
     expected = generate(plain, side, use_cache=use_cache)
     plan = fh.Plan(
-        fh.keep(name, at=at, calls="all", copy="clone", inputs=False, label="after"),
         fh.on(name, fh.Scale(-3.0), at=at),
+        fh.keep(name, at=at, calls="all", copy="clone", inputs=False, label="after"),
     )
     with plan.prepare(model) as prepared, prepared.open() as request:
         tokens = generate(model, side, use_cache=use_cache)
