@@ -1,0 +1,748 @@
+"""Random batches on the product, compared with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ferrohook as fh
+from ferrohook._core import frames
+from support.batches import values
+from support.batches.cases import (
+    ALL,
+    ATS,
+    BAD,
+    BATCH,
+    NATIVE,
+    Case,
+    Event,
+    Hook,
+    Keep,
+    Step,
+    draw,
+    hooks_of,
+)
+from support.batches.oracle import Seen, outcomes
+from support.internals import instrumented
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.batches.oracle import Oracle
+
+REFUSALS = (fh.RowsError, fh.HookTypeError, ValueError, TypeError)
+FAILURES = (Exception,)
+
+
+class WrongBatchError(AssertionError):
+    """A batch that is not as the oracle has it."""
+
+
+def require(holds: object, message: str) -> None:
+    if not holds:
+        raise WrongBatchError(message)
+
+
+class Meanwhile(TorchDispatchMode):
+    """Does something at an operation, as another thread might."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.left, self.act, self.reached = number, act, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left == 0:
+            self.reached = True
+            self.act()
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def interrupted(at: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt at the start of a Python function, by number."""
+    left = at
+
+    def profile(_frame: Any, event: str, _arg: object) -> None:
+        nonlocal left
+        if event == "call":
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class Run:
+    """Runs the steps of a case on the product."""
+
+    def __init__(self, case: Case, *, fresh: bool = False) -> None:
+        self.case = case
+        self.fresh = fresh
+        self.model = values.Line(case)
+        self.logs: dict[tuple[Any, ...], list[Any]] = {}
+        self.done: set[tuple[Any, ...]] = set()
+        self.batch: Any = None
+        self.violations: list[str] = []
+        self.closed: set[int] = set()
+        self.reached: dict[tuple[int, int], bool] = {}
+        self.added: dict[int | str, list[Any]] = {}
+        self.globals: list[Any] = []
+        self.open: list[Any] = []
+        self.failures: dict[int, BaseException] = {}
+        """What `fail` was called with."""
+        self.stack = contextlib.ExitStack()
+        if case.sites:
+            self.stack.enter_context(
+                fh.sites(
+                    self.model,
+                    ["a", "head"],
+                    max_requests=8,
+                    max_rows=32,
+                    width=values.WIDTH,
+                    dtype=torch.float32,
+                    device="cpu",
+                    dim=case.dim,
+                )
+            )
+        for number, hook in enumerate(case.whole):
+            self.globals.append(self._register(hook, None, (ALL, number), None))
+        self.prepared: dict[int, Any] = {}
+        self.members: list[Any] = []
+        for number, member in enumerate(case.members):
+            self.members.append(self._opened(number, member))
+
+    # --- Members --------------------------------------------------------------------------------
+
+    def _opened(self, number: int, member: Any) -> Any:
+        case = self.case
+        if member.way == "scope":
+            scope = fh.scope()
+            for place, hook in enumerate(member.entries):
+                self._register(hook, scope, (number, place), number)
+            return scope
+        if member.way == "capture":
+            (keep,) = member.entries
+            return fh.capture(self.model, keep.what, **self._options(keep))
+        if member.twin is not None:
+            return self.prepared[member.twin].open()
+        entries = []
+        kept = 0
+        for place, entry in enumerate(member.entries):
+            at = None if entry.at is None else ATS[entry.at][0]
+            if isinstance(entry, Keep):
+                options = self._options(entry)
+                entries.append(fh.keep(entry.what, at=at, label=f"k{kept}", **options))
+                kept += 1
+            else:
+                hook, options = self._made(entry, (number, place), number)
+                entries.append(fh.on(entry.what, hook, at=at, **options))
+        self.prepared[number] = fh.Plan(*entries).prepare(self.model)
+        return self.prepared[number].open()
+
+    def _options(self, keep: Keep) -> dict[str, Any]:
+        return {
+            "inputs": keep.inputs,
+            "output_index": keep.part,
+            "keep": keep.calls,
+            "slice": keep.cut,
+            "copy": keep.copy,
+        }
+
+    def _register(self, hook: Hook, scope: Any, source: tuple[Any, ...], owner: Any) -> Any:
+        made, options = self._made(hook, source, owner)
+        return fh.register(self.model, hook.what, made, scope=scope, **options)
+
+    def _made(self, hook: Hook, source: tuple[Any, ...], owner: Any) -> tuple[Any, dict[str, Any]]:
+        case = self.case
+        options: dict[str, Any] = {
+            "phase": hook.phase,
+            "priority": hook.priority,
+            "prepend": hook.prepend,
+        }
+        if hook.kind in NATIVE:
+            return values.intervention(case, hook), options
+
+        def check() -> None:
+            # Of requests that share a plan any may be the one.
+            if isinstance(owner, int) and not self._shared(owner):
+                if owner in self.closed:
+                    self.violations.append(f"{hook} fired after its owner {owner} was closed")
+
+        def act() -> None:
+            if hook.does and source not in self.done:
+                self.done.add(source)
+                for event in hook.does:
+                    self.happen(event)
+
+        def log(value: Any) -> None:
+            found = [value] if isinstance(value, Tensor) else [*value]
+            self.logs.setdefault(source, []).append([each.detach().clone() for each in found])
+
+        def changed(value: Any) -> Any:
+            x = value if isinstance(value, Tensor) else value[0]
+            dim = min(case.dim, x.dim() - 2)
+            if hook.kind == "raise":
+                raise ValueError("on purpose")
+            if hook.kind == "interrupt":
+                raise KeyboardInterrupt
+            if hook.kind in BAD:
+                new = values.spoiled(x, hook.kind)
+            elif hook.kind == "mix":
+                new = values.mixed(x, dim)
+            else:
+                new = values.times(x, hook.seed)
+            return new if isinstance(value, Tensor) else (new, *value[1:])
+
+        if hook.kind == "typed":
+            return fh.ForwardPreHook(lambda x: values.times(x, hook.seed)), options
+        if hook.kind == "typed observe":
+
+            def watch(_input: Any, output: Any) -> None:
+                check()
+                log(output)
+                act()
+
+            return fh.ForwardHook(watch), options
+
+        def plain(_module: Any, args: Any, *output: Any) -> Any:
+            check()
+            value = output[0] if output else args[0]
+            result: Any = None
+            if hook.kind == "observe":
+                log(value)
+            elif hook.kind == "write":
+                values.write(value if isinstance(value, Tensor) else value[0], hook.seed)
+            else:
+                result = changed(value)
+                result = result if output else (result,)
+            act()
+            return result
+
+        return plain, options
+
+    def _shared(self, owner: int) -> bool:
+        return any(each.twin == owner for each in self.case.members)
+
+    # --- Events ---------------------------------------------------------------------------------
+
+    def happen(self, event: Event) -> None:
+        if event.thread:
+            thread = threading.Thread(target=self._happen, args=[event])
+            thread.start()
+            thread.join()
+        else:
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
+        whose = event.whose
+        if isinstance(whose, int) and whose >= len(self.members):
+            return
+        if event.kind in {"register", "remove"}:
+            self._change_hooks(event)
+            return
+        assert isinstance(whose, int)
+        member = self.members[whose]
+        if event.kind == "close":
+            member.close()
+            self.closed.add(whose)
+            return
+        if self.case.members[whose].way != "plan" or member.closed or member in self.open:
+            return
+        if event.kind == "fail":
+            member.fail(RuntimeError("by others"))
+        else:
+            member.expire(0.0)
+
+    def _change_hooks(self, event: Event) -> None:
+        whose = event.whose
+        if whose == BATCH and self.batch is None:
+            return
+        added = self.added.setdefault(whose, [])
+        if event.kind == "remove":
+            if added:
+                added.pop().remove()
+            return
+        assert event.hook is not None
+        scope: Any = None
+        if isinstance(whose, int):
+            scope = self.members[whose]
+            if self.case.members[whose].way == "capture" or scope.closed:
+                return
+        elif whose == BATCH:
+            scope = self.batch
+        added.append(self._register(event.hook, scope, ("event", id(event)), whose))
+        if whose == ALL:
+            self.globals.append(added[-1])
+
+    # --- Steps ----------------------------------------------------------------------------------
+
+    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:
+        for event in step.before:
+            self.happen(event)
+        if step.nested:
+            return self._nested(number, step)
+        live = {each: rows for each, rows in step.rows.items() if not self.members[each].closed}
+        if not any(live.values()):
+            return "nobody", []
+        self.added[BATCH] = []
+        outer = None if step.outer is None else self.members[step.outer]
+        if outer is not None and (outer.closed or outer.failed):
+            outer = None
+        if step.knock is not None:
+            self._knock(step, live)
+        if step.interrupt is not None:
+            self._interrupt(step, live)
+        self.model.index = (
+            None if step.gathered is None else torch.tensor(step.gathered, dtype=torch.long)
+        )
+        self.model.flat = step.flat
+        batch = self._batch(step, live)
+        self.batch = batch
+        for event in step.made:
+            self.happen(event)
+        try:
+            with contextlib.ExitStack() as stack:
+                if outer is not None and not outer.closed:
+                    stack.enter_context(outer)
+                    self.open = [outer]
+                try:
+                    stack.enter_context(batch)
+                except fh.HookError as error:
+                    return f"refused {type(error).__name__}", []
+                return "entered", self._calls(number, step)
+        finally:
+            self.batch = None
+            self.open = []
+            if outer is not None:
+                outer.close()
+
+    def _batch(self, step: Step, live: dict[int, tuple[int, ...]]) -> Any:
+        rows = {
+            self.members[each]: form(own, step.forms[each], step.size)
+            for each, own in live.items()
+        }
+        options: dict[str, Any] = {}
+        if step.sized:
+            options["size"] = step.size
+        if any(step.forms[each] in {"negative", "open"} for each in live):
+            options["size"] = step.size
+        if step.positions is not None:
+            options["positions"] = torch.tensor(step.positions)
+            options["lengths"] = {
+                self.members[each]: self.case.members[each].prompt
+                for each in live
+                if self.case.members[each].way == "plan"
+            }
+        if step.gathered is not None:
+            index: Any = torch.tensor(step.gathered, dtype=torch.long)
+            if step.form == "callable":
+                tensor = index
+                index = lambda module, args, kwargs, output: tensor  # noqa: E731
+            options["gathered"] = {self.model.head: (index, 0) if step.flat else index}
+        return fh.batch(rows, self.case.dim, **options, warn=False)
+
+    def _knock(self, step: Step, live: dict[int, tuple[int, ...]]) -> None:
+        """Calls `fh.batch` with arguments that it refuses."""
+        case, kind = self.case, step.knock
+        good = {self.members[each]: list(own) for each, own in live.items()}
+        member = next(iter(good))
+        size = step.size
+        options: dict[str, Any] = {"dim": case.dim, "size": size}
+        rows: dict[Any, Any] = dict(good)
+        far: Any = None
+        if kind == "huge steps":
+            rows = {member: slice(0, 2**42, 2)}
+        elif kind == "overlap":
+            rows = {member: [0, 1, 0]}
+        elif kind == "out of range":
+            rows = {member: [0, size]}
+        elif kind == "negative dim":
+            options["dim"] = -1
+        elif kind == "float positions":
+            options["positions"] = torch.zeros(size)
+        elif kind == "short positions":
+            options["positions"] = torch.zeros(size - 1, dtype=torch.long)
+        elif kind == "float gathered":
+            options["gathered"] = {self.model.head: torch.zeros(2)}
+        elif kind == "flat gathered":
+            options["gathered"] = {self.model.head: torch.zeros(2, 2, dtype=torch.long)}
+        elif kind == "far gathered":
+            options["gathered"] = {self.model.head: torch.tensor([0, size])}
+        else:
+            rows = {}
+        del far
+        try:
+            batch = fh.batch(rows, **options)
+            with batch:
+                pass
+        except REFUSALS:
+            return
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                raise WrongBatchError(f"panic for {kind}: {error}") from error
+            raise
+        raise WrongBatchError(f"fh.batch takes {kind}")
+
+    def _interrupt(self, step: Step, live: dict[int, tuple[int, ...]]) -> None:
+        assert step.interrupt is not None
+        try:
+            with interrupted(step.interrupt):
+                batch = self._batch(step, live)
+                try:
+                    batch.__enter__()
+                except BaseException:
+                    sys.setprofile(None)
+                    raise
+                sys.setprofile(None)
+                batch.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            require(frames.get() == (), "an interrupted batch stays entered")
+        except fh.RowsError:
+            pass
+
+    def _nested(self, number: int, step: Step) -> tuple[str, list[Seen]]:
+        self.model.index = None
+        entered = [
+            self.members[each]
+            for each in step.rows
+            if not self.members[each].closed and not self.members[each].failed
+        ]
+        if not entered:
+            return "nobody", []
+        self.open = entered
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for request in entered:
+                stack.enter_context(request)
+            seen = self._calls(number, step)
+        self.open = []
+        return "entered", seen
+
+    def _calls(self, number: int, step: Step) -> list[Seen]:
+        case = self.case
+        found = []
+        for place, call in enumerate(step.calls):
+            for event in call.before:
+                self.happen(event)
+            x = values.embedded(case, call.rows, call.seed)
+            if case.grads:
+                x.requires_grad_()
+            meanwhile: Any = contextlib.nullcontext()
+            if call.during is not None:
+                at, event = call.during
+                meanwhile = Meanwhile(at, lambda event=event: self.happen(event))
+            seen = Seen()
+            given = x if case.grads else x.clone()
+            try:
+                with meanwhile:
+                    outputs = self.model(inputs_embeds=given) if case.asks else self.model(given)
+            except KeyboardInterrupt:
+                seen.raised = "KeyboardInterrupt"
+            except (ValueError, TypeError, RuntimeError) as error:
+                seen.raised = type(error).__name__
+                if seen.raised in {"HookTypeError", "NotImplementedError"}:
+                    seen.raised = "ValueError"
+            else:
+                seen.outputs = tuple(each.detach() for each in outputs)
+                if case.grads:
+                    loss = sum(each.square().sum() for each in outputs)
+                    (seen.grad,) = torch.autograd.grad(loss, [x])
+            if call.during is not None:
+                self.reached[number, place] = meanwhile.reached
+            found.append(seen)
+        return found
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+        for prepared in self.prepared.values():
+            prepared.close()
+        for handle in self.globals:
+            handle.remove()
+        self.stack.close()
+        require(frames.get() == (), "a context stays entered")
+        require(instrumented(self.model) == [], "modules stay instrumented")
+
+
+def form(rows: tuple[int, ...], kind: str, size: int) -> Any:
+    """Rows of a member, as `fh.batch` takes them."""
+    if kind == "tensor":
+        return torch.tensor(rows, dtype=torch.long)
+    if kind == "int":
+        return rows[0]
+    if kind == "negative":
+        return [row - size for row in rows]
+    if kind == "list" or not rows:
+        return [*rows] if rows else slice(0, 0)
+    if kind == "slice":
+        return slice(rows[0], rows[-1] + 1)
+    if kind == "range":
+        return range(rows[0], rows[-1] + 1)
+    step = rows[1] - rows[0] if len(rows) > 1 else size
+    return slice(rows[0], None if kind == "open" else rows[-1] + 1, step)
+
+
+# --- Comparing ----------------------------------------------------------------------------------
+
+
+def same(ours: Any, expected: Any, *, signs: bool = False) -> bool:
+    """True if tensors are the same bit for bit, NaN as NaN."""
+    if isinstance(expected, list | tuple):
+        return (
+            isinstance(ours, list | tuple)
+            and len(ours) == len(expected)
+            and all(same(*pair, signs=signs) for pair in zip(ours, expected, strict=True))
+        )
+    if not isinstance(ours, Tensor) or (ours.dtype, ours.shape) != (
+        expected.dtype,
+        expected.shape,
+    ):
+        return False
+    ours, expected = ours.detach(), expected.detach()
+    if ours.dtype == values.FLOAT8:
+        return torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+    if ours.dtype.is_complex:
+        return same(torch.view_as_real(ours), torch.view_as_real(expected))
+    if ours.dtype.is_floating_point:
+        both = ours.isnan() & expected.isnan()
+        return bool((both | (ours == expected)).all())
+    return torch.equal(ours, expected)
+
+
+def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:
+    """Returns how the product differs from an oracle's outcome, None if it does not."""
+    case = run.case
+    for number, (step, (ended, seen)) in enumerate(zip(case.steps, steps, strict=True)):
+        expected_end, expected = oracle.run(number, step)
+        if ended.split()[0] != expected_end:
+            return f"step {number}: {ended}, not {expected_end}"
+        for place, (ours, right) in enumerate(zip(seen, expected, strict=True)):
+            where = f"step {number}, call {place}"
+            if ours.raised != right.raised:
+                return f"{where}: raised {ours.raised}, not {right.raised}"
+            if right.outputs is None:
+                continue
+            for name, one, other in zip(("c", "head"), ours.outputs, right.outputs, strict=True):
+                if not same(one, other):
+                    return f"{where}, output of {name}:\n{one}\nnot\n{other}"
+            if right.grad is not None and not torch.allclose(
+                ours.grad, right.grad, 1e-4, 1e-4, equal_nan=True
+            ):
+                return f"{where}: gradient\n{ours.grad}\nnot\n{right.grad}"
+    for owner, member in zip(oracle.owners, run.members, strict=True):
+        if owner.failed != member.failed and not owner.closed:
+            return f"member {owner.number}: failed {member.failed} ({member.error!r}), not {owner.failed}"
+        if owner.way != "scope" and (wrong := judge_acts(case, owner, member)):
+            return wrong
+    return judge_logs(run, oracle)
+
+
+def judge_logs(run: Run, oracle: Oracle) -> str | None:
+    if run.logs.keys() != oracle.logs.keys():
+        return f"hooks that observe: {sorted(map(str, run.logs))}, not {sorted(map(str, oracle.logs))}"
+    for source, right in oracle.logs.items():
+        ours = run.logs[source]
+        shared = isinstance(source[0], int) and run._shared(source[0])
+        if len(ours) != len(right):
+            return f"{source} fired {len(ours)} times, not {len(right)}"
+        left = [*ours]
+        for at, each in enumerate(right):
+            found = next((it for it in (left if shared else left[:1]) if same(it, each)), None)
+            if found is None:
+                return f"{source} saw at its invocation {at}\n{ours[at]}\nnot\n{each}"
+            left = [it for it in left if it is not found]
+    return None
+
+
+def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
+    expected = owner.acts()
+    acts = member.acts
+    if set(acts) != set(expected):
+        return f"member {owner.number} captured {sorted(acts)}, not {sorted(expected)}"
+    for number, keep in enumerate(owner.keeps):
+        name = keep.what if owner.way == "capture" else f"k{number}:{keep.what}"
+        if name not in expected:
+            continue
+        try:
+            ours = acts[name]
+        except fh.StaleActivationError as error:
+            if keep.copy == "checked" and may_be_stale(case, owner):
+                continue
+            return f"member {owner.number}: {name} cannot be read: {error}"
+        if not same(ours, expected[name]):
+            return f"member {owner.number} captured as {name}\n{ours}\nnot\n{expected[name]}"
+        for leaf in ours if isinstance(ours, list) else [ours]:
+            held, own = leaf.untyped_storage().nbytes(), leaf.nbytes
+            share = 1 if keep.cut is None else 2 if keep.cut[-1] == slice(0, 2) else 4
+            if held > own * share and owner.way != "capture" and not case.columns:
+                return f"member {owner.number}: {name} has {own} bytes and holds {held}"
+    for name, positions in owner.positions().items():
+        if member.positions(name) != positions:
+            return f"member {owner.number}: {name} has positions {member.positions(name)}, not {positions}"
+    return None
+
+
+def may_be_stale(case: Case, owner: Any) -> bool:
+    """True if the case writes in place to what a member captured."""
+    return case.in_place or any(each.kind == "write" for each in hooks_of(case))
+
+
+def difference(case: Case) -> str | None:
+    """Runs a case; returns how it differs from the oracle, None if it does not."""
+    logging.disable(logging.CRITICAL)
+    run = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            context = contextlib.nullcontext() if case.grads else torch.no_grad()
+            with context:
+                run = Run(case)
+                steps = [run.step(number, step) for number, step in enumerate(case.steps)]
+            if run.violations:
+                return run.violations[0]
+            wrong = None
+            for oracle in outcomes(case, run.reached):
+                now = judge(run, oracle, steps)
+                if now is None:
+                    wrong = None
+                    break
+                wrong = wrong or now
+            if wrong is not None:
+                return wrong
+            run.close()
+            return None
+    except WrongBatchError as error:
+        return str(error)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not any(
+            each.kind == "interrupt" for each in hooks_of(case)
+        ):
+            raise
+        import traceback
+
+        return "raised " + "".join(traceback.format_exception(error)[-6:])
+    finally:
+        logging.disable(logging.NOTSET)
+        if run is not None:
+            with contextlib.suppress(BaseException):
+                run.close()
+
+
+# --- Smallest cases -----------------------------------------------------------------------------
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Yields cases with less in them."""
+    steps, members = case.steps, case.members
+    for at in range(len(steps)):
+        yield dataclasses.replace(case, steps=steps[:at] + steps[at + 1 :])
+    for at in range(len(case.whole)):
+        yield dataclasses.replace(case, whole=case.whole[:at] + case.whole[at + 1 :])
+    for at, member in enumerate(members):
+        for place in range(len(member.entries)):
+            entries = member.entries[:place] + member.entries[place + 1 :]
+            if member.way == "capture" or member.twin is not None:
+                continue
+            changed = [
+                dataclasses.replace(each, entries=entries) if at in {number, each.twin} else each
+                for number, each in enumerate(members)
+            ]
+            yield dataclasses.replace(case, members=tuple(changed))
+        for place, entry in enumerate(member.entries):
+            if member.twin is not None:
+                continue
+            for name, value in (("does", ()), ("priority", 0), ("prepend", False), ("at", None)):
+                if getattr(entry, name, value) != value:
+                    new = dataclasses.replace(entry, **{name: value})
+                    entries = (*member.entries[:place], new, *member.entries[place + 1 :])
+                    changed = [
+                        dataclasses.replace(each, entries=entries)
+                        if at in {number, each.twin}
+                        else each
+                        for number, each in enumerate(members)
+                    ]
+                    yield dataclasses.replace(case, members=tuple(changed))
+    for at, step in enumerate(steps):
+
+        def with_step(at: int = at, step: Step = step, **changes: Any) -> Case:
+            new = dataclasses.replace(step, **changes)
+            return dataclasses.replace(case, steps=(*steps[:at], new, *steps[at + 1 :]))
+
+        for name, value in (
+            ("before", ()),
+            ("made", ()),
+            ("knock", None),
+            ("interrupt", None),
+            ("outer", None),
+            ("gathered", None),
+        ):
+            if getattr(step, name) != value:
+                yield with_step(**{name: value})
+        if step.form == "callable":
+            yield with_step(form="tensor")
+        if step.gathered is not None and len(step.gathered) > 1:
+            for place in range(len(step.gathered)):
+                yield with_step(gathered=step.gathered[:place] + step.gathered[place + 1 :])
+        if len(step.before) > 1:
+            for place in range(len(step.before)):
+                yield with_step(before=step.before[:place] + step.before[place + 1 :])
+        for each in step.rows:
+            if len(step.rows) > 1:
+                rows = {other: own for other, own in step.rows.items() if other != each}
+                yield with_step(rows=rows)
+        for place, call in enumerate(step.calls):
+            if len(step.calls) > 1:
+                yield with_step(calls=step.calls[:place] + step.calls[place + 1 :])
+            for name, value in (("before", ()), ("during", None)):
+                if getattr(call, name) != value:
+                    new = dataclasses.replace(call, **{name: value})
+                    yield with_step(calls=(*step.calls[:place], new, *step.calls[place + 1 :]))
+    for name, value in (
+        ("in_place", False),
+        ("alias", False),
+        ("grads", False),
+        ("sites", False),
+        ("dtype", torch.float32),
+    ):
+        if getattr(case, name) != value:
+            yield dataclasses.replace(case, **{name: value})
+
+
+def smallest(case: Case) -> Case:
+    """Returns the smallest case found that differs as well."""
+    while True:
+        for each in smaller(case):
+            try:
+                wrong = difference(each)
+            except Exception:  # noqa: BLE001 (not a case)
+                continue
+            if wrong is not None and not wrong.startswith("raised Traceback"):
+                case = each
+                break
+        else:
+            return case
+
+
+def check(seed: int) -> None:
+    """Raises with the smallest description if the case of a seed differs from the oracle."""
+    case = draw(seed)
+    if difference(case) is None:
+        return
+    case = smallest(case)
+    raise WrongBatchError(f"{case}\n{difference(case)}")
