@@ -362,11 +362,15 @@ class Request(RequestBase, Scope):
         """The positions that its plan names."""
         return self._plan.ats
 
-    def set_positions(self, masks: tuple[Any, ...] | None) -> None:
-        """Sets which rows are at the plan's positions in this step; None: the model's call says."""
+    def set_masks(self, masks: tuple[Any, ...] | None) -> None:
+        """Sets the tokens at the plan's positions in this step; None: the model's call says."""
         self._positioned = masks is not None
-        if masks is not None:
-            self._set_masks(masks)
+        self._set_masks(masks)
+
+    def set_places(self, places: list[list[int]], count: int, dim: int) -> None:
+        """Sets which of its `count` rows of a batch are at the plan's positions in this step."""
+        self._positioned = True
+        self._set_places(places, count, dim)
 
     def warn_of_silence(self) -> None:
         """Warns of modules of its plan that never ran, as leaving it does; for batches."""

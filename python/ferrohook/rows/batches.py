@@ -55,7 +55,7 @@ class Batch(BatchBase, Scope):
             return
         for request in self.members:
             if isinstance(request, Request) and request.plan_positions:
-                request.set_positions(None)
+                request.set_masks(None)
 
     def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
         """Sets the positions of the rows for the calls from now on, see `batch`.
@@ -89,10 +89,11 @@ class Batch(BatchBase, Scope):
                 rows = self._rows(number)
                 if flat:
                     own = [values[row] for row in rows]
-                    masks = places_of(ats, own, request.prompt_lengths, self.dim)
+                    places = places_of(ats, own, request.prompt_lengths)
+                    request.set_places(places, len(own), self.dim)
                 else:
                     masks = masks_of(ats, positions[rows], request.prompt_lengths)
-                request.set_positions(masks)
+                    request.set_masks(masks)
         if self._sites is not None:
             self._sites.write(values)
 

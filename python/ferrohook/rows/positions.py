@@ -34,20 +34,15 @@ def masks_of(
     return tuple(mask if mask.any() else None for mask in masks)
 
 
-def places_of(
-    ats: Sequence[At], positions: list[int], lengths: Any, dim: int
-) -> tuple[tuple[list[int], int, int], ...]:
-    """Returns which rows of a request are at each of its plan's positions.
-
-    Each is a tuple of their places among the rows, the number of rows and their dimension, as the
-    core takes it.
+def places_of(ats: Sequence[At], positions: list[int], lengths: Any) -> list[list[int]]:
+    """Returns which rows of a request are at each of its plan's positions: places among its rows.
 
     Raises:
         RowsError: the length of its prompt is needed and not known.
     """
     _check_lengths(ats, lengths)
     length = 0 if lengths is None else int(lengths)
-    return tuple((_places(at, positions, length), len(positions), dim) for at in ats)
+    return [_places(at, positions, length) for at in ats]
 
 
 def _check_lengths(ats: Sequence[At], lengths: object) -> None:

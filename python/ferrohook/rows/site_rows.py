@@ -132,5 +132,5 @@ def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -
     if positions is None:
         msg = f"positions {at!r} at a site are found from the batch's: give it positions"
         raise RowsError(msg)
-    ((places, _, _),) = places_of([at], positions, request.prompt_lengths, 0)
+    (places,) = places_of([at], positions, request.prompt_lengths)
     return places

@@ -47,6 +47,8 @@ mod _core {
     #[pymodule_export]
     use crate::contexts::frame::Frame;
     #[pymodule_export]
+    use crate::contexts::remembered::remember_merged;
+    #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;
     #[pymodule_export]
     use crate::hooks::handle::HookHandle;

@@ -1,9 +1,9 @@
 //! `Registry`: the core registry of one module, for Python, and the hooks that frames have for it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::{Entry, Phase, Placement, Work};
-use pyo3::exceptions::PyException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -16,10 +16,9 @@ use crate::contexts::owners::{Firing, Owned};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::note_change;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
-use crate::hooks::site::Site;
+use crate::hooks::site::{Site, is_fault};
 use crate::torch;
 
 type CoreRegistry = ferrohook_core::Registry<Hook>;
@@ -82,8 +81,7 @@ impl Registry {
         error: PyErr,
     ) -> PyResult<()> {
         let py = site.module.py();
-        // Other exceptions (KeyboardInterrupt, SystemExit) are not the hook's fault.
-        if error.is_instance_of::<PyException>(py) && !site.entry.last() {
+        if is_fault(py, &error) && !site.entry.last() {
             // Relaxed: a sum that orders nothing.
             self.errors.fetch_add(1, Ordering::Relaxed);
             if let Some(owner) = owner {
@@ -112,7 +110,10 @@ impl Registry {
         let py = hook.py();
         let hook = Hook::new(hook, phase, options, &self.hooks, name)?;
         let Some(ScopeArg(scope)) = scope else {
-            return Ok(HookHandle(hook.register(phase, placement, &self.hooks)));
+            return Ok(HookHandle::new(
+                hook.register(phase, placement, &self.hooks),
+                None,
+            ));
         };
         let scope = scope.get();
         if hook.operator() {
@@ -128,8 +129,8 @@ impl Registry {
             handle.remove();
             return Err(closed);
         }
-        note_change();
-        Ok(HookHandle(handle))
+        scope.changes().note();
+        Ok(HookHandle::new(handle, Some(Arc::clone(scope.changes()))))
     }
 
     /// Takes the snapshot of a phase that begins: the hooks of every context and those of the
@@ -273,7 +274,7 @@ impl Registry {
         let entries = snapshots.iter().flat_map(Snapshot::iter);
         let with_handle = |entry: &Entry<Hook>| {
             let object = entry.hook().object().clone_ref(py);
-            (object, HookHandle(self.hooks.handle(entry)))
+            (object, HookHandle::new(self.hooks.handle(entry), None))
         };
         entries
             .filter(|entry| !entry.removed() && !entry.last())

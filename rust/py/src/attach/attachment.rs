@@ -55,7 +55,7 @@ impl Attachment {
             return Ok(false);
         };
         for handle in &contents.handles {
-            handle.get().0.remove();
+            handle.get().hook().remove();
         }
         let modules = contents.modules.iter().map(|attached| {
             let module = attached.module.bind(py).upgrade();
@@ -196,7 +196,7 @@ impl Attachment {
             let handle = handle?;
             self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
                 .inspect_err(|_| {
-                    handle.get().0.remove();
+                    handle.get().hook().remove();
                 })?;
             Ok(handle)
         };

@@ -16,6 +16,7 @@ use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
 use crate::hooks::members::{MergedHooks, Simple};
 use crate::torch::hooks::TorchHook;
+use crate::torch::rows::Tokens;
 use crate::torch::target::Target;
 
 /// Steps of a phase in a batch whose members have hooks.
@@ -57,7 +58,10 @@ impl<'py> Call<'_, 'py> {
             return Ok(None);
         }
         match self.frames.entered(py)? {
-            Some(frames) => Ok(MemberHooks::begin(py, registry, phase, frames, recall)),
+            Some(frames) => Ok({
+                let module = self.module;
+                MemberHooks::begin(module, registry, phase, frames, recall)
+            }),
             None => Ok(None),
         }
     }
@@ -89,7 +93,10 @@ impl<'py> Call<'_, 'py> {
         layout: &Layout,
     ) -> PyResult<Self> {
         let py = self.module.py();
-        let positions = batch.positions_of(layout, member);
+        let tokens = Tokens {
+            positions: batch.positions_of(layout, member),
+            own: layout.own_rows(member).cloned(),
+        };
         let member = &batch.all()[member];
         rows::note_run(member);
         let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
@@ -100,7 +107,7 @@ impl<'py> Call<'_, 'py> {
             args,
             kwargs: self.kwargs.is_some().then_some(kwargs),
             took: self.took,
-            positions,
+            tokens,
         })
     }
 
@@ -113,8 +120,9 @@ impl<'py> Call<'_, 'py> {
         let batch = segment.batch.get();
         let before = rows::arguments(&self.args, self.kwargs.as_ref())?;
         for (_, entries) in segment.members() {
-            if !Needs::of(py, entries, false)?.reads {
-                batch.set_size(&before)?; // the guard of a plan: the call is that of its model
+            // The guard of a plan: the call is that of its model.
+            if rows::checks(py, &entries[..1])?.is_some() {
+                batch.set_size(&before)?;
             }
         }
         let layout = batch.layout(self.module, &self.args, self.kwargs.as_ref(), None)?;
@@ -305,7 +313,7 @@ impl<'py> Call<'_, 'py> {
         let merged = Arc::new(merged);
         let more = self.forward_merged(batch, &merged, &layout, now)?;
         if remember {
-            batch.remember(&layout, self.registry.get().module(), merged);
+            batch.remember(&layout, self.registry.get().module(), segment.epoch, merged);
         }
         Ok(more.or(changed))
     }

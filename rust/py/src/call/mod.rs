@@ -24,7 +24,7 @@ use crate::hooks::native::{AnyNative, Turn, input_of};
 use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
-use crate::torch::rows::TokenPositions;
+use crate::torch::rows::Tokens;
 use crate::torch::target::Target;
 
 /// Calls `target` with the hooks of `registry` around it; `module` is the one that hooks get.
@@ -42,7 +42,7 @@ pub fn call<'py>(
         args: args.clone(),
         kwargs: kwargs.cloned(),
         took: None,
-        positions: None,
+        tokens: Tokens::default(),
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
@@ -56,8 +56,8 @@ struct Call<'a, 'py> {
     kwargs: Option<Bound<'py, PyDict>>,
     /// Run time of the module, if a hook needs it and the module returned.
     took: Option<Duration>,
-    /// Positions of the tokens, in a member's part of a batch that knows them.
-    positions: Option<TokenPositions>,
+    /// Tokens of a member's part of a batch.
+    tokens: Tokens,
 }
 
 /// Next hook of a phase: torch's hooks come first.
@@ -390,7 +390,7 @@ impl<'py> Call<'_, 'py> {
             grad_output: None,
             took: self.took,
             owner: hook.object(),
-            positions: self.positions.as_ref(),
+            tokens: &self.tokens,
             describe: &|| self.site(hook.entry).describe(),
         };
         native.run(hook.entry.hook().target().bind(self.module.py()), &turn)

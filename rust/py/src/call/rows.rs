@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ferrohook_core::{Entry, Phase, Snapshot};
-use pyo3::exceptions::{PyException, PyTimeoutError};
+use pyo3::exceptions::PyTimeoutError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -17,7 +17,7 @@ use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::members::MergedHooks;
 use crate::hooks::native::AnyNative;
-use crate::hooks::site::log_error;
+use crate::hooks::site::{is_fault, log_error};
 use crate::registry::Registry;
 use crate::torch::rows::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
@@ -29,6 +29,8 @@ pub struct MemberHooks<'py> {
     hooks: Vec<(usize, Snapshot<Hook>)>,
     /// The hooks, if they are remembered as they merge.
     merged: Option<Arc<MergedHooks>>,
+    /// Number of changes of the members' hooks before these were looked for.
+    epoch: u64,
 }
 
 /// Hooks of members that run between two hooks of the whole batch.
@@ -37,6 +39,8 @@ pub struct Segment<'a, 'py> {
     members: Vec<Hooks<'a>>,
     /// The hooks, if they are remembered as they merge: `members` is empty.
     pub merged: Option<Arc<MergedHooks>>,
+    /// Number of changes of the members' hooks before these were looked for.
+    pub epoch: u64,
     /// True if these are all hooks of the members, and the batch has none.
     pub all: bool,
 }
@@ -46,18 +50,21 @@ impl<'py> MemberHooks<'py> {
     /// that are remembered as they merge, if there are.
     #[cold]
     pub fn begin(
-        py: Python<'py>,
+        module: &Bound<'py, PyAny>,
         registry: &Registry,
         phase: Phase,
         frames: &Bound<'py, PyTuple>,
         recall: bool,
     ) -> Option<Self> {
+        let py = module.py();
         let batch = BatchBase::find(frames)?;
-        if recall && let Some(merged) = batch.get().recall(registry.module()) {
+        let epoch = batch.get().epoch();
+        if recall && let Some(merged) = batch.get().recall(module, registry.module()) {
             return Some(Self {
                 batch,
                 hooks: Vec::new(),
                 merged: Some(merged),
+                epoch,
             });
         }
         let hooks = Self::resolve(py, batch.get(), registry, phase);
@@ -65,6 +72,7 @@ impl<'py> MemberHooks<'py> {
             batch,
             hooks,
             merged: None,
+            epoch,
         })
     }
 
@@ -105,6 +113,7 @@ impl<'py> MemberHooks<'py> {
                 batch: &self.batch,
                 members: Vec::new(),
                 merged: self.merged.clone(),
+                epoch: self.epoch,
                 all: count == 0,
             })
             .collect();
@@ -155,13 +164,13 @@ pub fn fail(py: Python<'_>, member: &Member, error: &PyErr) {
     }
 }
 
-/// Takes the exception of a member's hook: it fails the member alone, unless it ends the program.
+/// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
 pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     // The forward is shared: a capture ends it for nobody.
     if error.is_instance_of::<Stop>(py) {
         return Ok(());
     }
-    if !error.is_instance_of::<PyException>(py) {
+    if !is_fault(py, &error) {
         return Err(error);
     }
     fail(py, member, &error);
@@ -212,6 +221,13 @@ impl<'a, 'py> Value<'a, 'py> {
         self.layout.rows(self.batch, member)
     }
 
+    /// Drops the changes of a member.
+    fn forget(&mut self, member: usize) {
+        for changes in &mut self.changes {
+            changes.retain(|(of, _)| *of != member);
+        }
+    }
+
     /// True if one of its tensors has the rows.
     pub fn covered(&self) -> PyResult<bool> {
         let mut covered = false;
@@ -248,7 +264,9 @@ impl<'a, 'py> Value<'a, 'py> {
     pub fn narrow(&self, member: usize, needs: &Needs) -> PyResult<Narrowed<'py>> {
         let rows = self.rows(member);
         // A write of another member would make what is kept stale, though in other rows.
-        let clones = needs.keeps && self.batch.runs_python() && !rows.copies();
+        // A hook that came after captures without copies gets copies itself.
+        let python = self.batch.runs_python();
+        let clones = !rows.copies() && if python { needs.keeps } else { needs.python };
         let copies = clones || rows.copies();
         let mut given = Vec::new();
         let value = map_tensors(self.whole, &mut |tensor| {
@@ -328,36 +346,50 @@ impl<'a, 'py> Value<'a, 'py> {
     }
 
     /// Returns the value with the changed rows; None if there are none. Makes one copy of each
-    /// changed tensor.
-    pub fn merged(&self) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.changes.iter().all(Vec::is_empty) {
-            return Ok(None);
-        }
+    /// changed tensor. A member whose rows cannot be written fails alone.
+    pub fn merged(&mut self) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.whole.py();
-        let mut changes = self.changes.iter();
-        let merged = map_tensors(self.whole, &mut |tensor| {
-            let changes = changes.next().map_or(&[][..], Vec::as_slice);
-            if changes.is_empty() {
-                return Ok(tensor.clone());
+        while self.changes.iter().any(|changes| !changes.is_empty()) {
+            let mut writing = None;
+            match self.written(&mut writing) {
+                Ok(merged) => return Ok(Some(merged)),
+                Err(error) => {
+                    let member = writing.ok_or_else(|| error.clone_ref(py))?;
+                    settle(py, &self.batch.all()[member], error)?;
+                    self.forget(member);
+                }
             }
-            let copy = tensor.call_method0(intern!(py, "clone"))?;
-            for (member, rows) in changes {
+        }
+        Ok(None)
+    }
+
+    /// Writes the changed rows to copies; `writing`: the member whose rows are written.
+    fn written(&self, writing: &mut Option<usize>) -> PyResult<Bound<'py, PyAny>> {
+        let mut changes = self.changes.iter();
+        map_tensors(self.whole, &mut |tensor| {
+            let changes = changes.next().map_or(&[][..], Vec::as_slice);
+            let mut copy = tensor.clone();
+            for (nth, (member, rows)) in changes.iter().enumerate() {
+                *writing = Some(*member);
+                if nth == 0 {
+                    copy = copy.call_method0(intern!(tensor.py(), "clone"))?;
+                }
                 self.rows(*member).write(&copy, self.layout.dim, rows)?;
             }
+            *writing = None;
             Ok(copy)
-        });
-        merged.map(Some)
+        })
     }
 }
 
-/// Raises unless a tensor can stand for another: same shape, dtype and device.
+/// Raises unless a tensor can stand for another: same shape, dtype, device and layout.
 fn check_same<'py>(
     describe: &str,
     given: &Bound<'py, PyAny>,
     new: &Bound<'py, PyAny>,
 ) -> PyResult<()> {
     let py = given.py();
-    for name in ["shape", "dtype", "device"] {
+    for name in ["shape", "dtype", "device", "layout"] {
         let (expected, got) = (given.getattr(name)?, new.getattr(name)?);
         if !expected.eq(&got)? {
             let message = format!(

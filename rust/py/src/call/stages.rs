@@ -10,10 +10,12 @@ use crate::call::rows::note_run;
 use crate::contexts::batch::{BatchBase, Layout};
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::Owned;
+use crate::error::rows_error;
 use crate::hooks::hook::Hook;
 use crate::hooks::members::{HookAt, MergedHooks, Simple};
 use crate::hooks::merged::{Joint, Part, Select, SharedValue};
 use crate::hooks::native::{AnyNative, NativeHook};
+use crate::hooks::site::is_fault;
 use crate::torch::rows::TokenPositions;
 
 impl Simple {
@@ -77,8 +79,8 @@ impl Stages<'_> {
         &self,
         py: Python<'_>,
         stage: &[HookAt],
-        run: impl FnOnce(&[Part<'_, '_>]) -> R,
-    ) -> R {
+        run: impl FnOnce(&[Part<'_, '_>]) -> PyResult<R>,
+    ) -> PyResult<R> {
         let describes: Vec<_> = stage
             .iter()
             .map(|at| {
@@ -86,25 +88,32 @@ impl Stages<'_> {
                 move || (self.describe)(entry)
             })
             .collect();
-        let parts = stage.iter().zip(&describes);
-        let parts: Vec<_> = parts
-            .map(|((member, at), describe)| {
-                let simple = &self.hooks.members[*member];
-                let merging = &simple.merging[*at];
-                let all = self.layout.rows(self.batch, simple.number);
-                let (place, rows) = match &merging.at {
-                    None => (0, Cow::Borrowed(all)),
-                    Some((at, places)) => (at + 1, Cow::Owned(all.at(places))),
-                };
-                Part {
-                    hook: merging.hook.bind(py),
-                    key: (simple.number, place),
-                    rows,
-                    describe,
-                }
-            })
-            .collect();
+        let mut parts = Vec::with_capacity(stage.len());
+        for (at, describe) in stage.iter().zip(&describes) {
+            let simple = &self.hooks.members[at.0];
+            let merging = &simple.merging[at.1];
+            let all = self.layout.rows(self.batch, simple.number);
+            let rows = match self.places(*at) {
+                None => Cow::Borrowed(all),
+                Some(places) => Cow::Owned(all.at(&places).ok_or_else(|| {
+                    rows_error(py, "positions of other rows than the member has".to_owned())
+                })?),
+            };
+            parts.push(Part {
+                hook: merging.hook.bind(py),
+                key: (simple.number, merging.at.as_ref().map(|(at, _)| *at)),
+                rows,
+                describe,
+            });
+        }
         run(&parts)
+    }
+
+    /// Places of a hook's rows among those of its member, if it is for some.
+    fn places(&self, (member, at): HookAt) -> Option<Cow<'_, [usize]>> {
+        let simple = &self.hooks.members[member];
+        let (_, of_batch) = simple.merging[at].at.as_ref()?;
+        Some(self.layout.places(simple.number, of_batch))
     }
 
     fn class(&self, py: Python<'_>, (member, at): HookAt) -> PyResult<&'static dyn AnyNative> {
@@ -113,16 +122,13 @@ impl Stages<'_> {
     }
 
     /// Returns the positions of a hook's tokens, if known.
-    fn positions(&self, (member, at): HookAt) -> Option<TokenPositions> {
-        let simple = &self.hooks.members[member];
-        let of_member = self.batch.positions_of(self.layout, simple.number)?;
-        Some(match &simple.merging[at].at {
-            None => of_member,
-            Some((_, places)) => TokenPositions {
-                dim: of_member.dim,
-                ..of_member.at(places)
-            },
-        })
+    fn positions(&self, at: HookAt) -> Option<TokenPositions> {
+        let number = self.hooks.members[at.0].number;
+        let of_member = self.batch.positions_of(self.layout, number)?;
+        match self.places(at) {
+            None => Some(of_member),
+            Some(places) => of_member.at(&places, of_member.dim),
+        }
     }
 
     /// Next hooks of the members: those that change, of all, go first; then those that keep.
@@ -183,10 +189,7 @@ impl Stages<'_> {
                 };
                 invocation.map(|it| invocations.push(it)).is_some()
             });
-            stage.retain(|(member, at)| {
-                let at = &self.hooks.members[*member].merging[*at].at;
-                at.as_ref().is_none_or(|(_, places)| !places.is_empty())
-            });
+            stage.retain(|at| self.places(*at).is_none_or(|places| !places.is_empty()));
             if stage.is_empty() {
                 continue;
             }
@@ -201,7 +204,8 @@ impl Stages<'_> {
             };
             let merged = match self.joint(value.py(), &stage)?.run(&shared) {
                 Ok(merged) => merged,
-                Err(error) => return Ok(Err(error)),
+                Err(error) if is_fault(value.py(), &error) => return Ok(Err(error)),
+                Err(error) => return Err(error),
             };
             for (number, error) in merged.failed {
                 let at = stage[number];

@@ -18,7 +18,7 @@ use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
-use crate::torch::rows::TokenPositions;
+use crate::torch::rows::{TokenPositions, Tokens};
 use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
@@ -103,10 +103,10 @@ impl Recorder {
         &self,
         owner: Option<&Bound<'py, PyAny>>,
         value: &Bound<'py, PyAny>,
-        positions: Option<&TokenPositions>,
+        tokens: &Tokens,
     ) -> PyResult<()> {
         let part = self.part_of(value)?;
-        self.source.keep(owner, self.index, &part, positions)
+        self.source.keep(owner, self.index, &part, tokens)
     }
 
     /// Returns the part of a value that it records.
@@ -172,13 +172,13 @@ pub fn record(
         {
             let recorder = recorder.get();
             if whole {
-                recorder.record(hook.object(), value, None)?;
+                recorder.record(hook.object(), value, &Tokens::default())?;
                 continue;
             }
             let detached = value.call_method0(intern!(py, "detach"))?;
             let copy = detached.call_method0(intern!(py, "clone"))?;
             let source = &recorder.source;
-            source.keep(hook.object(), recorder.index, &copy, None)?;
+            source.keep(hook.object(), recorder.index, &copy, &Tokens::default())?;
         }
     }
     Ok(())

@@ -1,14 +1,15 @@
 //! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
 
+use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::capture::collector::Collector;
 use crate::capture::keeping;
@@ -17,7 +18,7 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::merged::Places;
 use crate::torch::is_tensor;
-use crate::torch::rows::TokenPositions;
+use crate::torch::rows::{OwnRows, Tokens};
 use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -33,9 +34,7 @@ pub struct RequestBase {
     collectors: Box<[OnceLock<Py<Collector>>]>,
     /// Budget of all of them.
     budget: Option<Arc<Budget>>,
-    /// For each of the plan's positions, those of the running forward: True for all, None for none,
-    /// a tensor of bools, or places among the rows, their number and dimension.
-    masks: Mutex<Option<Py<PyTuple>>>,
+    masks: Mutex<Option<Arc<Masks>>>,
 }
 
 #[pymethods]
@@ -121,9 +120,22 @@ impl RequestBase {
         slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
     }
 
-    /// Sets the positions of the forward that begins.
-    fn _set_masks(&self, masks: Py<PyTuple>) {
+    /// Sets the tokens at each of the plan's positions in the forward that begins: True for all, None
+    /// for none, or a tensor of bools; None: not known.
+    fn _set_masks(&self, masks: Option<Py<PyTuple>>) {
+        let masks = masks.map(|masks| Arc::new(Masks::Tensors(masks)));
+        let _former = mem::replace(&mut *self.masks.lock(), masks); // dropped after the lock is released
+    }
+
+    /// Sets the tokens at each of the plan's positions in the forward that begins, as places among
+    /// its `count` rows of the batch.
+    fn _set_places(&self, places: Vec<Vec<usize>>, count: usize, dim: usize) -> PyResult<()> {
+        if places.iter().flatten().any(|place| *place >= count) {
+            return Err(PyValueError::new_err("a place is out of range of the rows"));
+        }
+        let masks = Arc::new(Masks::Rows { places, count, dim });
         let _former = self.masks.lock().replace(masks); // dropped after the lock is released
+        Ok(())
     }
 
     // No `__clear__`: collectors have one, and masks are tensors.
@@ -136,10 +148,19 @@ impl RequestBase {
 }
 
 impl RequestBase {
-    /// Returns one of the plan's positions: True for all, None for none, or a tensor of bools.
-    pub fn mask<'py>(&self, py: Python<'py>, place: usize) -> PyResult<Bound<'py, PyAny>> {
-        let masks = self.masks.lock().as_ref().map(|masks| masks.clone_ref(py));
-        let Some(masks) = masks else {
+    fn masks(&self) -> Option<Arc<Masks>> {
+        self.masks.lock().clone()
+    }
+
+    /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they are
+    /// not those of the batch.
+    pub fn chosen<'py>(
+        &self,
+        py: Python<'py>,
+        at: usize,
+        own: Option<&OwnRows>,
+    ) -> PyResult<Chosen<'py>> {
+        let Some(masks) = self.masks() else {
             return Err(hook_error(
                 py,
                 "the positions of this call are not known: call the model that the plan was \
@@ -147,37 +168,74 @@ impl RequestBase {
                     .to_owned(),
             ));
         };
-        let mask = masks.bind(py).get_item(place)?;
-        let Ok(rows) = mask.cast::<PyTuple>() else {
-            return Ok(mask);
+        let masks = match &*masks {
+            Masks::Tensors(masks) => masks.bind(py),
+            Masks::Rows { places, count, dim } => {
+                let (chosen, count, dim) = match own {
+                    Some(own) => (own.among(&places[at]), own.places.len(), own.dim),
+                    None => (places[at].clone(), *count, *dim),
+                };
+                let mut bools = vec![false; count];
+                for row in chosen {
+                    bools[row] = true;
+                }
+                return mask_along(py, bools, dim).map(Chosen::At);
+            }
         };
-        let (places, count, dim): (Vec<usize>, usize, usize) = rows.extract()?;
-        let torch = py.import(intern!(py, "torch"))?;
-        let mut bools = vec![false; count];
-        for place in places {
-            bools[place] = true;
+        let mask = masks.get_item(at)?;
+        if mask.is_none() {
+            return Ok(Chosen::Nothing);
         }
-        let mask = torch.call_method1(intern!(py, "tensor"), (bools,))?;
-        let mask = mask.call_method1(intern!(py, "to"), (torch.getattr(intern!(py, "bool"))?,))?;
-        if dim == 0 {
-            return Ok(mask);
+        if !is_tensor(&mask)? {
+            return Ok(Chosen::All);
         }
-        mask.call_method1(intern!(py, "unsqueeze"), (0,))
+        let Some(own) = own else {
+            return Ok(Chosen::At(mask));
+        };
+        let rows = mask.call_method1(intern!(py, "__getitem__"), (own.places.to_vec(),))?;
+        Ok(Chosen::At(rows))
     }
 
-    /// Returns one of the plan's positions as places among the rows of a batch; None if they are
+    /// Returns one of the plan's positions as places among the rows of the batch; None if they are
     /// not known as such.
-    pub fn places(&self, py: Python<'_>, place: usize) -> PyResult<Option<Vec<usize>>> {
-        let masks = self.masks.lock().as_ref().map(|masks| masks.clone_ref(py));
-        let Some(masks) = masks else {
-            return Ok(None);
-        };
-        let mask = masks.bind(py).get_item(place)?;
-        match mask.cast::<PyTuple>() {
-            Ok(rows) => rows.get_item(0)?.extract().map(Some),
-            Err(_) => Ok(None),
+    pub fn places(&self, at: usize) -> Option<Vec<usize>> {
+        match &*self.masks()? {
+            Masks::Rows { places, .. } => Some(places[at].clone()),
+            Masks::Tensors(_) => None,
         }
     }
+}
+
+/// Tokens at the positions of a plan, in the running forward.
+enum Masks {
+    /// For each of the positions True for all, None for none, or a tensor of bools.
+    Tensors(Py<PyTuple>),
+    /// For each of the positions places among the request's rows of the batch, their number and their
+    /// dimension.
+    Rows {
+        places: Vec<Vec<usize>>,
+        count: usize,
+        dim: usize,
+    },
+}
+
+/// Tokens at one of the positions of a plan.
+pub enum Chosen<'py> {
+    All,
+    Nothing,
+    /// Those where a tensor of bools, of the first dimensions of the value, is true.
+    At(Bound<'py, PyAny>),
+}
+
+/// Makes a mask of the rows of a dimension.
+fn mask_along(py: Python<'_>, bools: Vec<bool>, dim: usize) -> PyResult<Bound<'_, PyAny>> {
+    let torch = py.import(intern!(py, "torch"))?;
+    let options = PyDict::new(py);
+    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "bool"))?)?;
+    let mut shape = vec![1; dim];
+    shape.push(bools.len());
+    let mask = torch.call_method(intern!(py, "tensor"), (bools,), Some(&options))?;
+    mask.call_method1(intern!(py, "reshape"), (shape,))
 }
 
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
@@ -210,9 +268,10 @@ impl Source {
         owner: Option<&Bound<'py, PyAny>>,
         index: usize,
         value: &Bound<'py, PyAny>,
-        positions: Option<&TokenPositions>,
+        tokens: &Tokens,
     ) -> PyResult<()> {
         let py = value.py();
+        let positions = tokens.positions.as_ref();
         let Some(place) = &self.place else {
             return keeping::record(self.collector.bind(py), index, value, positions);
         };
@@ -221,24 +280,24 @@ impl Source {
         let Some(at) = place.mask else {
             return keeping::record(&collector, index, value, positions);
         };
-        let mask = request.get().mask(py, at)?;
-        if mask.is_none() {
-            return Ok(());
-        }
-        let mut places = request.get().places(py, at)?;
-        if places.is_none() && positions.is_some() && is_tensor(&mask)? {
-            let found = mask.call_method0(intern!(py, "flatten"))?;
-            let found = found.call_method0(intern!(py, "nonzero"))?;
-            let found = found.call_method0(intern!(py, "flatten"))?;
-            places = Some(found.call_method0(intern!(py, "tolist"))?.extract()?);
-        }
-        let positions = positions.zip(places).map(|(all, places)| all.at(&places));
-        let all = !is_tensor(&mask)?;
-        let at = map_tensors(value, &mut |tensor| {
-            if all {
-                return tensor.call_method1(intern!(py, "flatten"), (0, 1));
+        let mask = match request.get().chosen(py, at, tokens.own.as_ref())? {
+            Chosen::Nothing => return Ok(()),
+            Chosen::All => None,
+            Chosen::At(mask) => Some(mask),
+        };
+        let positions = match (positions, &mask) {
+            (Some(all), Some(mask)) => {
+                let places = mask.call_method0(intern!(py, "flatten"))?;
+                let places = places.call_method0(intern!(py, "nonzero"))?;
+                let places = places.call_method0(intern!(py, "flatten"))?;
+                let places: Vec<usize> = places.call_method0(intern!(py, "tolist"))?.extract()?;
+                all.at(&places, Some(0))
             }
-            tensor.get_item(&mask)
+            (positions, _) => positions.cloned(),
+        };
+        let at = map_tensors(value, &mut |tensor| match &mask {
+            Some(mask) => tensor.get_item(mask),
+            None => tensor.call_method1(intern!(py, "flatten"), (0, 1)),
         })?;
         keeping::record(&collector, index, &at, positions.as_ref())
     }
@@ -257,14 +316,13 @@ impl Source {
 
     /// Returns the captured places among the rows of a member; None if they are not known.
     pub fn places(&self, owner: &Bound<'_, PyAny>) -> PyResult<Option<Places>> {
-        let py = owner.py();
         let Some(place) = &self.place else {
             return Ok(Some(None));
         };
         let Some(at) = place.mask else {
             return Ok(Some(None));
         };
-        let places = Self::request(Some(owner))?.get().places(py, at)?;
+        let places = Self::request(Some(owner))?.get().places(at);
         Ok(places.map(|places| Some((at, places))))
     }
 

@@ -207,7 +207,7 @@ impl Native for Recorder {
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let this = slf.get();
-        this.record(turn.owner, turn.value, turn.positions)?;
+        this.record(turn.owner, turn.value, turn.tokens)?;
         Ok(None)
     }
 

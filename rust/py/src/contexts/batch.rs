@@ -1,7 +1,9 @@
 //! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
@@ -14,14 +16,11 @@ use rustc_hash::FxHashMap;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::contexts::given_rows;
-use crate::contexts::remembered::Remembered;
+use crate::contexts::remembered::{Key, Remembered};
 use crate::error::{hook_type_error, rows_error, type_name};
 use crate::hooks::members::MergedHooks;
 use crate::torch::is_tensor;
-use crate::torch::rows::{Rows, Selections, TokenPositions, length};
-
-/// Limit for the number of rows.
-const MOST_ROWS: usize = 1 << 24;
+use crate::torch::rows::{OwnRows, Rows, Selections, TokenPositions, length};
 
 /// Request, scope or capture in a batch.
 pub struct Member {
@@ -35,8 +34,8 @@ pub struct Member {
 pub struct Layout {
     pub dim: usize,
     pub size: usize,
-    /// Rows of each member, and the row of the batch that each row is; None: those of the batch.
-    gathered: Option<(Box<[Rows]>, Vec<usize>)>,
+    /// Rows of each member, if the module has rows of its own; None: those of the batch.
+    gathered: Option<Box<[(Rows, OwnRows)]>>,
 }
 
 /// Index of the rows of a module, and their dimension.
@@ -85,14 +84,16 @@ pub struct BatchBase {
     positions: Mutex<Option<Arc<Positions>>>,
     /// Rows of members together.
     selections: Selections,
-    /// True if a member has hooks that run Python, which may write in place.
-    python: bool,
+    /// True if a member had hooks that run Python, which may write in place, as it was entered.
+    python: AtomicBool,
     /// Modules with rows of their own, by address.
     gathered: FxHashMap<usize, Gathered>,
     modules: Vec<Py<PyAny>>,
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
     served: AtomicBool,
+    /// Number of changes of the members' hooks while it is entered.
+    epoch: Arc<AtomicU64>,
     /// Merged hooks of the members, from the moment it is entered until it is left.
     remembered: Mutex<Option<Box<Remembered>>>,
 }
@@ -139,9 +140,8 @@ impl BatchBase {
             let message = format!("row {} is out of range: the batch has {size}", named - 1);
             return Err(rows_error(py, message));
         }
-        if named > MOST_ROWS {
-            let message = format!("row {} is out of range: a batch has {MOST_ROWS}", named - 1);
-            return Err(rows_error(py, message));
+        if named > given_rows::MOST_ROWS {
+            return Err(given_rows::too_many(py, named - 1));
         }
         owners(py, &members, named)?;
         let mut modules = Vec::new();
@@ -153,7 +153,7 @@ impl BatchBase {
             modules.push(module.unbind());
         }
         let batch = Self {
-            python: members.iter().any(|it| it.frame.get().runs_python()),
+            python: AtomicBool::new(false),
             members: members.into(),
             dim,
             size: size.map_or_else(OnceLock::new, OnceLock::from),
@@ -164,6 +164,7 @@ impl BatchBase {
             modules,
             joined: AtomicBool::new(false),
             served: AtomicBool::new(false),
+            epoch: Arc::default(),
             remembered: Mutex::default(),
         };
         Ok((batch, Frame::new(None)))
@@ -234,7 +235,7 @@ impl BatchBase {
         let py = slf.py();
         let members = slf.get().members.iter().map(|it| it.frame.get());
         let mut frames = std::iter::once(slf.as_super().get()).chain(members);
-        frames.try_fold(0, |sum, frame| Ok(sum + frame.changes(py)?))
+        frames.try_fold(0, |sum, frame| Ok(sum + frame.changing_calls(py)?))
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -253,12 +254,15 @@ impl BatchBase {
         }
         for (at, member) in this.members.iter().enumerate() {
             let frame = member.frame.bind(py);
-            Frame::join(frame).inspect_err(|error| {
+            Frame::join(frame, &this.epoch).inspect_err(|error| {
                 this.part(at);
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
-        this.take_remembered();
+        let mut frames = this.members.iter().map(|it| it.frame.get());
+        let python = frames.any(Frame::runs_python);
+        this.python.store(python, Ordering::Relaxed);
+        this.start_remembering();
         let enter = || {
             slf.call_method0(intern!(py, "_begin"))?;
             Frame::enter(slf.as_super())
@@ -279,13 +283,15 @@ impl BatchBase {
     ) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         let left = Frame::leave(slf.as_super());
+        if left.is_err() {
+            // In another context: nobody may come who leaves it where it was entered.
+            slf.as_super().get().close(py)?;
+        }
         let members = &this.members;
-        if slf.as_super().get().closed() {
-            this.give_remembered();
-            this.part(members.len());
-            if this.served.swap(false, Ordering::AcqRel) {
-                slf.call_method0(intern!(py, "_end_service"))?;
-            }
+        this.give_remembered();
+        this.part(members.len());
+        if this.served.swap(false, Ordering::AcqRel) {
+            slf.call_method0(intern!(py, "_end_service"))?;
         }
         left?;
         let ran = |member: &Member| member.ran.load(Ordering::Relaxed);
@@ -337,52 +343,75 @@ impl BatchBase {
         Self::find(frames).is_some_and(|batch| batch.get().members.iter().any(hooked))
     }
 
-    /// Takes the merged hooks from the first member, if they are of the same members and rows.
-    fn take_remembered(&self) {
-        let members = || {
-            self.members
+    /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
+    /// which the first member has. The members have joined.
+    fn start_remembering(&self) {
+        let key = Key {
+            members: self
+                .members
                 .iter()
-                .map(|it| (it.frame.get().id(), &it.rows))
+                .map(|it| {
+                    let frame = it.frame.get();
+                    (frame.id(), frame.change_count(), it.rows.clone())
+                })
+                .collect(),
+            dim: self.dim,
         };
         let former = self.members[0].frame.get().take_remembered();
-        let former = former.filter(|it| it.is_of(members(), self.dim));
-        let remembered = former.unwrap_or_else(|| {
-            let members = members().map(|(id, rows)| (id, rows.clone()));
-            Box::new(Remembered::new(members.collect(), self.dim))
-        });
-        *self.remembered.lock() = Some(remembered);
+        let (started, unused) = Remembered::start(key, former, self.deadline());
+        *self.remembered.lock() = Some(started);
+        drop(unused); // runs Python code
     }
 
-    /// Gives the merged hooks to the first member, for the next batch.
+    /// Gives the merged hooks to the first member, for the next batch, if no hook changed.
     fn give_remembered(&self) {
         let taken = self.remembered.lock().take();
-        if let Some(remembered) = taken {
+        if let Some(remembered) = taken
+            && self.epoch() == 0
+        {
             self.members[0].frame.get().keep_remembered(remembered);
         }
     }
 
-    /// Finds the merged hooks of the members for the module with this id.
-    pub fn recall(&self, module: u64) -> Option<Arc<MergedHooks>> {
-        let deadline = || {
-            let deadlines = self
-                .members
-                .iter()
-                .filter_map(|it| it.frame.get().deadline());
-            deadlines.min()
-        };
-        let found = self.remembered.lock().as_mut()?.find(module, deadline);
-        found.unwrap_or_default()
+    /// First deadline of a member.
+    fn deadline(&self) -> Option<Instant> {
+        let members = self.members.iter();
+        members.filter_map(|it| it.frame.get().deadline()).min()
+    }
+
+    /// Number of changes of the members' hooks since it was entered.
+    pub fn epoch(&self) -> u64 {
+        // Acquire pairs with the release of `Changes::note`.
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Finds the merged hooks of the members for a module, by the id of its registry.
+    pub fn recall(&self, module: &Bound<'_, PyAny>, id: u64) -> Option<Arc<MergedHooks>> {
+        if self.has_own_rows(module) {
+            return None;
+        }
+        let mut remembered = self.remembered.lock();
+        let found = remembered
+            .as_mut()?
+            .find(id, self.epoch(), || self.deadline());
+        drop(remembered);
+        found.unwrap_or_default() // drops stale ones, which runs Python code
     }
 
     /// Remembers the merged hooks of the members for the module with this id, unless it has rows of
-    /// its own.
-    pub fn remember(&self, layout: &Layout, module: u64, hooks: Arc<MergedHooks>) {
+    /// its own. `epoch`: read before they were looked for.
+    pub fn remember(&self, layout: &Layout, module: u64, epoch: u64, hooks: Arc<MergedHooks>) {
         if layout.gathered.is_none() {
             let mut remembered = self.remembered.lock();
-            let dropped = remembered.as_mut().map(|it| it.add(module, hooks));
+            let dropped = remembered.as_mut().map(|it| it.add(module, epoch, hooks));
             drop(remembered);
             drop(dropped); // runs Python code
         }
+    }
+
+    /// True if a module has other rows than the batch.
+    fn has_own_rows(&self, module: &Bound<'_, PyAny>) -> bool {
+        !self.gathered.is_empty() && self.gathered.contains_key(&(module.as_ptr() as usize))
     }
 
     pub fn all(&self) -> &[Member] {
@@ -396,19 +425,14 @@ impl BatchBase {
     /// Returns the positions of a member's tokens in the tensors of a module, if they are known.
     pub fn positions_of(&self, layout: &Layout, member: usize) -> Option<TokenPositions> {
         let positions = Arc::clone(self.positions.lock().as_ref()?);
-        let Some((rows, origins)) = &layout.gathered else {
-            let dim = positions.columns.is_none().then_some(layout.dim);
-            let values = positions.of(member, &self.members[member])?;
-            return Some(TokenPositions { values, dim });
-        };
-        if positions.columns.is_some() {
-            return None;
+        let dim = positions.columns.is_none().then_some(layout.dim);
+        let values = positions.of(member, &self.members[member])?;
+        let of_batch = TokenPositions { values, dim };
+        match layout.own_rows(member) {
+            None => Some(of_batch),
+            Some(own) if dim.is_some() => of_batch.at(&own.places, dim),
+            Some(_) => None,
         }
-        let rows = rows[member].iter();
-        Some(TokenPositions {
-            values: rows.map(|row| positions.values[origins[row]]).collect(),
-            dim: Some(layout.dim),
-        })
     }
 
     /// Selections of the rows in a module's tensors; None if it has rows of its own.
@@ -416,9 +440,10 @@ impl BatchBase {
         layout.gathered.is_none().then_some(&self.selections)
     }
 
-    /// True if a member has hooks that run Python, which may write in place.
+    /// True if a member had hooks that run Python, which may write in place, as it was entered: what
+    /// is captured is copied then.
     pub fn runs_python(&self) -> bool {
-        self.python
+        self.python.load(Ordering::Relaxed)
     }
 
     /// Sets the number of rows, unless it is known, from the call of a member's model.
@@ -483,21 +508,32 @@ impl BatchBase {
                 )
             })?;
         let owners = owners(py, &self.members, self.named)?;
-        let mut rows = vec![Vec::new(); self.members.len()];
-        let mut origins = vec![0; index.len()];
+        let mut rows = vec![(Vec::new(), Vec::new()); self.members.len()];
         for (at, row) in index.iter().enumerate() {
             let Ok(row) = usize::try_from(*row) else {
-                continue;
+                continue; // nobody's
             };
-            if let Some(Some(member)) = owners.get(row) {
-                rows[*member].push(at);
-                origins[at] = row;
+            if self.size.get().is_some_and(|size| row >= *size) {
+                let message = format!(
+                    "row {row} in gathered is out of range: the batch has {}",
+                    self.rows()
+                );
+                return Err(rows_error(py, message));
+            }
+            if let Some(Some((member, place))) = owners.get(row) {
+                rows[*member].0.push(at);
+                rows[*member].1.push(*place);
             }
         }
+        let dim = gathered.dim;
+        let own = rows.into_iter().map(|(rows, places)| {
+            let places = places.into();
+            (Rows::of(rows), OwnRows { places, dim })
+        });
         Ok(Layout {
-            dim: gathered.dim,
+            dim,
             size: index.len(),
-            gathered: Some((rows.into_iter().map(Rows::of).collect(), origins)),
+            gathered: Some(own.collect()),
         })
     }
 
@@ -512,8 +548,21 @@ impl Layout {
     /// Rows of a member.
     pub fn rows<'a>(&'a self, batch: &'a BatchBase, member: usize) -> &'a Rows {
         match &self.gathered {
-            Some((rows, _)) => &rows[member],
+            Some(own) => &own[member].0,
             None => &batch.members[member].rows,
+        }
+    }
+
+    /// Rows of a member as places among its rows of the batch; None if they are the same.
+    pub fn own_rows(&self, member: usize) -> Option<&OwnRows> {
+        Some(&self.gathered.as_ref()?[member].1)
+    }
+
+    /// Converts places among a member's rows of the batch to places among its rows here.
+    pub fn places<'a>(&self, member: usize, of_batch: &'a [usize]) -> Cow<'a, [usize]> {
+        match self.own_rows(member) {
+            Some(own) => own.among(of_batch).into(),
+            None => of_batch.into(),
         }
     }
 
@@ -523,12 +572,16 @@ impl Layout {
     }
 }
 
-/// Member of each row, None for a row of nobody.
-fn owners(py: Python<'_>, members: &[Member], named: usize) -> PyResult<Vec<Option<usize>>> {
+/// Member of each row and the row's place among those of it, None for a row of nobody.
+fn owners(
+    py: Python<'_>,
+    members: &[Member],
+    named: usize,
+) -> PyResult<Vec<Option<(usize, usize)>>> {
     let mut owners = vec![None; named];
     for (number, member) in members.iter().enumerate() {
-        for row in member.rows.iter() {
-            if let Some(other) = owners[row].replace(number) {
+        for (place, row) in member.rows.iter().enumerate() {
+            if let Some((other, _)) = owners[row].replace((number, place)) {
                 let message = if other == number {
                     format!("row {row} is named twice for member {number} of the batch")
                 } else {

@@ -1,7 +1,7 @@
 //! Frames: hooks that fire only for calls of the contexts that entered them.
 
 use std::mem;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,8 @@ use crate::contexts::current::{self, Entered, active, same_without, set, without
 use crate::contexts::remembered::{FrameId, Remembered};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::error::{hook_error, hook_type_error, rows_error, type_name};
+use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::note_change;
 
 /// Modules and hooks that are released together, once.
 pub trait Release: Send + Sync {
@@ -54,8 +54,8 @@ pub struct Frame {
     attachments: Mutex<Vec<Box<dyn Release>>>,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
-    /// True while it is a member of an entered batch.
-    in_batch: AtomicBool,
+    /// Changes of its hooks, counted for the entered batch that it is a member of too.
+    changes: Arc<Changes>,
     /// Value of the tag's `begin`, called when it first joined a batch.
     begun: OnceLock<Py<PyAny>>,
     /// Exception that ended its part in batches.
@@ -104,6 +104,17 @@ impl Frame {
         }
     }
 
+    /// Changes of its own hooks.
+    pub fn changes(&self) -> &Arc<Changes> {
+        &self.changes
+    }
+
+    /// Number of changes of its own hooks and of those that it shares.
+    pub fn change_count(&self) -> u64 {
+        let shared = self.shared.as_ref().map(|it| it.get().changes.count());
+        self.changes.count() + shared.unwrap_or_default()
+    }
+
     pub fn closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -136,9 +147,7 @@ impl Frame {
             drop(modules);
             taken.clear();
         }
-        if self.in_batch.load(Ordering::Acquire) {
-            note_change(); // hooks that it shares fire for it no more
-        }
+        self.changes.note(); // hooks that it shares fire for it no more
         drop(self.take_remembered());
         true
     }
@@ -185,7 +194,7 @@ impl Frame {
     }
 
     /// Makes it a member of an entered batch.
-    pub fn join(slf: &Bound<'_, Self>) -> PyResult<()> {
+    pub fn join(slf: &Bound<'_, Self>, batch: &Arc<AtomicU64>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         if this.closed() {
             return Err(rows_error(py, "a closed request is in no batch".to_owned()));
@@ -204,7 +213,7 @@ impl Frame {
                            request in a batch has none";
             return Err(rows_error(py, message.to_owned()));
         }
-        if this.in_batch.swap(true, Ordering::AcqRel) {
+        if !this.changes.join(batch) {
             let message = "a request is in one batch at a time, and this one is in another";
             return Err(rows_error(py, message.to_owned()));
         }
@@ -220,7 +229,7 @@ impl Frame {
 
     /// Ends its membership of a batch.
     pub fn part(&self) {
-        self.in_batch.store(false, Ordering::Release);
+        self.changes.part();
     }
 
     /// True if its hooks fire in no batch any more.
@@ -236,7 +245,7 @@ impl Frame {
     /// Ends its part in batches, for this reason. Returns true for the call that did so.
     pub fn end(&self, py: Python<'_>, error: &PyErr) -> bool {
         let first = self.failure.set(copied(py, error)).is_ok();
-        note_change();
+        self.changes.note();
         first
     }
 
@@ -270,7 +279,7 @@ impl Frame {
         }
         if backward {
             self.backward.store(true, Ordering::Relaxed);
-            if self.in_batch.load(Ordering::Acquire) {
+            if self.changes.joined() {
                 let message = "this request is in a batch, whose backward hooks get the gradients \
                                of all rows: it takes none";
                 return Err(rows_error(py, message.to_owned()));
@@ -436,7 +445,7 @@ impl Frame {
             .map_err(|error| PyValueError::new_err(format!("seconds: {error}")))?;
         if let Some(deadline) = Instant::now().checked_add(after) {
             let _ = self.deadline.set(deadline);
-            note_change();
+            self.changes.note();
         }
         Ok(())
     }
@@ -466,7 +475,8 @@ impl Frame {
     }
 
     /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
-    pub fn changes(&self, py: Python<'_>) -> PyResult<u64> {
+    #[pyo3(name = "changes")]
+    pub fn changing_calls(&self, py: Python<'_>) -> PyResult<u64> {
         let mut registries = Vec::new();
         for frame in self.shared().into_iter().chain([self]) {
             let modules = frame.modules.lock();
@@ -537,7 +547,7 @@ impl Frame {
     /// Removes the frame's hooks and releases its attachments, wherever it is entered: it is still
     /// to be left there. Returns True for the call that did so.
     #[pyo3(name = "_close")]
-    fn close(&self, py: Python<'_>) -> PyResult<bool> {
+    pub fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
         self.release_attachments(py).map(|()| closed)
     }

@@ -9,6 +9,15 @@ use crate::error::{hook_type_error, rows_error, type_name};
 use crate::torch::is_tensor;
 use crate::torch::rows::Rows;
 
+/// Limit for the number of rows.
+pub const MOST_ROWS: usize = 1 << 24;
+
+/// Error for a row behind the limit.
+pub fn too_many(py: Python<'_>, row: usize) -> PyErr {
+    let message = format!("row {row} is out of range: a batch has at most {MOST_ROWS} rows");
+    rows_error(py, message)
+}
+
 /// Reads rows as they are given to `fh.batch`; `size`: number of rows of the batch, if known.
 pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
     let py = rows.py();
@@ -29,7 +38,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
             if let Ok(bound) = usize::try_from(bound) {
                 return Ok(bound);
             }
-            let from_end = usize::try_from(-bound).unwrap_or(usize::MAX);
+            let from_end = usize::try_from(bound.unsigned_abs()).unwrap_or(usize::MAX);
             Ok(size.ok_or_else(unknown)?.saturating_sub(from_end))
         };
         let start = first.map_or(Ok(0), place)?;
@@ -39,6 +48,9 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
             return Ok(Rows::Range { start, length });
         }
         let every = usize::try_from(step).unwrap_or(usize::MAX);
+        if end > MOST_ROWS {
+            return Err(too_many(py, end - 1));
+        }
         return Ok(Rows::of((start..end).step_by(every).collect()));
     }
     let one = rows.is_instance_of::<PyInt>();
@@ -69,7 +81,7 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
         if let Ok(row) = usize::try_from(row) {
             return Ok(row);
         }
-        let from_end = usize::try_from(-row).unwrap_or(usize::MAX);
+        let from_end = usize::try_from(row.unsigned_abs()).unwrap_or(usize::MAX);
         let size = size.ok_or_else(unknown)?;
         size.checked_sub(from_end).ok_or_else(|| {
             rows_error(

@@ -1,5 +1,6 @@
 //! `HookHandle`: a core handle for Python.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Handle, Placement, WaitError};
@@ -9,64 +10,82 @@ use pyo3::types::PyString;
 
 use crate::cpython::invoke::detached;
 use crate::error::{hook_type_error, type_name, wait_error};
+use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::note_change;
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// Handle of one registered hook: removes, disables and describes it.
 ///
 /// As a context manager it removes the hook at exit. Dropping it leaves the hook registered.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
-pub struct HookHandle(pub Handle<Hook>);
+pub struct HookHandle {
+    hook: Handle<Hook>,
+    /// Changes of the frame that the hook is of.
+    changes: Option<Arc<Changes>>,
+}
+
+impl HookHandle {
+    /// Makes the handle of a hook; `changes`: those of its frame.
+    pub fn new(hook: Handle<Hook>, changes: Option<Arc<Changes>>) -> Self {
+        Self { hook, changes }
+    }
+
+    /// The core handle.
+    pub fn hook(&self) -> &Handle<Hook> {
+        &self.hook
+    }
+}
 
 #[pymethods]
 impl HookHandle {
     /// Id of the hook: an int, unique in the process, increasing, never reused.
     #[getter]
     fn id(&self) -> u64 {
-        self.0.id().get()
+        self.hook.id().get()
     }
 
     /// `forward_pre`, `forward`, `backward_pre` or `backward`.
     #[getter]
     fn phase(&self) -> &'static str {
-        self.0.phase().name()
+        self.hook.phase().name()
     }
 
     /// True if the hook was removed.
     #[getter]
     fn removed(&self) -> bool {
-        self.0.removed()
+        self.hook.removed()
     }
 
     /// True if the hook fires when its turn comes.
     #[getter]
     fn enabled(&self) -> bool {
-        self.0.enabled()
+        self.hook.enabled()
     }
 
     /// Number of the hook's calls that have returned or raised.
     #[getter]
     fn calls(&self) -> u64 {
-        self.0.calls()
+        self.hook.calls()
     }
 
     /// True once `torch.compile` has the hook in a trace, where it may run without being counted.
     #[getter]
     fn traced(&self) -> bool {
-        self.0.traced()
+        self.hook.traced()
     }
 
     /// Priority: higher fires first. It can be set; phases that have begun keep their order.
     #[getter]
     fn priority(&self) -> i64 {
-        self.0.priority()
+        self.hook.priority()
     }
 
     #[setter]
     fn set_priority(&self, priority: Priority) {
-        self.0.set_priority(priority.0);
-        note_change();
+        self.hook.set_priority(priority.0);
+        if let Some(changes) = &self.changes {
+            changes.note();
+        }
     }
 
     /// Removes the hook: it is not started any more. A thread that is inside it goes on to its end.
@@ -87,24 +106,24 @@ impl HookHandle {
             if timeout.is_some() {
                 return Err(PyValueError::new_err("timeout is for remove(wait=True)"));
             }
-            self.0.remove();
+            self.hook.remove();
             return Ok(());
         }
-        if self.0.inside() {
+        if self.hook.inside() {
             return Err(wait_error(py, WaitError::Inside));
         }
-        self.0.remove();
-        wait_interruptibly(py, timeout, |timeout| self.0.wait_idle(timeout))
+        self.hook.remove();
+        wait_interruptibly(py, timeout, |timeout| self.hook.wait_idle(timeout))
     }
 
     /// Skips the hook until `enable`; its place in the order stays.
     fn disable(&self) {
-        self.0.set_enabled(false);
+        self.hook.set_enabled(false);
     }
 
     /// Lets the hook fire again, at its place in the order.
     fn enable(&self) {
-        self.0.set_enabled(true);
+        self.hook.set_enabled(true);
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -114,22 +133,22 @@ impl HookHandle {
     #[pyo3(signature = (*exc_info))]
     fn __exit__(&self, exc_info: &Bound<'_, PyAny>) {
         let _ = exc_info;
-        self.0.remove();
+        self.hook.remove();
     }
 
     fn __repr__(&self) -> String {
-        let state = if self.0.removed() {
+        let state = if self.hook.removed() {
             "removed"
-        } else if self.0.enabled() {
+        } else if self.hook.enabled() {
             "enabled"
         } else {
             "disabled"
         };
         format!(
             "<HookHandle id={} phase={} {state}, calls={}>",
-            self.0.id(),
-            self.0.phase(),
-            self.0.calls()
+            self.hook.id(),
+            self.hook.phase(),
+            self.hook.calls()
         )
     }
 
@@ -150,7 +169,7 @@ impl HookHandle {
         let hook = Hook::new(placeholder.as_any(), phase.0, options, &registry, None)?;
         let handle = registry.register(phase.0, hook, Placement::default());
         handle.remove();
-        Ok(Self(handle))
+        Ok(Self::new(handle, None))
     }
 }
 

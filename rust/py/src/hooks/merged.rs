@@ -2,27 +2,12 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::PyTypeCheck;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::torch::rows::{Rows, Selection, Selections, TokenPositions, length};
-
-/// Number of changes of hooks that batches depend on.
-static CHANGES: AtomicU64 = AtomicU64::new(0);
-
-/// Notes a change of the hooks of a frame or of their order, once it is made.
-pub fn note_change() {
-    // Release pairs with the acquire below: who reads the number finds the change.
-    CHANGES.fetch_add(1, Ordering::Release);
-}
-
-/// Returns the number of [changes](note_change) so far.
-pub fn changes() -> u64 {
-    CHANGES.load(Ordering::Acquire)
-}
 
 /// Index of positions among those of a plan, and their places among the rows of a member; None for
 /// all rows.
@@ -39,8 +24,8 @@ pub struct Merging {
 /// Merged hook of one member.
 pub struct Part<'a, 'py> {
     pub hook: &'a Bound<'py, PyAny>,
-    /// Number of the member, and 0 or 1 more than the index of its positions.
-    pub key: (usize, usize),
+    /// Number of the member, and the index of its positions, if it is of some.
+    pub key: (usize, Option<usize>),
     /// Rows that it is for.
     pub rows: Cow<'a, Rows>,
     /// Describes hook, phase and module, for errors.

@@ -1,6 +1,7 @@
 //! Registered hooks: callback, options, handle, and the handling of exceptions.
 
 pub mod callable;
+pub mod changes;
 pub mod handle;
 pub mod hook;
 pub mod members;

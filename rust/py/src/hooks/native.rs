@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::merged::{Joint, Merging, Part, Select};
-use crate::torch::rows::TokenPositions;
+use crate::torch::rows::Tokens;
 
 /// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
@@ -30,8 +30,8 @@ pub struct Turn<'a, 'py> {
     pub took: Option<Duration>,
     /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.
     pub owner: Option<&'a Bound<'py, PyAny>>,
-    /// Positions of the tokens of the value, if it is that of a member of a batch that knows them.
-    pub positions: Option<&'a TokenPositions>,
+    /// Tokens of the value, if it is that of a member of a batch.
+    pub tokens: &'a Tokens,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
 }

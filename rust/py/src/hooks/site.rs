@@ -8,6 +8,7 @@ use crate::cpython::once::Once;
 use crate::error::type_name;
 use crate::hooks::hook::Hook;
 use crate::hooks::options::OnError;
+use crate::torch;
 
 /// A hook being invoked, and the module that is called.
 pub struct Site<'a, 'py> {
@@ -59,8 +60,7 @@ impl Site<'_, '_> {
             return Err(error);
         }
         self.annotate(&error);
-        // Other exceptions (KeyboardInterrupt, SystemExit) are not the hook's fault.
-        if !error.is_instance_of::<PyException>(py) {
+        if !is_fault(py, &error) {
             return Err(error);
         }
         let policy = self.entry.hook().options.on_error;
@@ -95,6 +95,12 @@ impl Site<'_, '_> {
             error.write_unraisable(py, None);
         }
     }
+}
+
+/// True if an exception is the fault of the hook that raised it. `KeyboardInterrupt` and `SystemExit`
+/// are not, nor is the end of a recomputation of `torch.utils.checkpoint`.
+pub fn is_fault(py: Python<'_>, error: &PyErr) -> bool {
+    error.is_instance_of::<PyException>(py) && !torch::ends_recomputation(error, py)
 }
 
 /// Logs an exception through the logger of the package.

@@ -6,7 +6,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::capture::request::RequestBase;
+use crate::capture::request::{Chosen, RequestBase};
 use crate::cpython::invoke;
 use crate::error::hook_error;
 use crate::hooks::merged::Merging;
@@ -67,7 +67,7 @@ impl Native for MaskedHook {
             return Ok(None);
         };
         let request = owner.cast::<RequestBase>()?;
-        let places = request.get().places(py, this.mask)?;
+        let places = request.get().places(this.mask);
         Ok(places.map(|places| Merging {
             at: Some((this.mask, places)),
             ..merging
@@ -77,11 +77,14 @@ impl Native for MaskedHook {
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let (py, this) = (slf.py(), slf.get());
         let request = request_of(turn)?;
-        let mask = request.get().mask(py, this.mask)?;
-        if mask.is_none() {
-            return Ok(None);
-        }
-        let mask = Some(mask).filter(|mask| torch::is_tensor(mask).unwrap_or(false));
+        let mask = match request
+            .get()
+            .chosen(py, this.mask, turn.tokens.own.as_ref())?
+        {
+            Chosen::Nothing => return Ok(None),
+            Chosen::All => None,
+            Chosen::At(mask) => Some(mask),
+        };
         let hook = this.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
             return InterventionBase::run_masked(intervention, turn, mask.as_ref());

@@ -164,3 +164,13 @@ pub fn plain_int_tensor(py: Python<'_>, value: u64) -> PyResult<Bound<'_, PyAny>
 pub fn stopped(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("ferrohook.activations")?.getattr("STOPPED")
 }
+
+/// True if an exception ends a recomputation of `torch.utils.checkpoint`, once all that backward
+/// needs is there. It is raised by operators, those in hooks included.
+pub fn ends_recomputation(error: &PyErr, py: Python<'_>) -> bool {
+    static CLASS: Once<Py<PyType>> = Once::new();
+    // A torch without that class ends none early.
+    CLASS
+        .import(py, "torch.utils.checkpoint", "_StopRecomputationError")
+        .is_ok_and(|class| error.is_instance(py, class))
+}

@@ -81,10 +81,11 @@ impl Rows {
         Self::Index(Index::of(rows))
     }
 
-    /// Those of the rows with these places among them.
-    pub fn at(&self, places: &[usize]) -> Self {
+    /// Those of the rows with these places among them; None if a place is out of range.
+    pub fn at(&self, places: &[usize]) -> Option<Self> {
         let rows: Vec<_> = self.iter().collect();
-        Self::of(places.iter().map(|place| rows[*place]).collect())
+        let chosen = places.iter().map(|place| rows.get(*place).copied());
+        chosen.collect::<Option<_>>().map(Self::of)
     }
 
     /// True if they are all of `size` rows, in order.
@@ -167,8 +168,8 @@ pub struct Selection {
     pub places: Option<Index>,
 }
 
-/// Members of a selection: number, and 0 or 1 more than the index of its positions.
-pub type Key = Vec<(usize, usize)>;
+/// Members of a selection: number, and the index of its positions, if it is of some.
+pub type Key = Vec<(usize, Option<usize>)>;
 
 /// Selections of a batch, each made when it is first needed.
 #[derive(Default)]
@@ -210,13 +211,39 @@ pub struct TokenPositions {
 }
 
 impl TokenPositions {
-    /// Those of some tokens, which are then the first dimension.
-    pub fn at(&self, places: &[usize]) -> Self {
-        Self {
-            values: places.iter().map(|place| self.values[*place]).collect(),
-            dim: Some(0),
-        }
+    /// Those of some tokens along a dimension; None if a place is out of range.
+    pub fn at(&self, places: &[usize], dim: Option<usize>) -> Option<Self> {
+        let chosen = places.iter().map(|place| self.values.get(*place).copied());
+        let values = chosen.collect::<Option<_>>()?;
+        Some(Self { values, dim })
     }
+}
+
+/// Rows of a request in the tensors of a module that has rows of its own.
+#[derive(Clone)]
+pub struct OwnRows {
+    /// Place of each among the request's rows of the batch.
+    pub places: Arc<[usize]>,
+    /// Their dimension.
+    pub dim: usize,
+}
+
+impl OwnRows {
+    /// Returns those that are among some of the request's rows of the batch.
+    pub fn among(&self, of_batch: &[usize]) -> Vec<usize> {
+        let places = self.places.iter().enumerate();
+        let chosen = places.filter(|(_, place)| of_batch.contains(place));
+        chosen.map(|(own, _)| own).collect()
+    }
+}
+
+/// Tokens of a request in a value.
+#[derive(Clone, Default)]
+pub struct Tokens {
+    /// None if they are not known.
+    pub positions: Option<TokenPositions>,
+    /// None if its rows are those of the batch.
+    pub own: Option<OwnRows>,
 }
 
 /// Length of a dimension of a tensor; None if it has fewer.
