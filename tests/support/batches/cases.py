@@ -12,7 +12,7 @@ import torch
 WIDTH = 4
 """Last dimension of all tensors."""
 LAYERS = ("a", "b", "c", "head")
-SITES = ("a", "c")
+SITES = ("a", "head")
 MOST_TOKENS = 9
 """Tokens of a request."""
 
@@ -160,6 +160,13 @@ class Case:
     """Hooks of everybody."""
     members: tuple[Member, ...] = ()
     steps: tuple[Step, ...] = ()
+
+    def sized(self, step: Step) -> bool:
+        """True if a batch is made with its size, or finds none in a call of a request's model."""
+        members = [self.members[each] for each in step.rows]
+        counted = any(form in {"negative", "open"} for form in step.forms.values())
+        named = all(each.way == "plan" and each.entries for each in members)
+        return step.positions is None and (step.sized or counted or not named)
 
     def __str__(self) -> str:
         lines = [
@@ -321,7 +328,9 @@ class Dice:
         what = pick.choice(LAYERS)
         phase = pick.choice(("forward_pre", "forward", "forward"))
         whole = owner in {ALL, BATCH}
-        kinds: tuple[str, ...] = ("times", "observe", "scale", "add") if whole else (*NATIVE, *PLAIN)
+        kinds: tuple[str, ...] = (*NATIVE, *PLAIN)
+        if whole:
+            kinds = ("times", "observe", "scale", "add") if case.dtype in FLOATS else PLAIN[2:3]
         if not whole:
             kinds += ("typed" if phase == "forward_pre" else "typed observe",)
         if not whole and not quiet:
@@ -332,8 +341,12 @@ class Dice:
         if kind == "write" and case.dtype is torch.float8_e4m3fn:
             kind = "times"
         chosen = pick.choice([*ATS]) if at and self.some(0.4) else None
-        if chosen is not None and (kind not in NATIVE and (kind != "times" or phase != "forward")):
+        if chosen is not None and kind not in NATIVE and (kind, phase) != ("times", "forward") or (
+            what == "b" and kind == "times"
+        ):
             chosen = None
+        if chosen is not None and kind == "scale":
+            kind = "add"
         does: tuple[Event, ...] = ()
         if not quiet and deep < 2 and kind in {"times", "observe"} and chosen is None:
             if self.some(0.3):
@@ -374,7 +387,10 @@ class Dice:
         events = 0.0 if quiet or case.sites else 0.25
         plans = [at for at, each in enumerate(case.members) if each.way == "plan"]
         again = next((each for each in reversed(steps) if not each.nested), None)
-        if not positioned and not case.sites and len(plans) > 1 and self.some(0.12):
+        tame = case.dtype in FLOATS and not any(
+            each.kind in {*BAD, "interrupt"} for each in hooks_of(case)
+        )
+        if tame and not positioned and not case.sites and len(plans) > 1 and self.some(0.12):
             order = pick.sample(plans, pick.randint(1, min(3, len(plans))))
             size = pick.randint(5, 8)
             return Step(
@@ -399,11 +415,7 @@ class Dice:
             size = pick.randint(5, 9)
             rows, forms = self.layout(case, size)
             positions = None
-        sized = (
-            positions is None and self.some(0.5)
-        ) or any(form == "open" for form in forms.values()) or positions is None and not any(
-            case.members[each].way == "plan" and case.members[each].entries for each in rows
-        )
+        sized = not quiet or self.some(0.5)
         gathered, form, flat = None, "tensor", False
         if not case.asks and self.some(0.1 if case.sites else 0.5):
             gathered = self.gathered(size)
@@ -412,12 +424,12 @@ class Dice:
         outer = None
         if not positioned and not case.sites and plans and self.some(0.06):
             free = [each for each in plans if each not in rows]
-            outer = pick.choice(free) if free else None
+            outer = pick.choice(free) if free and tame else None
         return Step(
             size,
             rows,
             forms,
-            sized=sized or gathered is not None and positions is None,
+            sized=sized or gathered is not None,
             positions=positions,
             gathered=gathered,
             form=form,
@@ -425,7 +437,7 @@ class Dice:
             outer=outer,
             before=self.events(case, events),
             made=self.events(case, events / 3),
-            calls=self.calls(case, size, events, quiet),
+            calls=self.calls(case, size, events, quiet or gathered is not None),
             knock=pick.choice(KNOCKS) if self.some(0.1) else None,
             interrupt=pick.randint(1, 60) if self.some(0.05) else None,
         )

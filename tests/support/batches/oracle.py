@@ -96,6 +96,10 @@ class Owner:
     closed: bool = False
     failed: bool = False
     expired: bool = False
+    spoiled: set[int] = field(default_factory=set)
+    """Captures that may have taken the refused result of the member's own hook."""
+    used: bool = False
+    """True once it was in a batch."""
 
     @property
     def out(self) -> bool:
@@ -105,7 +109,7 @@ class Owner:
         found: dict[str, Any] = {}
         for number, keep in enumerate(self.keeps):
             values_ = self.kept.get(number)
-            if not values_:
+            if not values_ or number in self.spoiled:
                 continue
             name = keep.what if self.way == "capture" else f"k{number}:{keep.what}"
             if isinstance(values_[0], tuple):
@@ -121,7 +125,9 @@ class Owner:
         return {
             f"k{number}:{keep.what}": sorted(dict(self.kept[number]))
             for number, keep in enumerate(self.keeps)
-            if self.kept.get(number) and isinstance(self.kept[number][0], tuple)
+            if number not in self.spoiled
+            and self.kept.get(number)
+            and isinstance(self.kept[number][0], tuple)
         }
 
 
@@ -167,6 +173,8 @@ class Oracle:
                 ]
             self.owners.append(owner)
         self.step: Step | None = None
+        self.agreed = 0
+        """Comparisons with the product that held."""
         self.size = 0
         self.live: dict[int, tuple[int, ...]] = {}
         self.entered: list[Owner] = []
@@ -234,7 +242,7 @@ class Oracle:
         self.step = step
         self.whole[BATCH], self.added[BATCH] = [], []
         outer = None if step.outer is None else self.owners[step.outer]
-        if outer is not None and outer.out:
+        if outer is not None and (outer.out or outer.used):
             outer = None
         for event in step.made:
             self.happen(event)
@@ -244,6 +252,8 @@ class Oracle:
         if any(self.owners[each].closed for each in self.live):
             ended, seen = "refused", []
         else:
+            for each in self.live:
+                self.owners[each].used = True
             ended, seen = "entered", self._calls(number, step)
         if outer is not None:
             outer.closed = True
@@ -261,7 +271,9 @@ class Oracle:
         return [False, True] if own or step.gathered is not None else [False]
 
     def _run_nested(self, number: int, step: Step) -> tuple[str, list[Seen]]:
-        self.entered = [self.owners[each] for each in step.rows if not self.owners[each].out]
+        self.entered = [
+            owner for each in step.rows if not ((owner := self.owners[each]).out or owner.used)
+        ]
         self.step, self.live = step, {}
         seen = self._calls(number, step) if self.entered else []
         for owner in self.entered:
@@ -271,7 +283,7 @@ class Oracle:
 
     def _calls(self, number: int, step: Step) -> list[Seen]:
         found = []
-        self.size = step.size if step.sized or step.positions is not None else 0
+        self.size = step.size if self.case.sized(step) or step.positions is not None else 0
         for place, call in enumerate(step.calls):
             for event in call.before:
                 self.happen(event)
@@ -312,14 +324,14 @@ class Oracle:
         seen.outputs = (x.detach(), y.detach())
         if case.grads:
             loss = x.square().sum() + y.square().sum()
-            (seen.grad,) = torch.autograd.grad(loss, [leaf])
+            seen.grad = gradient(loss, leaf)
         return seen
 
     def _module(self, name: str, x: Tensor, step: Step) -> Any:
         case = self.case
         x = self._phase(name, "forward_pre", x, step)
         if name == "b":
-            return self._phase(name, "forward", (values.gained(x), x), step)
+            return self._phase(name, "forward", (values.gained(x, whole=case.sites), x), step)
         if name == "c" and (case.in_place or case.alias):
             return self._phase(name, "forward", x * 1.5 if case.in_place else x, step)
         return self._phase(name, "forward", values.gained(x, whole=case.sites), step)
@@ -450,7 +462,7 @@ class Oracle:
             return value
         index = torch.tensor(places, dtype=torch.long)
         narrowed = mapped(value, lambda leaf: values.taken(leaf, dim, index))
-        now, wrote = narrowed, False
+        now, wrote, late = narrowed, False, False
         for placed in hooks:
             hook = placed.hook
             if placed.removed or owner.closed or owner.failed:
@@ -458,13 +470,39 @@ class Oracle:
             if owner.expired and self.choices.pick([True, False]):
                 owner.failed = True
                 break
-            now, failed = self._member_hook(placed, now, owner, step, places, dim, name)
+            if values.spoils(hook, self.case.dtype):
+                late = True  # seen once its other hooks ran, or at once
+                if self.choices.pick([True, False]):
+                    try:
+                        now = changed_part(
+                            now, hook.part, lambda x, hook=hook: values.spoiled(x, hook)
+                        )
+                    except (RuntimeError, NotImplementedError):
+                        break
+                    continue
+                owner.failed = True
+                return value
+            try:
+                now, failed = self._member_hook(placed, now, owner, step, places, dim, name)
+            except (RuntimeError, IndexError):
+                if not late:
+                    raise
+                failed = True
             wrote |= hook.kind == "write" and not failed
             if failed:
                 owner.failed = True
-                if wrote and self.choices.pick([True, False]):
+                if wrote and not late and self.choices.pick([True, False]):
                     break
                 return value
+        if late:
+            # Its captures may have taken what was refused afterwards.
+            owner.spoiled |= {
+                number
+                for number, keep in enumerate(owner.keeps)
+                if keep.what == name and keep.inputs == (phase == "forward_pre")
+            }
+            owner.failed = True
+            return value
         if now is not narrowed:
             if owner.failed and not self.choices.pick([True, False]):
                 return value
@@ -496,8 +534,19 @@ class Oracle:
         places: list[int],
     ) -> Any:
         """A site in a call with other rows than the batch: fails the request, or serves it."""
-        del name, phase, step, hooks, places
-        owner.failed = True
+        dim = self.case.dim
+        there = max(places) < first(value).shape[dim]
+        ways = ["fail", "fail steered", "serve"] if there else ["fail"]
+        way = self.choices.pick(ways)
+        if way != "fail":
+            index = torch.tensor(places, dtype=torch.long)
+            now = values.taken(first(value), dim, index)
+            for placed in hooks:
+                now, _ = self._member_hook(placed, now, owner, step, places, dim, name)
+            value = values.put(first(value), dim, index, now)
+            if way == "serve":
+                self._keep(owner, name, phase, now, self._tokens(step, places, name), step, dim)
+        owner.failed = way != "serve"
         return value
 
     def _tokens(self, step: Step, places: list[int], name: str) -> list[Any] | None:
@@ -531,9 +580,10 @@ class Oracle:
             else:
                 flat = torch.tensor([p >= 0 and test(p, prompt) for p in tokens])
                 chosen = flat if dim == 0 else flat[None]
-            if not chosen.any():
-                return now, False
-        if hook.kind in BAD or (hook.kind in NATIVE and values.refuses(hook, self.case.dtype)):
+            if not chosen.any():  # a hook that could not change them may be refused before
+                refused = hook.kind in NATIVE and values.refuses(hook, self.case.dtype)
+                return now, refused and self.choices.pick([False, True])
+        if hook.kind == "raise" or (hook.kind in NATIVE and values.refuses(hook, self.case.dtype)):
             return now, True
         changed = self._apply(placed, now, owner)
         if chosen is None:
@@ -599,6 +649,14 @@ class Oracle:
                     token = x.select(dim, row)
                     token = token[column] if case.columns else token[0] if dim else token
                     kept.append((each, token if keep.cut is None else token[keep.cut]))
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """Returns a gradient; zeros where nothing depends on the leaf."""
+    grad = None
+    if loss.requires_grad:
+        (grad,) = torch.autograd.grad(loss, [leaf], allow_unused=True)
+    return torch.zeros_like(leaf) if grad is None else grad
 
 
 def leaves(value: Any) -> list[Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
+import re
 import sys
 import threading
 import warnings
@@ -31,7 +33,7 @@ from support.batches.cases import (
     draw,
     hooks_of,
 )
-from support.batches.oracle import Seen, outcomes
+from support.batches.oracle import Seen, gradient, outcomes
 from support.internals import instrumented
 
 if TYPE_CHECKING:
@@ -72,9 +74,13 @@ def interrupted(at: int) -> Iterator[None]:
     """Raises KeyboardInterrupt at the start of a Python function, by number."""
     left = at
 
-    def profile(_frame: Any, event: str, _arg: object) -> None:
+    def profile(frame: Any, event: str, _arg: object) -> None:
         nonlocal left
-        if event == "call":
+        # Nothing is raised out of destructors, which may close generators.
+        code = frame.f_code
+        if event == "call" and not (
+            code.co_flags & inspect.CO_GENERATOR or code.co_name == "__del__"
+        ):
             left -= 1
             if left == 0:
                 sys.setprofile(None)
@@ -100,6 +106,7 @@ class Run:
         self.batch: Any = None
         self.violations: list[str] = []
         self.closed: set[int] = set()
+        self.used: set[Any] = set()
         self.reached: dict[tuple[int, int], bool] = {}
         self.added: dict[int | str, list[Any]] = {}
         self.globals: list[Any] = []
@@ -202,7 +209,7 @@ class Run:
             if hook.kind == "interrupt":
                 raise KeyboardInterrupt
             if hook.kind in BAD:
-                new = values.spoiled(x, hook.kind)
+                new = values.spoiled(x, hook)
             elif hook.kind == "mix":
                 new = values.mixed(x, dim)
             else:
@@ -302,7 +309,7 @@ class Run:
             return "nobody", []
         self.added[BATCH] = []
         outer = None if step.outer is None else self.members[step.outer]
-        if outer is not None and (outer.closed or outer.failed):
+        if outer is not None and (outer.closed or outer.failed or outer in self.used):
             outer = None
         if step.knock is not None:
             self._knock(step, live)
@@ -325,6 +332,7 @@ class Run:
                     stack.enter_context(batch)
                 except fh.HookError as error:
                     return f"refused {type(error).__name__}", []
+                self.used |= set(batch.members)
                 return "entered", self._calls(number, step)
         finally:
             self.batch = None
@@ -338,9 +346,7 @@ class Run:
             for each, own in live.items()
         }
         options: dict[str, Any] = {}
-        if step.sized:
-            options["size"] = step.size
-        if any(step.forms[each] in {"negative", "open"} for each in live):
+        if self.case.sized(step):
             options["size"] = step.size
         if step.positions is not None:
             options["positions"] = torch.tensor(step.positions)
@@ -421,7 +427,9 @@ class Run:
         entered = [
             self.members[each]
             for each in step.rows
-            if not self.members[each].closed and not self.members[each].failed
+            if not self.members[each].closed
+            and not self.members[each].failed
+            and self.members[each] not in self.used
         ]
         if not entered:
             return "nobody", []
@@ -462,7 +470,7 @@ class Run:
                 seen.outputs = tuple(each.detach() for each in outputs)
                 if case.grads:
                     loss = sum(each.square().sum() for each in outputs)
-                    (seen.grad,) = torch.autograd.grad(loss, [x])
+                    seen.grad = gradient(loss, x)
             if call.during is not None:
                 self.reached[number, place] = meanwhile.reached
             found.append(seen)
@@ -515,6 +523,10 @@ def same(ours: Any, expected: Any, *, signs: bool = False) -> bool:
     ):
         return False
     ours, expected = ours.detach(), expected.detach()
+    if ours.layout != expected.layout:
+        return False
+    if ours.is_sparse:
+        return same(ours.to_dense(), expected.to_dense())
     if ours.dtype == values.FLOAT8:
         return torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
     if ours.dtype.is_complex:
@@ -536,11 +548,13 @@ def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str 
             where = f"step {number}, call {place}"
             if ours.raised != right.raised:
                 return f"{where}: raised {ours.raised}, not {right.raised}"
+            oracle.agreed += 1
             if right.outputs is None:
                 continue
             for name, one, other in zip(("c", "head"), ours.outputs, right.outputs, strict=True):
                 if not same(one, other):
                     return f"{where}, output of {name}:\n{one}\nnot\n{other}"
+                oracle.agreed += 1
             if right.grad is not None and not torch.allclose(
                 ours.grad, right.grad, 1e-4, 1e-4, equal_nan=True
             ):
@@ -550,7 +564,11 @@ def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str 
             return f"member {owner.number}: failed {member.failed} ({member.error!r}), not {owner.failed}"
         if owner.way != "scope" and (wrong := judge_acts(case, owner, member)):
             return wrong
-    return judge_logs(run, oracle)
+        oracle.agreed += 1
+    if wrong := judge_logs(run, oracle):
+        return wrong
+    oracle.agreed += 1
+    return next(filter(None, map(judge_memory, [case] * len(oracle.owners), oracle.owners, run.members)), None)
 
 
 def judge_logs(run: Run, oracle: Oracle) -> str | None:
@@ -572,8 +590,12 @@ def judge_logs(run: Run, oracle: Oracle) -> str | None:
 
 def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
     expected = owner.acts()
-    acts = member.acts
-    if set(acts) != set(expected):
+    try:
+        acts = member.acts
+    except fh.HookError:
+        acts = {}  # of a capture that was in no batch
+    spoiled = {f"k{number}:{owner.keeps[number].what}" for number in owner.spoiled}
+    if set(acts) - spoiled != set(expected):
         return f"member {owner.number} captured {sorted(acts)}, not {sorted(expected)}"
     for number, keep in enumerate(owner.keeps):
         name = keep.what if owner.way == "capture" else f"k{number}:{keep.what}"
@@ -587,14 +609,30 @@ def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
             return f"member {owner.number}: {name} cannot be read: {error}"
         if not same(ours, expected[name]):
             return f"member {owner.number} captured as {name}\n{ours}\nnot\n{expected[name]}"
+    for name, positions in owner.positions().items() if owner.way == "plan" else ():
+        if member.positions(name) != positions:
+            return f"member {owner.number}: {name} has positions {member.positions(name)}, not {positions}"
+    return None
+
+
+def judge_memory(case: Case, owner: Any, member: Any) -> str | None:
+    """Returns which capture of a member holds memory with rows of others."""
+    if owner.way == "scope" or case.columns:
+        return None
+    expected = owner.acts()
+    for number, keep in enumerate(owner.keeps):
+        name = keep.what if owner.way == "capture" else f"k{number}:{keep.what}"
+        if name not in expected:
+            continue
+        try:
+            ours = member.acts[name]
+        except fh.StaleActivationError:
+            continue
         for leaf in ours if isinstance(ours, list) else [ours]:
             held, own = leaf.untyped_storage().nbytes(), leaf.nbytes
             share = 1 if keep.cut is None else 2 if keep.cut[-1] == slice(0, 2) else 4
-            if held > own * share and owner.way != "capture" and not case.columns:
+            if held > own * share:
                 return f"member {owner.number}: {name} has {own} bytes and holds {held}"
-    for name, positions in owner.positions().items():
-        if member.positions(name) != positions:
-            return f"member {owner.number}: {name} has positions {member.positions(name)}, not {positions}"
     return None
 
 
@@ -616,14 +654,14 @@ def difference(case: Case) -> str | None:
                 steps = [run.step(number, step) for number, step in enumerate(case.steps)]
             if run.violations:
                 return run.violations[0]
-            wrong = None
+            nearest, wrong = -1, None
             for oracle in outcomes(case, run.reached):
                 now = judge(run, oracle, steps)
                 if now is None:
-                    wrong = None
                     break
-                wrong = wrong or now
-            if wrong is not None:
+                if oracle.agreed > nearest:
+                    nearest, wrong = oracle.agreed, now
+            else:
                 return wrong
             run.close()
             return None
@@ -636,7 +674,8 @@ def difference(case: Case) -> str | None:
             raise
         import traceback
 
-        return "raised " + "".join(traceback.format_exception(error)[-6:])
+        shown = "".join(traceback.format_exception(error)[-6:])
+        return f"raised {type(error).__name__}: {str(error)[:200]}\n{shown}"
     finally:
         logging.disable(logging.NOTSET)
         if run is not None:
@@ -724,15 +763,21 @@ def smaller(case: Case) -> Iterator[Case]:
             yield dataclasses.replace(case, **{name: value})
 
 
+def kind_of(wrong: str) -> str:
+    """First line of a difference, without its numbers."""
+    return re.sub(r"[-\d.]+", "#", wrong.splitlines()[0])
+
+
 def smallest(case: Case) -> Case:
-    """Returns the smallest case found that differs as well."""
+    """Returns the smallest case found that differs in the same way."""
+    kind = kind_of(difference(case) or "")
     while True:
         for each in smaller(case):
             try:
                 wrong = difference(each)
             except Exception:  # noqa: BLE001 (not a case)
                 continue
-            if wrong is not None and not wrong.startswith("raised Traceback"):
+            if wrong is not None and kind_of(wrong) == kind:
                 case = each
                 break
         else:

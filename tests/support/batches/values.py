@@ -78,6 +78,13 @@ def refuses(hook: Hook, dtype: torch.dtype) -> bool:
     return hook.kind != "zero"
 
 
+def spoils(hook: Hook, dtype: torch.dtype) -> bool:
+    """True if a hook gives a result that cannot stand for the rows."""
+    if hook.kind == "scale":
+        return not dtype.is_floating_point and not dtype.is_complex
+    return hook.kind in {"shape", "dtype", "sparse"}
+
+
 def times(x: Tensor, seed: int) -> Tensor:
     if x.dtype == FLOAT8:
         return (x.float() * 2).to(FLOAT8)
@@ -106,10 +113,13 @@ def write(x: Tensor, seed: int) -> None:
         x.mul_(2 + seed % 3)
 
 
-def spoiled(x: Tensor, kind: str) -> Tensor:
+def spoiled(x: Tensor, hook: Hook) -> Tensor:
     """Makes a result that cannot stand for the rows."""
+    kind = hook.kind
     if kind == "shape":
         return x[..., :1]
+    if kind == "scale":
+        return x * factor(hook.seed)
     if kind == "dtype":
         return x.to(torch.float32 if x.dtype != torch.float32 else torch.float64)
     return x.to_sparse()
@@ -216,4 +226,5 @@ class Line(nn.Module):
 
     def forward(self, inputs_embeds: Tensor) -> tuple[Tensor, Tensor]:
         x = self.c(summed(*self.b(self.a(inputs_embeds))))
-        return x, self.head(chosen(x, self.case, self.index, flat=self.flat))
+        # A copy, as hooks of the head may write its input.
+        return x.clone(), self.head(chosen(x, self.case, self.index, flat=self.flat))
