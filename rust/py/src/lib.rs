@@ -13,6 +13,7 @@ mod hooks;
 mod native;
 mod recorded;
 mod registry;
+mod rows;
 mod torch;
 
 use pyo3::prelude::*;
@@ -43,11 +44,7 @@ mod _core {
     #[pymodule_export]
     use crate::contexts::activation::Activation;
     #[pymodule_export]
-    use crate::contexts::batch::BatchBase;
-    #[pymodule_export]
     use crate::contexts::frame::Frame;
-    #[pymodule_export]
-    use crate::contexts::remembered::remember_merged;
     #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;
     #[pymodule_export]
@@ -75,6 +72,10 @@ mod _core {
     use crate::recorded::layer::RecordedLayerBase;
     #[pymodule_export]
     use crate::registry::Registry;
+    #[pymodule_export]
+    use crate::rows::batch::BatchBase;
+    #[pymodule_export]
+    use crate::rows::remembered::remember_merged;
     #[pymodule_export]
     use crate::torch::cache::CallCache;
     #[pymodule_export]

@@ -9,7 +9,6 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::contexts::batch::BatchBase;
 use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::{Firing, Owned};
@@ -322,7 +321,7 @@ impl Registry {
         // A graph does not know whose rows the calls that run it have.
         let in_batch = frames.entered(py)?;
         let of_members =
-            in_batch.is_some_and(|it| BatchBase::has_hooks(it, self.module, &Phase::ALL));
+            in_batch.is_some_and(|it| frame::any_of_others(it, self.module, &Phase::ALL));
         let (mut faithful, mut phases, mut snapshots) = (!of_members, Vec::new(), Vec::new());
         for phase in Phase::ALL {
             let mut rows = Vec::new();
@@ -386,7 +385,7 @@ impl Registry {
     #[getter]
     fn hooked(&self, py: Python<'_>) -> PyResult<bool> {
         let phases = [Phase::ForwardPre, Phase::Forward];
-        if BatchBase::has_hooks(&active(py)?, self.module, &phases) {
+        if frame::any_of_others(&active(py)?, self.module, &phases) {
             return Ok(true);
         }
         for phase in phases {

@@ -18,7 +18,6 @@ use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch;
 use crate::torch::hooks::TorchBackward;
-use crate::torch::rows::Tokens;
 
 /// Positional and keyword arguments of a call.
 pub type Arguments<'py> = (Bound<'py, PyTuple>, Bound<'py, PyDict>);
@@ -195,7 +194,7 @@ impl<'py> Walk<'_, 'py> {
                 grad_output: self.grad_output,
                 took: None,
                 owner: owned.object(),
-                tokens: &Tokens::default(),
+                part: None,
                 describe: &|| site.describe(),
             };
             return native.run(hook.target().bind(py), &turn);

@@ -1,11 +1,10 @@
 //! Call of a hooked module, from its arguments to its output.
 
+pub mod around;
 pub mod backward;
-mod members;
-pub mod rows;
-mod stages;
 pub mod stop;
 
+use std::any::Any;
 use std::time::{Duration, Instant};
 
 use ferrohook_core::{Entry, Inside, Phase};
@@ -13,9 +12,8 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::call::around::Between;
 use crate::call::backward::Tap;
-use crate::call::members::steps_with_rows;
-use crate::call::rows::{MemberHooks, Segment};
 use crate::contexts::current::Frames;
 use crate::contexts::owners::{Firing, Owned};
 use crate::cpython::invoke;
@@ -24,7 +22,6 @@ use crate::hooks::native::{AnyNative, Turn, input_of};
 use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
-use crate::torch::rows::Tokens;
 use crate::torch::target::Target;
 
 /// Calls `target` with the hooks of `registry` around it; `module` is the one that hooks get.
@@ -42,31 +39,32 @@ pub fn call<'py>(
         args: args.clone(),
         kwargs: kwargs.cloned(),
         took: None,
-        tokens: Tokens::default(),
+        part: None,
     };
     call.run(target)
         .or_else(|error| stop::stopped(module.py(), &error, registry.get().module()).ok_or(error))
 }
 
-struct Call<'a, 'py> {
-    module: &'a Bound<'py, PyAny>,
-    registry: &'a Bound<'py, Registry>,
-    frames: Frames<'py>,
-    args: Bound<'py, PyTuple>,
-    kwargs: Option<Bound<'py, PyDict>>,
+/// A call in progress.
+pub struct Call<'a, 'py> {
+    pub module: &'a Bound<'py, PyAny>,
+    pub registry: &'a Bound<'py, Registry>,
+    pub frames: Frames<'py>,
+    pub args: Bound<'py, PyTuple>,
+    pub kwargs: Option<Bound<'py, PyDict>>,
     /// Run time of the module, if a hook needs it and the module returned.
-    took: Option<Duration>,
-    /// Tokens of a member's part of a batch.
-    tokens: Tokens,
+    pub took: Option<Duration>,
+    /// For the part of a call that is somebody's: what these hooks know of it.
+    pub part: Option<&'a dyn Any>,
 }
 
 /// Next hook of a phase: torch's hooks come first.
 #[derive(Clone, Copy)]
-enum Step<'s, 'py> {
+pub enum Step<'s, 'py> {
     Torch(&'s TorchHook<'py>),
     Own(Owned<'s, 'py>),
-    /// Hooks of the members of a batch, side by side.
-    Rows(&'s Segment<'s, 'py>),
+    /// Hooks of others, in a gap.
+    Others(&'s dyn Between<'py>, usize),
 }
 
 fn steps<'s, 'py>(
@@ -107,8 +105,8 @@ impl<'py> Call<'_, 'py> {
             Some(hooks) => hooks.forward()?,
             None => Vec::new(),
         };
-        if let Some(members) = self.begin_rows(Phase::Forward, snapshot.is_none())? {
-            return self.run_after_in_batch(&members, snapshot.as_ref(), &torch_hooks, ran);
+        if let Some(others) = self.begin_around(Phase::Forward, snapshot.as_ref())? {
+            return self.run_after_around(&*others, snapshot.as_ref(), &torch_hooks, ran);
         }
         let (output, tap) = match ran {
             Ok(output) => output,
@@ -128,18 +126,16 @@ impl<'py> Call<'_, 'py> {
         }
     }
 
-    /// Runs the call from the module's output to its return value, in a batch whose members have
-    /// hooks.
+    /// Runs the call from the module's output to its return value, with hooks of others.
     #[cold]
-    fn run_after_in_batch(
+    fn run_after_around(
         &mut self,
-        members: &MemberHooks<'py>,
+        others: &dyn Between<'py>,
         snapshot: Option<&Firing<'py>>,
         torch_hooks: &[TorchHook<'py>],
         ran: PyResult<Ran<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let segments = members.segments(snapshot);
-        let mut steps = steps_with_rows(torch_hooks, snapshot, &segments).into_iter();
+        let mut steps = around::steps(torch_hooks, snapshot, others);
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
@@ -161,8 +157,8 @@ impl<'py> Call<'_, 'py> {
             None => None,
         };
         let snapshot = self.begin(Phase::ForwardPre)?;
-        if let Some(members) = self.begin_rows(Phase::ForwardPre, false)? {
-            self.forward_pre_in_batch(&members, snapshot.as_ref(), target)?;
+        if let Some(others) = self.begin_around(Phase::ForwardPre, snapshot.as_ref())? {
+            self.forward_pre_around(&*others, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {
             self.forward_pre(snapshot.iter(), target)?;
         }
@@ -201,15 +197,16 @@ impl<'py> Call<'_, 'py> {
         self.registry.get().begin(py, phase, &self.frames)
     }
 
-    fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
+    pub fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
         Site {
             entry,
             module: self.module,
         }
     }
 
+    /// Applies `on_error` to the exception of a hook: `Ok` if the call goes on without it.
     #[cold]
-    fn apply_on_error(&self, hook: Owned<'_, 'py>, error: PyErr) -> PyResult<()> {
+    pub fn apply_on_error(&self, hook: Owned<'_, 'py>, error: PyErr) -> PyResult<()> {
         let registry = self.registry.get();
         registry.apply_on_error(&self.site(hook.entry), hook.owner, error)
     }
@@ -221,7 +218,8 @@ impl<'py> Call<'_, 'py> {
             .clone()
     }
 
-    fn forward_pre<'s>(
+    /// Runs hooks of `forward_pre`, which may replace the arguments.
+    pub fn forward_pre<'s>(
         &mut self,
         hooks: impl Iterator<Item = Owned<'s, 'py>>,
         target: &Target<'_, 'py>,
@@ -245,7 +243,8 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    fn replace_input(&mut self, replaced: Option<Replaced<'py>>) {
+    /// Sets the arguments that a hook returned.
+    pub fn replace_input(&mut self, replaced: Option<Replaced<'py>>) {
         if let Some((args, kwargs)) = replaced {
             self.args = args;
             if kwargs.is_some() {
@@ -293,7 +292,8 @@ impl<'py> Call<'_, 'py> {
         })
     }
 
-    fn forward<'s>(
+    /// Runs hooks of `forward`. Returns the output behind them.
+    pub fn forward<'s>(
         &mut self,
         mut steps: impl Iterator<Item = Step<'s, 'py>>,
         mut output: Bound<'py, PyAny>,
@@ -339,7 +339,7 @@ impl<'py> Call<'_, 'py> {
             Step::Torch(hook) => {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
-            Step::Rows(segment) => return self.forward_of_members(segment, Some(output)),
+            Step::Others(others, gap) => return others.forward(self, gap, Some(output)),
         };
         let Some(invocation) = hook.enter(inside) else {
             return Ok(None);
@@ -390,7 +390,7 @@ impl<'py> Call<'_, 'py> {
             grad_output: None,
             took: self.took,
             owner: hook.object(),
-            tokens: &self.tokens,
+            part: self.part,
             describe: &|| self.site(hook.entry).describe(),
         };
         native.run(hook.entry.hook().target().bind(self.module.py()), &turn)
@@ -420,7 +420,7 @@ impl<'py> Call<'_, 'py> {
     /// Runs the remaining `always_call` hooks after any exception. Their own exceptions become
     /// warnings and never replace it.
     #[cold]
-    fn run_always_called<'s>(
+    pub fn run_always_called<'s>(
         &mut self,
         steps: &mut dyn Iterator<Item = Step<'s, 'py>>,
         mut output: Option<Bound<'py, PyAny>>,
@@ -432,8 +432,8 @@ impl<'py> Call<'_, 'py> {
             let always = match step {
                 Step::Own(hook) => hook.entry.hook().options.always_call,
                 Step::Torch(hook) => hook.always_call,
-                Step::Rows(segment) => {
-                    let _ = self.forward_of_members(segment, None);
+                Step::Others(others, gap) => {
+                    let _ = others.forward(self, gap, None);
                     continue;
                 }
             };
@@ -446,7 +446,7 @@ impl<'py> Call<'_, 'py> {
                 Err(error) => match step {
                     Step::Own(hook) => self.site(hook.entry).warn_silenced(&error),
                     Step::Torch(hook) => hook.warn_silenced(&error),
-                    Step::Rows(_) => {}
+                    Step::Others(..) => {}
                 },
             }
         }
@@ -483,7 +483,7 @@ impl<'py> Call<'_, 'py> {
 type Ran<'py> = (Bound<'py, PyAny>, Option<Box<Tap<'py>>>);
 
 /// New positional arguments, and new keyword arguments if the hook returned both.
-type Replaced<'py> = (Bound<'py, PyTuple>, Option<Bound<'py, PyDict>>);
+pub type Replaced<'py> = (Bound<'py, PyTuple>, Option<Bound<'py, PyDict>>);
 
 /// Converts the result of a plain pre-hook, as PyTorch does: a tuple, or a single argument.
 fn into_args(result: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyTuple>> {

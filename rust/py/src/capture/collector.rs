@@ -16,8 +16,8 @@ use crate::capture::store::{
     Budget, Gradient, Kept, KeptTensor, OverBudget, RootCall, Store, TensorSlot,
 };
 use crate::error;
+use crate::rows::numbers::TokenPositions;
 use crate::torch;
-use crate::torch::rows::TokenPositions;
 use crate::torch::tensors::{requires_grad, version};
 
 /// Protection of a captured tensor against later changes in place.

@@ -6,7 +6,7 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
-use crate::torch::rows::TokenPositions;
+use crate::rows::numbers::TokenPositions;
 use crate::torch::tensors::{map_tensors, requires_grad};
 
 /// Stores `value` under a name.

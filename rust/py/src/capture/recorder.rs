@@ -18,7 +18,7 @@ use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
-use crate::torch::rows::{TokenPositions, Tokens};
+use crate::rows::numbers::{TokenPositions, Tokens};
 use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
@@ -103,7 +103,7 @@ impl Recorder {
         &self,
         owner: Option<&Bound<'py, PyAny>>,
         value: &Bound<'py, PyAny>,
-        tokens: &Tokens,
+        tokens: Option<&Tokens>,
     ) -> PyResult<()> {
         let part = self.part_of(value)?;
         self.source.keep(owner, self.index, &part, tokens)
@@ -172,13 +172,13 @@ pub fn record(
         {
             let recorder = recorder.get();
             if whole {
-                recorder.record(hook.object(), value, &Tokens::default())?;
+                recorder.record(hook.object(), value, None)?;
                 continue;
             }
             let detached = value.call_method0(intern!(py, "detach"))?;
             let copy = detached.call_method0(intern!(py, "clone"))?;
             let source = &recorder.source;
-            source.keep(hook.object(), recorder.index, &copy, &Tokens::default())?;
+            source.keep(hook.object(), recorder.index, &copy, None)?;
         }
     }
     Ok(())

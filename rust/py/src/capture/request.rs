@@ -16,9 +16,9 @@ use crate::capture::keeping;
 use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
-use crate::hooks::merged::Places;
+use crate::rows::merging::Places;
+use crate::rows::numbers::{OwnRows, Tokens};
 use crate::torch::is_tensor;
-use crate::torch::rows::{OwnRows, Tokens};
 use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -268,10 +268,10 @@ impl Source {
         owner: Option<&Bound<'py, PyAny>>,
         index: usize,
         value: &Bound<'py, PyAny>,
-        tokens: &Tokens,
+        tokens: Option<&Tokens>,
     ) -> PyResult<()> {
         let py = value.py();
-        let positions = tokens.positions.as_ref();
+        let positions = tokens.and_then(|it| it.positions.as_ref());
         let Some(place) = &self.place else {
             return keeping::record(self.collector.bind(py), index, value, positions);
         };
@@ -280,7 +280,10 @@ impl Source {
         let Some(at) = place.mask else {
             return keeping::record(&collector, index, value, positions);
         };
-        let mask = match request.get().chosen(py, at, tokens.own.as_ref())? {
+        let mask = match request
+            .get()
+            .chosen(py, at, tokens.and_then(|it| it.own.as_ref()))?
+        {
             Chosen::Nothing => return Ok(()),
             Chosen::All => None,
             Chosen::At(mask) => Some(mask),

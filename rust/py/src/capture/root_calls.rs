@@ -6,7 +6,8 @@ use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
 use crate::capture::request::{Place, Source};
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Traced, Turn};
+use crate::rows::merging::{InBatch, in_batch};
 
 /// Native hook around the calls of the module that a capture stops.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
@@ -26,9 +27,15 @@ impl RootCalls {
     }
 }
 
-impl Native for RootCalls {
+impl InBatch for RootCalls {
     fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
         false
+    }
+}
+
+impl Native for RootCalls {
+    fn extension() -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

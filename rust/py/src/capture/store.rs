@@ -7,7 +7,7 @@ use std::thread::{self, ThreadId};
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
-use crate::torch::rows::{Rows, TokenPositions, length};
+use crate::rows::numbers::{Rows, TokenPositions, length};
 use crate::torch::tensors::map_tensors;
 
 /// A stored tensor, and its version if reading checks that.

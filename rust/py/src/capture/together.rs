@@ -11,9 +11,11 @@ use pyo3::prelude::*;
 use crate::capture::collector::Collector;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
-use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
-use crate::hooks::native::{Native, Outcome, Traced, Turn};
-use crate::torch::rows::{Rows, Selection, TokenPositions};
+use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
+use crate::rows::merging::{
+    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
+};
+use crate::rows::numbers::{Rows, Selection, TokenPositions, Tokens};
 use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.
@@ -207,17 +209,37 @@ impl Native for Recorder {
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let this = slf.get();
-        this.record(turn.owner, turn.value, turn.tokens)?;
+        this.record(turn.owner, turn.value, Tokens::of(turn))?;
         Ok(None)
     }
 
     const OPERATOR: bool = true;
 
-    const KEEPS: bool = true;
-
     fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
         slf.get().source.collector.get().keeps_gradients()
     }
+
+    fn extension() -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    /// Traces the operator of the recorded part, which is the same for every capture.
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        let (py, this) = (slf.py(), slf.get());
+        let key = this.key(py)?;
+        let callback = (&this.part, &key).into_pyobject(py)?;
+        Ok(Some(Traced {
+            callback: callback.into_any(),
+            kind: "recorder",
+            with_kwargs: false,
+            faithful: this.source.collector.get().records_in_graph(),
+            operator: Some(key),
+        }))
+    }
+}
+
+impl InBatch for Recorder {
+    const KEEPS: bool = true;
 
     fn merges<'py>(
         slf: &Bound<'py, Self>,
@@ -238,19 +260,5 @@ impl Native for Recorder {
 
     fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Ok(Box::new(Together::of(parts, select)?))
-    }
-
-    /// Traces the operator of the recorded part, which is the same for every capture.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        let (py, this) = (slf.py(), slf.get());
-        let key = this.key(py)?;
-        let callback = (&this.part, &key).into_pyobject(py)?;
-        Ok(Some(Traced {
-            callback: callback.into_any(),
-            kind: "recorder",
-            with_kwargs: false,
-            faithful: this.source.collector.get().records_in_graph(),
-            operator: Some(key),
-        }))
     }
 }

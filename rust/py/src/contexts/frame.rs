@@ -14,9 +14,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use crate::contexts::current::{self, Entered, active, same_without, set, without};
-use crate::contexts::remembered::{FrameId, Remembered};
 use crate::contexts::scoped::{Modules, Scoped};
-use crate::error::{hook_error, hook_type_error, rows_error, type_name};
+use crate::contexts::slot::Slot;
+use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
 
@@ -25,6 +25,18 @@ pub trait Release: Send + Sync {
     /// Returns true for the call that released them.
     fn release(&self, py: Python<'_>) -> PyResult<bool>;
     fn released(&self) -> bool;
+}
+
+/// Id of a frame: unique in the process.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct FrameId(u64);
+
+impl Default for FrameId {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        // Relaxed: uniqueness needs atomicity alone.
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 /// Entry of a context's stack: hooks that fire in the contexts that entered it, until it is closed,
@@ -54,7 +66,7 @@ pub struct Frame {
     attachments: Mutex<Vec<Box<dyn Release>>>,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
-    /// Changes of its hooks, counted for the entered batch that it is a member of too.
+    /// Changes of its own hooks.
     changes: Arc<Changes>,
     /// Value of the tag's `begin`, called when it first joined a batch.
     begun: OnceLock<Py<PyAny>>,
@@ -66,8 +78,7 @@ pub struct Frame {
     backward: AtomicBool,
     /// True once it has a hook that runs Python.
     python: AtomicBool,
-    /// Merged hooks of the last batch whose first member it was.
-    remembered: Mutex<Option<Box<Remembered>>>,
+    slot: OnceLock<Box<dyn Slot>>,
 }
 
 impl Frame {
@@ -75,23 +86,17 @@ impl Frame {
         self.id
     }
 
-    /// Takes the merged hooks of the last batch whose first member it was.
-    pub fn take_remembered(&self) -> Option<Box<Remembered>> {
-        self.remembered.lock().take()
-    }
-
-    /// Keeps the merged hooks of a batch whose first member it was, unless it is closed.
-    pub fn keep_remembered(&self, remembered: Box<Remembered>) {
-        let former = self.remembered.lock().replace(remembered);
-        drop(former); // runs Python code
-        if self.closed() {
-            drop(self.take_remembered());
-        }
-    }
-
     pub fn new(tag: Option<Py<PyAny>>) -> Self {
         Self {
             tag,
+            ..Self::default()
+        }
+    }
+
+    /// Makes a frame with which others keep state.
+    pub fn with_slot(slot: Box<dyn Slot>) -> Self {
+        Self {
+            slot: OnceLock::from(slot),
             ..Self::default()
         }
     }
@@ -148,7 +153,9 @@ impl Frame {
             taken.clear();
         }
         self.changes.note(); // hooks that it shares fire for it no more
-        drop(self.take_remembered());
+        if let Some(slot) = self.slot() {
+            slot.close();
+        }
         true
     }
 
@@ -193,46 +200,35 @@ impl Frame {
         Ok(())
     }
 
-    /// Makes it a member of an entered batch.
-    pub fn join(slf: &Bound<'_, Self>, batch: &Arc<AtomicU64>) -> PyResult<()> {
-        let (py, this) = (slf.py(), slf.get());
-        if this.closed() {
-            return Err(rows_error(py, "a closed request is in no batch".to_owned()));
-        }
-        if this.shared.as_ref().is_some_and(|it| it.get().closed()) {
-            let message = "the plan of a request was closed, and its hooks with it".to_owned();
-            return Err(rows_error(py, message));
-        }
-        if this.entered.lock().is_some() {
-            let message = "a request that is entered by `with` sees whole calls: give a batch \
-                           requests that are not entered";
-            return Err(rows_error(py, message.to_owned()));
-        }
-        if this.fires_backward() {
-            let message = "backward hooks and captures of gradients get those of the whole batch: a \
-                           request in a batch has none";
-            return Err(rows_error(py, message.to_owned()));
-        }
-        if !this.changes.join(batch) {
-            let message = "a request is in one batch at a time, and this one is in another";
-            return Err(rows_error(py, message.to_owned()));
-        }
+    /// Calls the tag's `begin`, the first time.
+    pub fn begin(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let this = slf.get();
         // Relaxed: the flag orders nothing.
         if !this.once.swap(true, Ordering::Relaxed)
-            && let Some(begin) = this.of_tag(intern!(py, "begin"))?
+            && let Some(begin) = this.of_tag(intern!(slf.py(), "begin"))?
         {
-            let begun = begin.call1((slf,)).inspect_err(|_| this.part())?;
+            let begun = begin.call1((slf,))?;
             let _ = this.begun.set(begun.unbind());
         }
         Ok(())
     }
 
-    /// Ends its membership of a batch.
-    pub fn part(&self) {
-        self.changes.part();
+    /// State that others keep with it, if there is some.
+    pub fn slot(&self) -> Option<&dyn Slot> {
+        Some(&**self.slot.get()?)
     }
 
-    /// True if its hooks fire in no batch any more.
+    /// State that others keep with it; made if there is none.
+    pub fn slot_or(&self, make: impl FnOnce() -> Box<dyn Slot>) -> &dyn Slot {
+        &**self.slot.get_or_init(make)
+    }
+
+    /// True if it shares the hooks of a frame that is closed.
+    pub fn shared_closed(&self) -> bool {
+        self.shared.as_ref().is_some_and(|it| it.get().closed())
+    }
+
+    /// True once its hooks are not started any more, for the reason `error`.
     pub fn failed(&self) -> bool {
         self.failure.get().is_some()
     }
@@ -261,9 +257,10 @@ impl Frame {
         let _ = self.error.set(copied(py, error));
     }
 
-    fn fires_backward(&self) -> bool {
+    /// True if it has a hook that needs gradients.
+    pub fn needs_gradients(&self) -> bool {
         let own = self.backward.load(Ordering::Relaxed);
-        own || self.shared().is_some_and(Self::fires_backward)
+        own || self.shared().is_some_and(Self::needs_gradients)
     }
 
     /// True if it has hooks that run Python.
@@ -278,12 +275,10 @@ impl Frame {
             self.python.store(true, Ordering::Relaxed);
         }
         if backward {
-            self.backward.store(true, Ordering::Relaxed);
-            if self.changes.joined() {
-                let message = "this request is in a batch, whose backward hooks get the gradients \
-                               of all rows: it takes none";
-                return Err(rows_error(py, message.to_owned()));
+            if let Some(slot) = self.slot() {
+                slot.check_gradients(py)?;
             }
+            self.backward.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -563,10 +558,7 @@ impl Frame {
             visit.call(&entered.frames)?;
             visit.call(&entered.token)?;
         }
-        match &*self.remembered.lock() {
-            Some(remembered) => remembered.traverse(&visit),
-            None => Ok(()),
-        }
+        self.slot().map_or(Ok(()), |slot| slot.traverse(&visit))
     }
 
     fn __clear__(&self) {
@@ -641,6 +633,16 @@ pub fn only_open<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTup
         return Ok(frames.clone());
     }
     PyTuple::new(frames.py(), open)
+}
+
+/// True if calls in `frames` run hooks of others for the module with this id.
+pub fn any_of_others(frames: &Bound<'_, PyTuple>, module: u64, phases: &[Phase]) -> bool {
+    let has_hooks = |frame: &Bound<'_, Frame>| {
+        let slot = frame.get().slot();
+        slot.is_some_and(|slot| slot.has_hooks(frame, module, phases))
+    };
+    let mut frames = frames.iter_borrowed();
+    frames.any(|frame| frame.cast::<Frame>().is_ok_and(|frame| has_hooks(&frame)))
 }
 
 /// True if one of `frames` has hooks for which operators stand in graphs.

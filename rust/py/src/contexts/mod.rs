@@ -10,10 +10,8 @@
 //! which.
 
 pub mod activation;
-pub mod batch;
 pub mod current;
 pub mod frame;
-mod given_rows;
 pub mod owners;
-pub mod remembered;
 pub mod scoped;
+pub mod slot;

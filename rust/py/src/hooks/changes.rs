@@ -9,18 +9,18 @@ use parking_lot::Mutex;
 #[derive(Default)]
 pub struct Changes {
     count: AtomicU64,
-    /// Counter of the batch that the frame is a member of.
-    batch: Mutex<Option<Arc<AtomicU64>>>,
+    /// Counter of who counts the changes of several frames.
+    other: Mutex<Option<Arc<AtomicU64>>>,
 }
 
 impl Changes {
     /// Counts a change, once it is made.
     pub fn note(&self) {
-        // Release pairs with the acquire in `count`: who reads the number finds the change.
+        // Release pairs with the acquire in `count`: who reads the number finds the change. Counted
+        // before the lock: who sets another counter, and then reads the number, misses none.
         self.count.fetch_add(1, Ordering::Release);
-        // Counted first: a batch that is joined behind this lock reads the number afterwards.
-        if let Some(batch) = &*self.batch.lock() {
-            batch.fetch_add(1, Ordering::Release);
+        if let Some(other) = &*self.other.lock() {
+            other.fetch_add(1, Ordering::Release);
         }
     }
 
@@ -29,23 +29,8 @@ impl Changes {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Counts changes for a batch too, from now on; false if they are counted for another.
-    pub fn join(&self, batch: &Arc<AtomicU64>) -> bool {
-        let mut joined = self.batch.lock();
-        let free = joined.is_none();
-        if free {
-            *joined = Some(Arc::clone(batch));
-        }
-        free
-    }
-
-    /// Counts changes for no batch any more.
-    pub fn part(&self) {
-        *self.batch.lock() = None;
-    }
-
-    /// True while changes are counted for a batch.
-    pub fn joined(&self) -> bool {
-        self.batch.lock().is_some()
+    /// Counts changes from now on by another counter too; None: by none.
+    pub fn count_for(&self, other: Option<&Arc<AtomicU64>>) {
+        *self.other.lock() = other.map(Arc::clone);
     }
 }

@@ -185,12 +185,6 @@ impl Hook {
         self.native.map_or(Ok(false), needs)
     }
 
-    /// False if it reads no value, see [`Native::reads`](crate::hooks::native::Native::reads).
-    pub fn reads(&self, py: Python<'_>, positioned: bool) -> PyResult<bool> {
-        let reads = |native: &dyn AnyNative| native.reads(self.object.bind(py), positioned);
-        self.native.map_or(Ok(true), reads)
-    }
-
     /// Object named in errors.
     pub fn named<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let object = self.object.bind(py);

@@ -4,8 +4,6 @@ pub mod callable;
 pub mod changes;
 pub mod handle;
 pub mod hook;
-pub mod members;
-pub mod merged;
 pub mod native;
 pub mod operators;
 pub mod options;

@@ -1,17 +1,15 @@
 //! Native hooks: hooks that run in Rust; Python classes that implement [`Native`].
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::time::Duration;
 
 use ferrohook_core::Phase;
 use pyo3::PyClass;
-use pyo3::exceptions::PyNotImplementedError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
-use crate::hooks::merged::{Joint, Merging, Part, Select};
-use crate::torch::rows::Tokens;
 
 /// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
@@ -30,8 +28,8 @@ pub struct Turn<'a, 'py> {
     pub took: Option<Duration>,
     /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.
     pub owner: Option<&'a Bound<'py, PyAny>>,
-    /// Tokens of the value, if it is that of a member of a batch.
-    pub tokens: &'a Tokens,
+    /// For a value that is somebody's part of a call: what is known of it.
+    pub part: Option<&'a dyn Any>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
 }
@@ -90,6 +88,9 @@ impl<'py> Traced<'py> {
     }
 }
 
+/// What others ask of a class of native hooks: they know its type.
+pub type Extension = dyn Any + Send + Sync;
+
 /// Class of native hooks; it extends [`NativeHook`].
 pub trait Native: PyClass {
     /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
@@ -134,45 +135,9 @@ pub trait Native: PyClass {
         false
     }
 
-    /// True if it keeps the value, which nobody may write to later.
-    const KEEPS: bool = false;
-
-    /// False if it reads no value, whose rows need not be found then. `positioned`: the batch knows
-    /// the positions of its rows.
-    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
-        true
-    }
-
-    /// Returns the address of the object that it checks, if it does nothing else: of the members of a
-    /// batch that check the same, one does.
-    fn checks(_slf: &Bound<'_, Self>) -> Option<usize> {
+    /// Returns what others ask of the class, beside calling it.
+    fn extension() -> Option<&'static Extension> {
         None
-    }
-
-    /// Returns its form that runs for many members of a batch at once; None if it runs for each
-    /// alone. `owner`: the member.
-    fn merges<'py>(
-        _slf: &Bound<'py, Self>,
-        _phase: Phase,
-        _owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>> {
-        Ok(None)
-    }
-
-    /// Returns the parts for which the [merged](Self::merges) hook cannot run.
-    fn check_parts<'py>(
-        _parts: &[Part<'_, 'py>],
-        _value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>> {
-        Ok(Vec::new())
-    }
-
-    /// Joins [merged](Self::merges) hooks of some members, one of each. A class without hooks that
-    /// merge is never asked.
-    fn join(_parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        Err(PyNotImplementedError::new_err(
-            "hooks that merge are joined",
-        ))
     }
 
     /// Runs the hook.
@@ -191,7 +156,6 @@ pub trait Native: PyClass {
 pub trait AnyNative: Send + Sync {
     fn last(&self) -> bool;
     fn operator(&self) -> bool;
-    fn keeps(&self) -> bool;
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
     fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
     fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
@@ -199,20 +163,7 @@ pub trait AnyNative: Send + Sync {
     fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
     fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
-    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
-    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>>;
-    fn merges<'py>(
-        &self,
-        hook: &Bound<'py, PyAny>,
-        phase: Phase,
-        owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>>;
-    fn check_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>>;
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>>;
+    fn extension(&self) -> Option<&'static Extension>;
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
     fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
     fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
@@ -227,10 +178,6 @@ impl<T: Native> AnyNative for Class<T> {
 
     fn operator(&self) -> bool {
         T::OPERATOR
-    }
-
-    fn keeps(&self) -> bool {
-        T::KEEPS
     }
 
     fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>> {
@@ -262,33 +209,8 @@ impl<T: Native> AnyNative for Class<T> {
         Ok(T::needs_gradients(hook.cast()?))
     }
 
-    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
-        Ok(T::reads(hook.cast()?, positioned))
-    }
-
-    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
-        Ok(T::checks(hook.cast()?))
-    }
-
-    fn merges<'py>(
-        &self,
-        hook: &Bound<'py, PyAny>,
-        phase: Phase,
-        owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>> {
-        T::merges(hook.cast()?, phase, owner)
-    }
-
-    fn check_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>> {
-        T::check_parts(parts, value)
-    }
-
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        T::join(parts, select)
+    fn extension(&self) -> Option<&'static Extension> {
+        T::extension()
     }
 
     fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {

@@ -9,9 +9,10 @@ use pyo3::types::PyDict;
 use crate::capture::request::{Chosen, RequestBase};
 use crate::cpython::invoke;
 use crate::error::hook_error;
-use crate::hooks::merged::Merging;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
+use crate::rows::merging::{InBatch, Merging, in_batch};
+use crate::rows::numbers::Tokens;
 use crate::torch;
 use crate::torch::tree::ModuleTree;
 
@@ -54,33 +55,18 @@ impl Native for MaskedHook {
             .is_err()
     }
 
-    fn merges<'py>(
-        slf: &Bound<'py, Self>,
-        phase: Phase,
-        owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>> {
-        let (py, this) = (slf.py(), slf.get());
-        let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
-            return Ok(None);
-        };
-        let Some(merging) = InterventionBase::merges(intervention, phase, owner)? else {
-            return Ok(None);
-        };
-        let request = owner.cast::<RequestBase>()?;
-        let places = request.get().places(this.mask);
-        Ok(places.map(|places| Merging {
-            at: Some((this.mask, places)),
-            ..merging
-        }))
+    fn extension() -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let (py, this) = (slf.py(), slf.get());
         let request = request_of(turn)?;
-        let mask = match request
-            .get()
-            .chosen(py, this.mask, turn.tokens.own.as_ref())?
-        {
+        let mask = match request.get().chosen(
+            py,
+            this.mask,
+            Tokens::of(turn).and_then(|it| it.own.as_ref()),
+        )? {
             Chosen::Nothing => return Ok(None),
             Chosen::All => None,
             Chosen::At(mask) => Some(mask),
@@ -111,6 +97,28 @@ impl Native for MaskedHook {
         Ok(Some(Traced {
             faithful: false,
             ..Traced::plain(slf.as_any().clone(), false)
+        }))
+    }
+}
+
+impl InBatch for MaskedHook {
+    fn merges<'py>(
+        slf: &Bound<'py, Self>,
+        phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        let (py, this) = (slf.py(), slf.get());
+        let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
+            return Ok(None);
+        };
+        let Some(merging) = InterventionBase::merges(intervention, phase, owner)? else {
+            return Ok(None);
+        };
+        let request = owner.cast::<RequestBase>()?;
+        let places = request.get().places(this.mask);
+        Ok(places.map(|places| Merging {
+            at: Some((this.mask, places)),
+            ..merging
         }))
     }
 }
@@ -149,12 +157,8 @@ impl Native for PlanGuard {
         Some(Phase::ForwardPre)
     }
 
-    fn reads(slf: &Bound<'_, Self>, positioned: bool) -> bool {
-        slf.get().positions.is_some() && !positioned
-    }
-
-    fn checks(slf: &Bound<'_, Self>) -> Option<usize> {
-        Some(slf.get().tree.as_ptr() as usize)
+    fn extension() -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
     }
 
     fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
@@ -183,5 +187,15 @@ impl Native for PlanGuard {
             faithful: false,
             ..Traced::plain(slf.as_any().clone(), false)
         }))
+    }
+}
+
+impl InBatch for PlanGuard {
+    fn reads(slf: &Bound<'_, Self>, positioned: bool) -> bool {
+        slf.get().positions.is_some() && !positioned
+    }
+
+    fn checks(slf: &Bound<'_, Self>) -> Option<usize> {
+        Some(slf.get().tree.as_ptr() as usize)
     }
 }

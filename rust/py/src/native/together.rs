@@ -8,13 +8,15 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::hooks::merged::{Joint, Merged, Merging, Part, Select, SharedValue, groups, same_part};
-use crate::hooks::native::{Native, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
 use crate::native::intervention::{
     Change, InterventionBase, Operation, Table, along, with_residual,
 };
+use crate::rows::merging::{
+    InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
+};
+use crate::rows::numbers::Selection;
 use crate::torch;
-use crate::torch::rows::Selection;
 use ferrohook_core::Phase;
 
 /// Number of tables that an intervention keeps, for the batches that begin with it.
@@ -235,6 +237,26 @@ impl Native for InterventionBase {
         true
     }
 
+    fn extension() -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        Self::run_masked(slf, turn, None)
+    }
+
+    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+        Ok(Some(Traced {
+            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
+            kind: "intervention",
+            with_kwargs: false,
+            faithful: true,
+            operator: None,
+        }))
+    }
+}
+
+impl InBatch for InterventionBase {
     fn merges<'py>(
         slf: &Bound<'py, Self>,
         _phase: Phase,
@@ -297,19 +319,5 @@ impl Native for InterventionBase {
 
     fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Ok(Box::new(Together::of(parts, select)?))
-    }
-
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        Self::run_masked(slf, turn, None)
-    }
-
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        Ok(Some(Traced {
-            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
-            kind: "intervention",
-            with_kwargs: false,
-            faithful: true,
-            operator: None,
-        }))
     }
 }

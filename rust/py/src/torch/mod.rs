@@ -6,7 +6,6 @@
 
 pub mod cache;
 pub mod hooks;
-pub mod rows;
 pub mod target;
 pub mod tensors;
 pub mod tree;

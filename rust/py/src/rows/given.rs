@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyString};
 
 use crate::error::{hook_type_error, rows_error, type_name};
+use crate::rows::numbers::Rows;
 use crate::torch::is_tensor;
-use crate::torch::rows::Rows;
 
 /// Limit for the number of rows.
 pub const MOST_ROWS: usize = 1 << 24;

@@ -7,6 +7,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::hooks::native::Turn;
+
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Rows {
@@ -237,13 +239,19 @@ impl OwnRows {
     }
 }
 
-/// Tokens of a request in a value.
-#[derive(Clone, Default)]
+/// Tokens of a member of a batch in a value.
 pub struct Tokens {
     /// None if they are not known.
     pub positions: Option<TokenPositions>,
     /// None if its rows are those of the batch.
     pub own: Option<OwnRows>,
+}
+
+impl Tokens {
+    /// Returns those of a turn, if that is of a member of a batch.
+    pub fn of<'a>(turn: &Turn<'a, '_>) -> Option<&'a Self> {
+        turn.part?.downcast_ref()
+    }
 }
 
 /// Length of a dimension of a tensor; None if it has fewer.

@@ -13,14 +13,16 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use rustc_hash::FxHashMap;
 
+use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
-use crate::contexts::given_rows;
-use crate::contexts::remembered::{Key, Remembered};
 use crate::error::{hook_type_error, rows_error, type_name};
-use crate::hooks::members::MergedHooks;
+use crate::rows::given;
+use crate::rows::member::Membership;
+use crate::rows::merged::MergedHooks;
+use crate::rows::numbers::{OwnRows, Rows, Selections, TokenPositions, length};
+use crate::rows::remembered::{Key, Remembered};
 use crate::torch::is_tensor;
-use crate::torch::rows::{OwnRows, Rows, Selections, TokenPositions, length};
 
 /// Request, scope or capture in a batch.
 pub struct Member {
@@ -71,6 +73,9 @@ impl Positions {
         Some(Arc::clone(self.members[number].get_or_init(found)))
     }
 }
+
+/// Batches as what stands around a phase of a call: hooks of their members run in the calls.
+pub struct Batches;
 
 /// Base of batches.
 #[pyclass(frozen, subclass, extends = Frame, module = "ferrohook._core")]
@@ -126,7 +131,7 @@ impl BatchBase {
                 let message = "a batch is no member of another".to_owned();
                 return Err(rows_error(py, message));
             }
-            let rows = given_rows::read(&rows, size)?;
+            let rows = given::read(&rows, size)?;
             named = named.max(rows.end());
             members.push(Member {
                 frame: frame.unbind(),
@@ -140,8 +145,8 @@ impl BatchBase {
             let message = format!("row {} is out of range: the batch has {size}", named - 1);
             return Err(rows_error(py, message));
         }
-        if named > given_rows::MOST_ROWS {
-            return Err(given_rows::too_many(py, named - 1));
+        if named > given::MOST_ROWS {
+            return Err(given::too_many(py, named - 1));
         }
         owners(py, &members, named)?;
         let mut modules = Vec::new();
@@ -167,7 +172,7 @@ impl BatchBase {
             epoch: Arc::default(),
             remembered: Mutex::default(),
         };
-        Ok((batch, Frame::new(None)))
+        Ok((batch, Frame::with_slot(Box::new(AroundSlot(&Batches)))))
     }
 
     /// Sets the positions of the rows in the calls from now on, row by row, and the number of columns
@@ -254,7 +259,7 @@ impl BatchBase {
         }
         for (at, member) in this.members.iter().enumerate() {
             let frame = member.frame.bind(py);
-            Frame::join(frame, &this.epoch).inspect_err(|error| {
+            Membership::join(frame, &this.epoch).inspect_err(|error| {
                 this.part(at);
                 let _ = error.value(py).setattr("member", frame);
             })?;
@@ -319,28 +324,18 @@ impl BatchBase {
 }
 
 impl BatchBase {
-    /// Finds the batch among the entered frames: the innermost.
-    pub fn find<'py>(frames: &Bound<'py, PyTuple>) -> Option<Bound<'py, Self>> {
-        let mut found = None;
-        for frame in frames.iter_borrowed() {
-            if let Ok(batch) = frame.cast::<Self>()
-                && !batch.as_super().get().closed()
-                && !batch.get().served.load(Ordering::Acquire)
-            {
-                found = Some((*batch).clone());
-            }
-        }
-        found
+    /// True if the hooks of its members fire in calls of the context that entered it.
+    pub fn runs(&self, frame: &Frame) -> bool {
+        !frame.closed() && !self.served.load(Ordering::Acquire)
     }
 
-    /// True if a member of the entered batch has a hook for the module with this id.
-    pub fn has_hooks(frames: &Bound<'_, PyTuple>, module: u64, phases: &[Phase]) -> bool {
-        let hooked = |member: &Member| {
+    /// True if a member has a hook for the module with this id.
+    pub fn has_hooks(&self, module: u64, phases: &[Phase]) -> bool {
+        self.members.iter().any(|member| {
             let frame = member.frame.get();
             let mut phases = phases.iter();
             !frame.failed() && phases.any(|phase| frame.snapshot(module, *phase).is_some())
-        };
-        Self::find(frames).is_some_and(|batch| batch.get().members.iter().any(hooked))
+        })
     }
 
     /// Starts to remember merged hooks, with those of the last batch of the same members and rows,
@@ -357,7 +352,7 @@ impl BatchBase {
                 .collect(),
             dim: self.dim,
         };
-        let former = self.members[0].frame.get().take_remembered();
+        let former = self.first().and_then(Membership::take_remembered);
         let (started, unused) = Remembered::start(key, former, self.deadline());
         *self.remembered.lock() = Some(started);
         drop(unused); // runs Python code
@@ -368,9 +363,15 @@ impl BatchBase {
         let taken = self.remembered.lock().take();
         if let Some(remembered) = taken
             && self.epoch() == 0
+            && let Some(first) = self.first()
         {
-            self.members[0].frame.get().keep_remembered(remembered);
+            first.keep_remembered(remembered);
         }
+    }
+
+    /// Membership of the first member.
+    fn first(&self) -> Option<&Membership> {
+        Membership::of(self.members[0].frame.get())
     }
 
     /// First deadline of a member.
@@ -539,7 +540,7 @@ impl BatchBase {
 
     fn part(&self, members: usize) {
         for member in &self.members[..members] {
-            member.frame.get().part();
+            Membership::part(member.frame.get());
         }
     }
 }

@@ -4,19 +4,20 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, Inside, Phase};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-use crate::call::rows::note_run;
-use crate::contexts::batch::{BatchBase, Layout};
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::Owned;
 use crate::error::rows_error;
 use crate::hooks::hook::Hook;
-use crate::hooks::members::{HookAt, MergedHooks, Simple};
-use crate::hooks::merged::{Joint, Part, Select, SharedValue};
-use crate::hooks::native::{AnyNative, NativeHook};
+use crate::hooks::native::NativeHook;
 use crate::hooks::site::is_fault;
-use crate::torch::rows::TokenPositions;
+use crate::rows::batch::{BatchBase, Layout};
+use crate::rows::merged::{HookAt, MergedHooks, Simple};
+use crate::rows::merging::{AnyInBatch, Joint, Part, Select, SharedValue, of_class, of_hook};
+use crate::rows::numbers::TokenPositions;
+use crate::rows::value::note_run;
 
 impl Simple {
     /// Returns the merging hooks of a member; None if one of them runs for each member alone.
@@ -32,14 +33,14 @@ impl Simple {
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
-            let Some(native) = hook.native().filter(|_| hook.seconds().is_none()) else {
+            let Some(ways) = of_hook(hook).filter(|_| hook.seconds().is_none()) else {
                 return Ok(None);
             };
-            if keeps && !native.keeps() {
+            if keeps && !ways.keeps() {
                 return Ok(None);
             }
-            keeps |= native.keeps();
-            let Some(merging) = native.merges(hook.object().bind(py), phase, owner)? else {
+            keeps |= ways.keeps();
+            let Some(merging) = ways.merges(hook.object().bind(py), phase, owner)? else {
                 return Ok(None);
             };
             hooks.push(merging);
@@ -116,9 +117,11 @@ impl Stages<'_> {
         Some(self.layout.places(simple.number, of_batch))
     }
 
-    fn class(&self, py: Python<'_>, (member, at): HookAt) -> PyResult<&'static dyn AnyNative> {
+    fn class(&self, py: Python<'_>, (member, at): HookAt) -> PyResult<&'static dyn AnyInBatch> {
         let hook = self.hooks.members[member].merging[at].hook.bind(py);
-        Ok(hook.cast::<NativeHook>()?.get().class())
+        let class = hook.cast::<NativeHook>()?.get().class();
+        of_class(class)
+            .ok_or_else(|| PyTypeError::new_err("a hook that merges has ways in batches"))
     }
 
     /// Returns the positions of a hook's tokens, if known.
@@ -139,7 +142,7 @@ impl Stages<'_> {
             if let Some(at) = *at
                 && let Some(entry) = self.hooks.members[member].entries.get(at)
             {
-                let keeps = entry.hook().native().is_some_and(AnyNative::keeps);
+                let keeps = of_hook(entry.hook()).is_some_and(AnyInBatch::keeps);
                 if !keeps && all_keep {
                     all_keep = false;
                     stage.clear();

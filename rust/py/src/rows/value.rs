@@ -1,155 +1,22 @@
-//! Hooks of the members of a batch in one phase of one call: each sees and changes its own rows.
+//! A value of the whole batch, of which each member sees and changes its own rows.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
-use ferrohook_core::{Entry, Phase, Snapshot};
-use pyo3::exceptions::PyTimeoutError;
+use ferrohook_core::Entry;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::call::Call;
 use crate::call::stop::Stop;
-use crate::contexts::batch::{BatchBase, Layout, Member};
-use crate::contexts::owners::Firing;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::members::MergedHooks;
-use crate::hooks::native::AnyNative;
 use crate::hooks::site::{is_fault, log_error};
-use crate::registry::Registry;
-use crate::torch::rows::Rows;
+use crate::rows::batch::{BatchBase, Layout, Member};
+use crate::rows::merging::{AnyInBatch, of_hook};
+use crate::rows::numbers::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
-
-/// Hooks of a batch's members for one phase of one module.
-pub struct MemberHooks<'py> {
-    pub batch: Bound<'py, BatchBase>,
-    /// Number of the member, and its hooks in firing order.
-    hooks: Vec<(usize, Snapshot<Hook>)>,
-    /// The hooks, if they are remembered as they merge.
-    merged: Option<Arc<MergedHooks>>,
-    /// Number of changes of the members' hooks before these were looked for.
-    epoch: u64,
-}
-
-/// Hooks of members that run between two hooks of the whole batch.
-pub struct Segment<'a, 'py> {
-    pub batch: &'a Bound<'py, BatchBase>,
-    members: Vec<Hooks<'a>>,
-    /// The hooks, if they are remembered as they merge: `members` is empty.
-    pub merged: Option<Arc<MergedHooks>>,
-    /// Number of changes of the members' hooks before these were looked for.
-    pub epoch: u64,
-    /// True if these are all hooks of the members, and the batch has none.
-    pub all: bool,
-}
-
-impl<'py> MemberHooks<'py> {
-    /// Takes the hooks of the members of the entered batch; None if none has one. `recall`: those
-    /// that are remembered as they merge, if there are.
-    #[cold]
-    pub fn begin(
-        module: &Bound<'py, PyAny>,
-        registry: &Registry,
-        phase: Phase,
-        frames: &Bound<'py, PyTuple>,
-        recall: bool,
-    ) -> Option<Self> {
-        let py = module.py();
-        let batch = BatchBase::find(frames)?;
-        let epoch = batch.get().epoch();
-        if recall && let Some(merged) = batch.get().recall(module, registry.module()) {
-            return Some(Self {
-                batch,
-                hooks: Vec::new(),
-                merged: Some(merged),
-                epoch,
-            });
-        }
-        let hooks = Self::resolve(py, batch.get(), registry, phase);
-        (!hooks.is_empty()).then_some(Self {
-            batch,
-            hooks,
-            merged: None,
-            epoch,
-        })
-    }
-
-    /// Takes the snapshots of the members of a batch that have hooks.
-    fn resolve(
-        py: Python<'_>,
-        batch: &BatchBase,
-        registry: &Registry,
-        phase: Phase,
-    ) -> Vec<(usize, Snapshot<Hook>)> {
-        let mut hooks = Vec::new();
-        let mut now = None;
-        for (number, member) in batch.all().iter().enumerate() {
-            let frame = member.frame.get();
-            if frame.failed() || member.rows.len() == 0 {
-                continue;
-            }
-            let Some(snapshot) = frame.snapshot(registry.module(), phase) else {
-                continue;
-            };
-            if let Some(deadline) = frame.deadline()
-                && *now.get_or_insert_with(Instant::now) > deadline
-            {
-                let error = PyTimeoutError::new_err("the deadline of the request has passed");
-                fail(py, member, &error);
-                continue;
-            }
-            hooks.push((number, snapshot));
-        }
-        hooks
-    }
-
-    /// Splits the hooks at those of the whole batch, one more segment than there are of these.
-    pub fn segments(&self, whole: Option<&Firing<'py>>) -> Vec<Segment<'_, 'py>> {
-        let count = whole.map_or(0, |whole| whole.entries().len());
-        let mut segments: Vec<_> = (0..=count)
-            .map(|_| Segment {
-                batch: &self.batch,
-                members: Vec::new(),
-                merged: self.merged.clone(),
-                epoch: self.epoch,
-                all: count == 0,
-            })
-            .collect();
-        for (number, snapshot) in &self.hooks {
-            let mut rest = snapshot.entries();
-            let bounds = whole.into_iter().flat_map(Firing::entries);
-            for (segment, bound) in segments.iter_mut().zip(bounds) {
-                let ahead = rest.iter().take_while(|it| it.precedes(bound)).count();
-                let (entries, behind) = rest.split_at(ahead);
-                segment.add(*number, entries);
-                rest = behind;
-            }
-            if let Some(last) = segments.last_mut() {
-                last.add(*number, rest);
-            }
-        }
-        segments
-    }
-}
-
-impl<'a> Segment<'a, '_> {
-    fn add(&mut self, number: usize, entries: &'a [Arc<Entry<Hook>>]) {
-        if !entries.is_empty() {
-            self.members.push((number, entries));
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.members.is_empty() && self.merged.is_none()
-    }
-
-    /// The members, and the hooks of each.
-    pub fn members(&self) -> impl Iterator<Item = Hooks<'a>> {
-        self.members.iter().copied()
-    }
-}
 
 /// Returns the member's frame with an error set, and logs it.
 pub fn fail(py: Python<'_>, member: &Member, error: &PyErr) {
@@ -402,14 +269,11 @@ fn check_same<'py>(
     Ok(())
 }
 
-/// Number of a member, and its hooks.
-pub type Hooks<'a> = (usize, &'a [Arc<Entry<Hook>>]);
-
 /// Returns the address of the object that the hooks of a member check, if they do nothing else.
 pub fn checks(py: Python<'_>, entries: &[Arc<Entry<Hook>>]) -> PyResult<Option<usize>> {
     match entries {
-        [entry] => match entry.hook().native() {
-            Some(native) => native.checks(entry.hook().object().bind(py)),
+        [entry] => match of_hook(entry.hook()) {
+            Some(ways) => ways.checks(entry.hook().object().bind(py)),
             None => Ok(None),
         },
         _ => Ok(None),
@@ -417,13 +281,11 @@ pub fn checks(py: Python<'_>, entries: &[Arc<Entry<Hook>>]) -> PyResult<Option<u
 }
 
 /// Returns the arguments of a call as one structure.
-pub fn arguments<'py>(
-    args: &Bound<'py, PyTuple>,
-    kwargs: Option<&Bound<'py, PyDict>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = args.py();
+pub fn arguments<'py>(call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+    let py = call.module.py();
+    let kwargs = call.kwargs.as_ref();
     let kwargs = kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
-    Ok(PyTuple::new(py, [args.as_any(), kwargs.as_any()])?.into_any())
+    Ok(PyTuple::new(py, [call.args.as_any(), kwargs.as_any()])?.into_any())
 }
 
 /// Needs of some hooks of a member.
@@ -445,9 +307,13 @@ impl Needs {
         };
         for entry in entries {
             let hook = entry.hook();
-            needs.reads |= hook.reads(py, positioned)?;
+            let ways = of_hook(hook);
+            needs.reads |= match ways {
+                Some(ways) => ways.reads(hook.object().bind(py), positioned)?,
+                None => true,
+            };
             needs.python |= hook.runs_python(py)?;
-            needs.keeps |= hook.native().is_some_and(AnyNative::keeps);
+            needs.keeps |= ways.is_some_and(AnyInBatch::keeps);
         }
         Ok(needs)
     }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::hooks::hook::Hook;
-use crate::hooks::merged::{Joint, Merging};
+use crate::rows::merging::{Joint, Merging};
 use crate::torch::tensors::for_each_tensor;
 
 /// Member all of whose hooks merge with those of others: those that change, then those that keep.

@@ -2,27 +2,16 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use rustc_hash::FxHashMap;
 
-use crate::hooks::members::MergedHooks;
-use crate::torch::rows::Rows;
-
-/// Id of a frame: unique in the process.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct FrameId(u64);
-
-impl Default for FrameId {
-    fn default() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: uniqueness needs atomicity alone.
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
-    }
-}
+use crate::contexts::frame::FrameId;
+use crate::rows::merged::MergedHooks;
+use crate::rows::numbers::Rows;
 
 static REMEMBERING: AtomicBool = AtomicBool::new(true);
 

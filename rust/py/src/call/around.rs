@@ -1,0 +1,127 @@
+//! Hooks of others that run in a phase of a call, between those of its own context.
+
+use std::any::Any;
+
+use ferrohook_core::Phase;
+use pyo3::prelude::*;
+
+use crate::call::{Call, Step};
+use crate::contexts::frame::Frame;
+use crate::contexts::owners::Firing;
+use crate::contexts::slot::Slot;
+use crate::torch::hooks::TorchHook;
+use crate::torch::target::Target;
+
+/// Kind of frame in whose calls hooks of others run.
+pub trait Around: Send + Sync {
+    /// Takes the hooks for a phase of a call that begins; None if there are none. `whole`: those of
+    /// the call's own context.
+    fn begin<'py>(
+        &self,
+        frame: &Bound<'py, Frame>,
+        call: &Call<'_, 'py>,
+        phase: Phase,
+        whole: Option<&Firing<'py>>,
+    ) -> Option<Box<dyn Between<'py> + 'py>>;
+
+    /// True if it has hooks for the module with this id.
+    fn has_hooks(&self, frame: &Bound<'_, Frame>, module: u64, phases: &[Phase]) -> bool;
+
+    /// True if its hooks run in the calls of the entered frame.
+    fn runs(&self, frame: &Bound<'_, Frame>) -> bool;
+}
+
+/// Hooks for one phase of one call. Gap `n` is ahead of hook `n` of the call's own context; the last
+/// one is behind them all.
+pub trait Between<'py> {
+    /// True if it has none in a gap.
+    fn is_empty(&self, gap: usize) -> bool;
+
+    /// Runs those of `forward_pre` in a gap, which may change the call's arguments.
+    fn forward_pre(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()>;
+
+    /// Runs those of `forward` in a gap, returns the replaced output. `output`: None if the module did
+    /// not return: those with `always_call` run then.
+    fn forward(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>>;
+}
+
+/// The slot of such a frame.
+pub struct AroundSlot(pub &'static dyn Around);
+
+impl Slot for AroundSlot {
+    fn has_hooks(&self, frame: &Bound<'_, PyAny>, module: u64, phases: &[Phase]) -> bool {
+        let frame = frame.cast::<Frame>();
+        frame.is_ok_and(|it| self.0.runs(it) && self.0.has_hooks(it, module, phases))
+    }
+}
+
+/// Hooks of a phase, those of torch first, then those of the call's own context and in between the
+/// others.
+pub fn steps<'s, 'py>(
+    torch_hooks: &'s [TorchHook<'py>],
+    whole: Option<&'s Firing<'py>>,
+    others: &'s dyn Between<'py>,
+) -> impl Iterator<Item = Step<'s, 'py>> {
+    let mut own = whole.into_iter().flat_map(Firing::iter).map(Step::Own);
+    let mut steps: Vec<_> = torch_hooks.iter().map(Step::Torch).collect();
+    for gap in 0.. {
+        if !others.is_empty(gap) {
+            steps.push(Step::Others(others, gap));
+        }
+        let Some(step) = own.next() else { break };
+        steps.push(step);
+    }
+    steps.into_iter()
+}
+
+impl<'py> Call<'_, 'py> {
+    /// Takes the hooks of others for a phase that begins: those of the innermost frame that has some
+    /// run in its calls.
+    pub(super) fn begin_around(
+        &self,
+        phase: Phase,
+        whole: Option<&Firing<'py>>,
+    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
+        let py = self.module.py();
+        if !self.registry.get().work().watched(phase) {
+            return Ok(None);
+        }
+        let Some(frames) = self.frames.entered(py)? else {
+            return Ok(None);
+        };
+        let innermost = frames.iter_borrowed().rev().find_map(|frame| {
+            let frame = frame.cast::<Frame>().ok()?;
+            let slot: &dyn Any = frame.get().slot()?;
+            let AroundSlot(around) = slot.downcast_ref()?;
+            around.runs(&frame).then_some((frame, *around))
+        });
+        Ok(innermost.and_then(|(frame, around)| around.begin(&frame, self, phase, whole)))
+    }
+
+    #[cold]
+    pub(super) fn forward_pre_around(
+        &mut self,
+        others: &dyn Between<'py>,
+        whole: Option<&Firing<'py>>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        for step in steps(&[], whole, others) {
+            match step {
+                Step::Torch(_) => {}
+                Step::Own(hook) => self.forward_pre(std::iter::once(hook), target)?,
+                Step::Others(others, gap) => others.forward_pre(self, gap, target)?,
+            }
+        }
+        Ok(())
+    }
+}

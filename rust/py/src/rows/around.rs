@@ -1,0 +1,379 @@
+//! Batches as what stands around a phase of a call.
+
+use std::sync::Arc;
+
+use ferrohook_core::{Entry, Phase};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::call::around::{Around, Between};
+use crate::call::{Call, Replaced, Step};
+use crate::contexts::current::Frames;
+use crate::contexts::frame::Frame;
+use crate::contexts::owners::{Firing, Owned};
+use crate::hooks::hook::Hook;
+use crate::rows::batch::{BatchBase, Batches, Layout, Member};
+use crate::rows::hooks::{Found, Hooks, MemberHooks};
+use crate::rows::merged::{MergedHooks, Simple};
+use crate::rows::numbers::Tokens;
+use crate::rows::stages::Stages;
+use crate::rows::value::{self, Needs, Value};
+use crate::torch::target::Target;
+
+impl Around for Batches {
+    fn begin<'py>(
+        &self,
+        frame: &Bound<'py, Frame>,
+        call: &Call<'_, 'py>,
+        phase: Phase,
+        whole: Option<&Firing<'py>>,
+    ) -> Option<Box<dyn Between<'py> + 'py>> {
+        let batch = frame.cast::<BatchBase>().ok()?;
+        let recall = phase == Phase::Forward && whole.is_none();
+        Some(Box::new(MemberHooks::begin(
+            batch, call, phase, whole, recall,
+        )?))
+    }
+
+    fn has_hooks(&self, frame: &Bound<'_, Frame>, module: u64, phases: &[Phase]) -> bool {
+        let batch = frame.cast::<BatchBase>();
+        batch.is_ok_and(|batch| batch.get().has_hooks(module, phases))
+    }
+
+    fn runs(&self, frame: &Bound<'_, Frame>) -> bool {
+        let batch = frame.cast::<BatchBase>();
+        batch.is_ok_and(|batch| batch.get().runs(frame.get()))
+    }
+}
+
+impl<'py> Between<'py> for MemberHooks<'py> {
+    fn is_empty(&self, gap: usize) -> bool {
+        match &self.hooks {
+            Found::Merged(_) => gap > 0,
+            Found::Each(_) => self.in_gap(gap).next().is_none(),
+        }
+    }
+
+    fn forward_pre(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<()> {
+        let (py, batch) = (call.module.py(), self.batch.get());
+        let before = value::arguments(call)?;
+        for (_, entries) in self.in_gap(gap) {
+            // The guard of a plan: the call is that of its model.
+            if value::checks(py, &entries[..1])?.is_some() {
+                batch.set_size(&before)?;
+            }
+        }
+        let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), None)?;
+        let lone = match call.args.get_item(0) {
+            Ok(only) if call.args.len() == 1 => Value::new(&only, layout, batch).covered()?,
+            _ => false,
+        };
+        let members = Members {
+            call,
+            batch,
+            layout,
+        };
+        let (merged, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
+        let replaced = members.forward_pre_of_each(others, target)?;
+        call.replace_input(replaced);
+        if merged.members.is_empty() {
+            return Ok(());
+        }
+        let value = call.args.get_item(0)?;
+        let members = Members {
+            call,
+            batch,
+            layout,
+        };
+        let replaced = match members.run_merged(&merged, &value)? {
+            Ok(changed) => match changed {
+                Some(changed) => Some((PyTuple::new(py, [changed])?, None)),
+                None => None,
+            },
+            Err(_each_alone) => members.forward_pre_of_each(merged.each(), target)?,
+        };
+        call.replace_input(replaced);
+        Ok(())
+    }
+
+    #[cold]
+    fn forward(
+        &self,
+        call: &mut Call<'_, 'py>,
+        gap: usize,
+        output: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let batch = self.batch.get();
+        let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), output)?;
+        let covered = match output {
+            Some(output) => Value::new(output, layout, batch).covered()?,
+            None => false,
+        };
+        let members = Members {
+            call,
+            batch,
+            layout,
+        };
+        if let Found::Merged(merged) = &self.hooks {
+            if let Some(output) = output.filter(|_| covered) {
+                return members.forward_merged(merged, output);
+            }
+            return match Self::begin(&self.batch, call, Phase::Forward, None, false) {
+                Some(each) => each.forward(call, gap, output),
+                None => Ok(None),
+            };
+        }
+        let Some(output) = output else {
+            return members.run_always_called(self.in_gap(gap)).map(|()| None);
+        };
+        let (merged, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
+        let remember = self.all() && others.is_empty() && merged.last;
+        let changed = members.forward_of_each(others, output)?;
+        if merged.members.is_empty() {
+            return Ok(changed);
+        }
+        let now = changed.as_ref().unwrap_or(output);
+        let merged = Arc::new(merged);
+        let more = members.forward_merged(&merged, now)?;
+        if remember {
+            batch.remember(layout, call.registry.get().module(), self.epoch, merged);
+        }
+        Ok(more.or(changed))
+    }
+}
+
+/// Hooks of a member, its own.
+fn owned<'s, 'py: 's>(
+    entries: &'s [Arc<Entry<Hook>>],
+    member: &'s Member,
+    py: Python<'py>,
+) -> impl Iterator<Item = Owned<'s, 'py>> {
+    let owner = Some(member.frame.bind(py));
+    entries.iter().map(move |entry| Owned { entry, owner })
+}
+
+/// One phase of a call, for the hooks of members.
+struct Members<'a, 'c, 'py> {
+    call: &'a Call<'c, 'py>,
+    batch: &'a BatchBase,
+    layout: &'a Layout,
+}
+
+impl<'py> Members<'_, '_, 'py> {
+    fn py(&self) -> Python<'py> {
+        self.call.module.py()
+    }
+
+    fn member(&self, number: usize) -> &Member {
+        &self.batch.all()[number]
+    }
+
+    fn describe(&self, entry: &Entry<Hook>) -> String {
+        self.call.site(entry).describe()
+    }
+
+    fn tokens(&self, number: usize) -> Tokens {
+        Tokens {
+            positions: self.batch.positions_of(self.layout, number),
+            own: self.layout.own_rows(number).cloned(),
+        }
+    }
+
+    /// Makes the call as the hooks of a member see it.
+    fn of_member<'t>(
+        &'t self,
+        number: usize,
+        arguments: &Bound<'py, PyAny>,
+        tokens: &'t Tokens,
+    ) -> PyResult<Call<'t, 'py>> {
+        value::note_run(self.member(number));
+        let (args, kwargs) = arguments.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+        Ok(Call {
+            module: self.call.module,
+            registry: self.call.registry,
+            frames: Frames::fixed(PyTuple::empty(self.py())),
+            args,
+            kwargs: self.call.kwargs.is_some().then_some(kwargs),
+            took: self.call.took,
+            part: Some(tokens),
+        })
+    }
+
+    /// Splits members with rows into those whose hooks merge, if the value has the rows, and the
+    /// others.
+    fn split<'s>(
+        &self,
+        hooks: impl Iterator<Item = Hooks<'s>>,
+        phase: Phase,
+        covered: bool,
+    ) -> PyResult<(MergedHooks, Vec<Hooks<'s>>)> {
+        let (mut simple, mut others) = (Vec::new(), Vec::new());
+        for (number, entries) in hooks {
+            if self.layout.rows(self.batch, number).len() == 0 {
+                value::note_run(self.member(number));
+                continue;
+            }
+            let merging = if covered {
+                Simple::of(self.py(), phase, self.batch, number, entries)?
+            } else {
+                None
+            };
+            match merging {
+                Some(merging) => simple.push(merging),
+                None => others.push((number, entries)),
+            }
+        }
+        Ok((MergedHooks::new(simple), others))
+    }
+
+    /// Runs the hooks of members that merge; an inner error means that each member's hooks have to
+    /// run alone.
+    fn run_merged(
+        &self,
+        hooks: &MergedHooks,
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<PyResult<Option<Bound<'py, PyAny>>>> {
+        let stages = Stages {
+            hooks,
+            batch: self.batch,
+            layout: self.layout,
+            describe: &|entry| self.describe(entry),
+        };
+        let mut fail = |number: usize, entry: &Entry<Hook>, error| {
+            let member = self.member(number);
+            let owner = Some(member.frame.bind(self.py()));
+            match self.call.apply_on_error(Owned { entry, owner }, error) {
+                Ok(()) => Ok(true),
+                Err(error) => value::settle(self.py(), member, error).map(|()| false),
+            }
+        };
+        stages.run(value, &mut fail)
+    }
+
+    /// Runs forward hooks of members that merge, on an output that has the rows.
+    fn forward_merged(
+        &self,
+        hooks: &MergedHooks,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self.run_merged(hooks, output)? {
+            Ok(changed) => Ok(changed),
+            Err(_each_alone) => self.forward_of_each(hooks.each(), output),
+        }
+    }
+
+    /// Runs forward hooks with `always_call`, after an exception.
+    fn run_always_called<'s>(&self, hooks: impl Iterator<Item = Hooks<'s>>) -> PyResult<()> {
+        let arguments = value::arguments(self.call)?;
+        for (number, entries) in hooks {
+            let tokens = self.tokens(number);
+            let mut call = self.of_member(number, &arguments, &tokens)?;
+            let hooks = owned(entries, self.member(number), self.py());
+            call.run_always_called(&mut hooks.map(Step::Own), None);
+        }
+        Ok(())
+    }
+
+    /// Runs the pre-hooks of each member alone, on the call's arguments narrowed to its rows. Returns
+    /// new arguments.
+    fn forward_pre_of_each(
+        &self,
+        members: Vec<Hooks<'_>>,
+        target: &Target<'_, 'py>,
+    ) -> PyResult<Option<Replaced<'py>>> {
+        if members.is_empty() {
+            return Ok(None);
+        }
+        let py = self.py();
+        let before = value::arguments(self.call)?;
+        let mut value = Value::new(&before, self.layout, self.batch);
+        let covered = value.covered()?;
+        let mut checked = None;
+        for (number, entries) in members {
+            let member = self.member(number);
+            let tokens = self.tokens(number);
+            let mut run = || {
+                let needs = Needs::of(py, entries, self.batch.positioned())?;
+                if !needs.reads {
+                    let checks = value::checks(py, entries)?;
+                    if checks.is_some() && checks == checked {
+                        value::note_run(member);
+                        return Ok(());
+                    }
+                    let mut call = self.of_member(number, &before, &tokens)?;
+                    call.forward_pre(owned(entries, member, py), target)?;
+                    checked = checks;
+                    return Ok(());
+                }
+                let describe = || self.describe(&entries[0]);
+                if !covered {
+                    return Err(value.not_covered(&describe()));
+                }
+                let narrowed = value.narrow(number, &needs)?;
+                let mut call = self.of_member(number, &narrowed.value, &tokens)?;
+                call.forward_pre(owned(entries, member, py), target)?;
+                let after = value::arguments(&call)?;
+                value.take(number, &narrowed, &after, needs.python, &describe())
+            };
+            if let Err(error) = run() {
+                value::settle(py, member, error)?;
+            }
+        }
+        let Some(merged) = value.merged()? else {
+            return Ok(None);
+        };
+        let (args, kwargs) = merged.extract::<(Bound<'py, PyTuple>, Bound<'py, PyDict>)>()?;
+        Ok(Some((args, self.call.kwargs.is_some().then_some(kwargs))))
+    }
+
+    /// Runs the forward hooks of each member alone, on tensors narrowed to its rows. Returns the
+    /// replaced output.
+    fn forward_of_each(
+        &self,
+        members: Vec<Hooks<'_>>,
+        output: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if members.is_empty() {
+            return Ok(None);
+        }
+        let py = self.py();
+        let before = value::arguments(self.call)?;
+        let inputs = Value::new(&before, self.layout, self.batch);
+        let mut value = Value::new(output, self.layout, self.batch);
+        let covered = value.covered()?;
+        for (number, entries) in members {
+            let member = self.member(number);
+            let tokens = self.tokens(number);
+            let hooks = owned(entries, member, py).map(Step::Own);
+            let run = || {
+                let needs = Needs::of(py, entries, self.batch.positioned())?;
+                if !needs.reads {
+                    let mut call = self.of_member(number, &before, &tokens)?;
+                    return call.forward(hooks, output.clone()).map(drop);
+                }
+                let describe = || self.describe(&entries[0]);
+                if !covered {
+                    return Err(value.not_covered(&describe()));
+                }
+                let narrowed = value.narrow(number, &needs)?;
+                let mut call = if needs.python {
+                    let arguments = inputs.narrow(number, &needs)?.value;
+                    self.of_member(number, &arguments, &tokens)?
+                } else {
+                    self.of_member(number, &before, &tokens)?
+                };
+                let result = call.forward(hooks, narrowed.value.clone())?;
+                value.take(number, &narrowed, &result, needs.python, &describe())
+            };
+            if let Err(error) = run() {
+                value::settle(py, member, error)?;
+            }
+        }
+        value.merged()
+    }
+}

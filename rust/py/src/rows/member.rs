@@ -1,0 +1,121 @@
+//! Membership of a frame in batches.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use parking_lot::Mutex;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+
+use crate::contexts::frame::Frame;
+use crate::contexts::slot::Slot;
+use crate::error::rows_error;
+use crate::rows::remembered::Remembered;
+
+/// What batches keep with a frame that was a member of one.
+#[derive(Default)]
+pub struct Membership(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// True while the frame is a member of an entered batch.
+    joined: bool,
+    closed: bool,
+    /// Merged hooks of the last batch whose first member it was.
+    remembered: Option<Box<Remembered>>,
+}
+
+impl Membership {
+    /// Returns that of a frame that joined a batch before.
+    pub fn of(frame: &Frame) -> Option<&Self> {
+        (frame.slot()? as &dyn Any).downcast_ref()
+    }
+
+    /// Makes a frame a member of an entered batch; `epoch` counts the changes of its hooks from now
+    /// on.
+    pub fn join(frame: &Bound<'_, Frame>, epoch: &Arc<AtomicU64>) -> PyResult<()> {
+        let (py, this) = (frame.py(), frame.get());
+        let refused = |message: &str| Err(rows_error(py, message.to_owned()));
+        if this.closed() {
+            return refused("a closed request is in no batch");
+        }
+        if this.shared_closed() {
+            return refused("the plan of a request was closed, and its hooks with it");
+        }
+        if this.entered(py).is_some() {
+            return refused(
+                "a request that is entered by `with` sees whole calls: give a batch requests that \
+                 are not entered",
+            );
+        }
+        if this.needs_gradients() {
+            return refused(
+                "backward hooks and captures of gradients get those of the whole batch: a request \
+                 in a batch has none",
+            );
+        }
+        let slot: &dyn Any = this.slot_or(|| Box::new(Self::default()));
+        let Some(membership) = slot.downcast_ref::<Self>() else {
+            return refused("a batch is no member of another");
+        };
+        {
+            let mut state = membership.0.lock();
+            if state.joined {
+                drop(state);
+                return refused("a request is in one batch at a time, and this one is in another");
+            }
+            state.joined = true;
+        }
+        this.changes().count_for(Some(epoch));
+        Frame::begin(frame).inspect_err(|_| Self::part(this))
+    }
+
+    /// Ends the membership of a batch.
+    pub fn part(frame: &Frame) {
+        frame.changes().count_for(None);
+        if let Some(membership) = Self::of(frame) {
+            membership.0.lock().joined = false;
+        }
+    }
+
+    /// Takes the merged hooks of the last batch whose first member it was.
+    pub fn take_remembered(&self) -> Option<Box<Remembered>> {
+        self.0.lock().remembered.take()
+    }
+
+    /// Keeps the merged hooks of a batch whose first member it was, unless the frame is closed.
+    pub fn keep_remembered(&self, remembered: Box<Remembered>) {
+        let mut state = self.0.lock();
+        let dropped = if state.closed {
+            Some(remembered)
+        } else {
+            state.remembered.replace(remembered)
+        };
+        drop(state);
+        drop(dropped); // runs Python code
+    }
+}
+
+impl Slot for Membership {
+    fn check_gradients(&self, py: Python<'_>) -> PyResult<()> {
+        if self.0.lock().joined {
+            let message = "this request is in a batch, whose backward hooks get the gradients of \
+                           all rows: it takes none";
+            return Err(rows_error(py, message.to_owned()));
+        }
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.0.lock().closed = true;
+        drop(self.take_remembered());
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match &self.0.lock().remembered {
+            Some(remembered) => remembered.traverse(visit),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Hooks of many members of a batch that run as one.
+
+use std::borrow::Cow;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use ferrohook_core::Phase;
+use pyo3::PyTypeCheck;
+use pyo3::exceptions::PyNotImplementedError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+
+use crate::hooks::hook::Hook;
+use crate::hooks::native::{AnyNative, Extension, Native};
+use crate::rows::numbers::{Rows, Selection, Selections, TokenPositions, length};
+
+/// Index of positions among those of a plan, and their places among the rows of a member; None for
+/// all rows.
+pub type Places = Option<(usize, Vec<usize>)>;
+
+/// Form of a hook that runs for many members of a batch at once.
+pub struct Merging {
+    pub hook: Py<PyAny>,
+    pub at: Places,
+    /// True if it may be kept for later calls: it refers to nothing that a request captured.
+    pub lasts: bool,
+}
+
+/// Merged hook of one member.
+pub struct Part<'a, 'py> {
+    pub hook: &'a Bound<'py, PyAny>,
+    /// Number of the member, and the index of its positions, if it is of some.
+    pub key: (usize, Option<usize>),
+    /// Rows that it is for.
+    pub rows: Cow<'a, Rows>,
+    /// Describes hook, phase and module, for errors.
+    pub describe: &'a dyn Fn() -> String,
+}
+
+/// Groups parts whose hooks are alike: numbers of the parts, in order.
+pub fn groups<T: PyTypeCheck>(
+    parts: &[Part<'_, '_>],
+    alike: impl Fn(&Bound<'_, T>, &Bound<'_, T>) -> PyResult<bool>,
+) -> PyResult<Vec<Vec<usize>>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    for (number, part) in parts.iter().enumerate() {
+        let hook = part.hook.cast()?;
+        let mut found = None;
+        for group in &mut groups {
+            if alike(parts[group[0]].hook.cast()?, hook)? {
+                found = Some(group);
+                break;
+            }
+        }
+        match found {
+            Some(group) => group.push(number),
+            None => groups.push(vec![number]),
+        }
+    }
+    Ok(groups)
+}
+
+/// True if both hooks are for the same part of a value; None is the whole.
+pub fn same_part(
+    py: Python<'_>,
+    first: Option<&Py<PyAny>>,
+    second: Option<&Py<PyAny>>,
+) -> PyResult<bool> {
+    match (first, second) {
+        (None, None) => Ok(true),
+        (Some(first), Some(second)) => first.bind(py).eq(second),
+        _ => Ok(false),
+    }
+}
+
+/// Finds the rows of some parts together.
+pub struct Select<'a>(
+    /// None if the module has rows of its own.
+    pub Option<&'a Selections>,
+);
+
+impl Select<'_> {
+    pub fn rows(&self, parts: &[&Part<'_, '_>]) -> Arc<Selection> {
+        let rows: Vec<&Rows> = parts.iter().map(|part| &*part.rows).collect();
+        match self.0 {
+            Some(made) => made.get(parts.iter().map(|part| part.key).collect(), &rows),
+            None => Arc::new(Selection::of(&rows)),
+        }
+    }
+}
+
+/// Value of the whole batch that merged hooks run for. Parts are named by their numbers.
+pub struct SharedValue<'a, 'py> {
+    pub value: &'a Bound<'py, PyAny>,
+    pub dim: usize,
+    pub size: usize,
+    /// True if a member may write in place.
+    pub written: bool,
+    /// Returns a part's member.
+    pub owner: &'a dyn Fn(usize) -> Bound<'py, PyAny>,
+    /// Returns the positions of a part's tokens, if known.
+    pub positions: &'a dyn Fn(usize) -> Option<TokenPositions>,
+    /// Describes hook, phase and module of a part, for errors.
+    pub describe: &'a dyn Fn(usize) -> String,
+}
+
+impl SharedValue<'_, '_> {
+    /// True if the tensor has the rows.
+    pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(length(tensor, self.dim)? == Some(self.size))
+    }
+}
+
+/// Merged hooks of some members, for calls with the same rows.
+pub trait Joint: Send + Sync {
+    /// Runs them. An error of one part is that of its member; an error of all has each run alone.
+    fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>>;
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
+}
+
+/// Result of merged hooks.
+#[derive(Default)]
+pub struct Merged<'py> {
+    /// Replacement of the value.
+    pub value: Option<Bound<'py, PyAny>>,
+    /// Parts that failed.
+    pub failed: Vec<(usize, PyErr)>,
+}
+
+/// Class of native hooks that has ways of its own in batches.
+pub trait InBatch: Native {
+    /// True if it keeps the value, which nobody may write to later.
+    const KEEPS: bool = false;
+
+    /// False if it reads no value, whose rows need not be found then. `positioned`: the batch knows
+    /// the positions of its rows.
+    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
+        true
+    }
+
+    /// Returns the address of the object that it checks, if it does nothing else: of the members of a
+    /// batch that check the same, one does.
+    fn checks(_slf: &Bound<'_, Self>) -> Option<usize> {
+        None
+    }
+
+    /// Returns its form that runs for many members of a batch at once; None if it runs for each
+    /// alone. `owner`: the member.
+    fn merges<'py>(
+        _slf: &Bound<'py, Self>,
+        _phase: Phase,
+        _owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        Ok(None)
+    }
+
+    /// Returns the parts for which the [merged](Self::merges) hook cannot run.
+    fn check_parts<'py>(
+        _parts: &[Part<'_, 'py>],
+        _value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        Ok(Vec::new())
+    }
+
+    /// Joins [merged](Self::merges) hooks of some members, one of each. A class without hooks that
+    /// merge is never asked.
+    fn join(_parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        Err(PyNotImplementedError::new_err(
+            "hooks that merge are joined",
+        ))
+    }
+}
+
+/// [`InBatch`] for an object of any class (type-erased).
+pub trait AnyInBatch: Send + Sync {
+    fn keeps(&self) -> bool;
+    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
+    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>>;
+    fn merges<'py>(
+        &self,
+        hook: &Bound<'py, PyAny>,
+        phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>>;
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>>;
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>>;
+}
+
+struct Class<T>(PhantomData<fn() -> T>);
+
+impl<T: InBatch> AnyInBatch for Class<T> {
+    fn keeps(&self) -> bool {
+        T::KEEPS
+    }
+
+    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
+        Ok(T::reads(hook.cast()?, positioned))
+    }
+
+    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        Ok(T::checks(hook.cast()?))
+    }
+
+    fn merges<'py>(
+        &self,
+        hook: &Bound<'py, PyAny>,
+        phase: Phase,
+        owner: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Merging>> {
+        T::merges(hook.cast()?, phase, owner)
+    }
+
+    fn check_parts<'py>(
+        &self,
+        parts: &[Part<'_, 'py>],
+        value: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<(usize, PyErr)>> {
+        T::check_parts(parts, value)
+    }
+
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+        T::join(parts, select)
+    }
+}
+
+struct Extended(&'static dyn AnyInBatch);
+
+/// The [`Native::extension`] of a class that has ways of its own in batches.
+pub fn in_batch<T: InBatch>() -> &'static Extension {
+    &Extended(&Class::<T>(PhantomData))
+}
+
+/// Returns the ways of a hook in batches; None for one that runs for each member alone.
+pub fn of_hook(hook: &Hook) -> Option<&'static dyn AnyInBatch> {
+    of_class(hook.native()?)
+}
+
+/// Returns the ways of a class in batches; None for one that runs for each member alone.
+pub fn of_class(class: &dyn AnyNative) -> Option<&'static dyn AnyInBatch> {
+    let Extended(ways) = class.extension()?.downcast_ref()?;
+    Some(*ways)
+}
