@@ -462,7 +462,7 @@ class Oracle:
             return value
         index = torch.tensor(places, dtype=torch.long)
         narrowed = mapped(value, lambda leaf: values.taken(leaf, dim, index))
-        now, wrote, late = narrowed, False, False
+        now, written, late = narrowed, None, False
         for placed in hooks:
             hook = placed.hook
             if placed.removed or owner.closed or owner.failed:
@@ -481,19 +481,18 @@ class Oracle:
                         break
                     continue
                 owner.failed = True
-                return value
+                return self._put_back(value, narrowed, written, dim, index)
             try:
                 now, failed = self._member_hook(placed, now, owner, step, places, dim, name)
             except (RuntimeError, IndexError):
                 if not late:
                     raise
                 failed = True
-            wrote |= hook.kind == "write" and not failed
+            if hook.kind == "write" and not failed:
+                written = now
             if failed:
                 owner.failed = True
-                if wrote and not late and self.choices.pick([True, False]):
-                    break
-                return value
+                return self._put_back(value, narrowed, written, dim, index)
         if late:
             # Its captures may have taken what was refused afterwards.
             owner.spoiled |= {
@@ -502,26 +501,34 @@ class Oracle:
                 if keep.what == name and keep.inputs == (phase == "forward_pre")
             }
             owner.failed = True
-            return value
+            return self._put_back(value, narrowed, written, dim, index)
         if now is not narrowed:
             if owner.failed and not self.choices.pick([True, False]):
-                return value
-            value = joined(
-                value,
-                joined(narrowed, now, lambda old, new: None if new is old else new),
-                lambda old, new: old if new is None else values.put(old, dim, index, new),
-            )
+                return self._put_back(value, narrowed, written, dim, index)
             if self.case.dtype == values.FLOAT8 and self.choices.pick([False, True]):
                 owner.failed = True  # torch has few operations for it
-                return mapped(value, lambda leaf: leaf) if wrote else joined(
-                    value,
-                    narrowed,
-                    lambda old, new: values.put(old, dim, index, new),
-                )
+                return value
+            value = self._changed(value, narrowed, now, dim, index)
         if last and not owner.out:
             own = mapped(value, lambda leaf: values.taken(leaf, dim, index))
             self._keep(owner, name, phase, own, self._tokens(step, places, name), step, dim)
         return value
+
+    def _changed(self, value: Any, narrowed: Any, now: Any, dim: int, index: Tensor) -> Any:
+        """Puts changed rows into a value."""
+        return joined(
+            value,
+            joined(narrowed, now, lambda old, new: None if new is old else new),
+            lambda old, new: old if new is None else values.put(old, dim, index, new),
+        )
+
+    def _put_back(
+        self, value: Any, narrowed: Any, written: Any, dim: int, index: Tensor
+    ) -> Any:
+        """Returns a value whose rows go on without hooks; what was written in place may stay."""
+        if written is None or self.choices.pick([False, True]):
+            return value
+        return self._changed(value, narrowed, written, dim, index)
 
     def _short_site(
         self,
