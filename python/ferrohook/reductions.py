@@ -64,7 +64,7 @@ def reduce(function: str, tensor: Tensor) -> Numbers | PendingNumbers | None:
 
 def _reduced(function: str, tensor: Tensor) -> Numbers | PendingNumbers | None:
     with torch.no_grad():
-        values = _unwrapped(tensor.detach())
+        values = _unwrapped(torch.detach(tensor))
         # No memory: shape propagation (meta, fake), or parameters that FSDP freed between uses.
         if values.is_meta or isinstance(values, FakeTensor) or not _storage_holds(values):
             return None

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import ferrohook as fh
@@ -284,3 +286,70 @@ def test_norms_are_none_without_finite_values() -> None:
     assert holes == nothing | {"tensors": 1, "count": 0, "not_finite": 3}
     one = snapshot_after(NormDetector(), torch.tensor([2.0]))
     assert (one["mean"], one["variance"], one["rms"]) == (2.0, None, 2.0)
+
+
+# Tensors that lie about themselves
+
+
+class Lying(TorchFunctionMode):
+    """Answers for torch how many numbers a tensor has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in {Tensor.numel, Tensor.data_ptr, Tensor.storage_offset}:
+            return 1 << 40
+        return func(*args, **(kwargs or {}))
+
+
+class Replacing(TorchDispatchMode):
+    """Returns another tensor for an alias."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "detach" in str(func):
+            return torch.ones(3)
+        return func(*args, **(kwargs or {}))
+
+
+class HugeStorage:
+    def nbytes(self) -> int:
+        return 1 << 60
+
+
+@pytest.mark.parametrize("count", [4, 1 << 16])
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"numel": lambda: 1 << 30},
+        {"numel": lambda: 1 << 30, "untyped_storage": HugeStorage},
+        {"storage_offset": lambda: -5, "data_ptr": lambda: 64},
+        {"data_ptr": lambda: 64},
+        {"is_contiguous": lambda: True, "is_neg": lambda: False},
+        {"detach": lambda: "text"},
+    ],
+)
+def test_attributes_of_an_instance_do_not_change_what_is_read(
+    count: int, lies: dict[str, Any]
+) -> None:
+    x = torch.ones(count, 2).T  # not contiguous
+    for tensor in (torch.ones(count), x):
+        for name, lie in lies.items():
+            setattr(tensor, name, lie)
+        found = snapshot_after(NormDetector(), tensor)
+        assert (found["count"], found["mean"]) == (tensor.shape.numel(), 1.0)
+
+
+@pytest.mark.parametrize("count", [4, 1 << 16])
+def test_modes_do_not_change_what_is_read(count: int) -> None:
+    with Lying():
+        found = snapshot_after(NormDetector(), torch.ones(count))
+    assert (found["count"], found["mean"]) == (count, 1.0)
+    with Replacing():
+        found = snapshot_after(NormDetector(), torch.ones(count))
+    assert found["count"] in {3, count}
+    assert found["mean"] == 1.0
+
+
+def test_a_storage_that_was_cut_is_not_read() -> None:
+    x = torch.ones(1 << 10)
+    x.untyped_storage().resize_(8)
+    found = snapshot_after(NormDetector(), x)
+    assert found["count"] <= 2

@@ -196,14 +196,29 @@ def test_positions_of_gathered_rows(
         assert b.acts["head"].reshape(-1, WIDTH)[:, 0].tolist() == kept
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 7]), lambda *_: torch.tensor([2**40])])
-def test_a_gathered_row_out_of_range_is_an_error(requests: Callable[..., Any], index: Any) -> None:
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.tensor([0, 7]), "out of range"),
+        (torch.tensor([2**40]), "out of range"),
+        (torch.zeros(2, 2, dtype=torch.long), "one dimension"),
+        (torch.tensor(1), "one dimension"),
+    ],
+)
+@pytest.mark.parametrize("by", ["tensor", "function"])
+def test_a_gathered_index_that_cannot_be_is_an_error(
+    requests: Callable[..., Any], index: Tensor, message: str, by: str
+) -> None:
     model = Head()
     a = requests(model, fh.on("head", fh.Zero()))
     model.rows = torch.tensor([0, 1])
+    if by == "tensor":
+        with pytest.raises(fh.RowsError, match=message):
+            fh.batch({a: slice(0, 3)}, size=6, gathered={"head": index})
+        return
     with (
-        fh.batch({a: slice(0, 3)}, size=6, gathered={"head": index}, warn=False),
-        pytest.raises(fh.RowsError, match="out of range"),
+        fh.batch({a: slice(0, 3)}, size=6, gathered={"head": lambda *_: index}, warn=False),
+        pytest.raises(fh.RowsError, match=message),
     ):
         model(numbered(6))
 
@@ -412,3 +427,64 @@ def test_a_batch_left_by_a_finalised_generator_frees_its_members(
     asyncio.run(left_midway())
     with fh.batch({a: slice(0, 2)}):
         assert not model(numbered(2)).any()
+
+
+# --- locks --------------------------------------------------------------------------------------
+
+
+class Elsewhere(Tensor):
+    """A tensor whose device is of Python: comparing it runs `met`."""
+
+    met: Callable[[], None] | None = None
+
+
+class Device:
+    def __eq__(self, other: object) -> bool:
+        met, Elsewhere.met = Elsewhere.met, None
+        if met is not None:
+            met()
+        return True
+
+    def __hash__(self) -> int:
+        return 1
+
+
+Elsewhere.device = property(lambda _tensor: Device())  # type: ignore[assignment]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "rows", [([0, 2], [1, 3]), (slice(0, 2), slice(2, 4))], ids=["index", "range"]
+)
+@pytest.mark.parametrize("at", [None, "prompt"])
+def test_devices_are_compared_without_a_lock(
+    requests: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rows: Any, at: Any
+) -> None:
+    class Into(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.as_subclass(Elsewhere)
+
+    plain = torch.tensor
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return plain(*args, **kwargs, device=None if isinstance(device, Device) else device)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    model = nn.Sequential(Into())
+    a, b = (requests(model, fh.on("0", fh.Scale(factor), at=at)) for factor in (2.0, 3.0))
+    met = []
+
+    def call_again() -> None:
+        met.append(1)
+        model(numbered(4))
+
+    positions = None if at is None else torch.arange(4)
+    with fh.batch(
+        dict(zip((a, b), rows, strict=True)), size=4, positions=positions, lengths={a: 4, b: 4}
+    ):
+        first = model(numbered(4)).as_subclass(Tensor)
+        for _ in range(3):
+            Elsewhere.met = call_again
+            assert torch.equal(model(numbered(4)).as_subclass(Tensor), first)
+    Elsewhere.met = None
+    assert met

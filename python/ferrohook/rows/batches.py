@@ -173,9 +173,9 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
 
     Raises:
         HookTypeError: an argument has the wrong type.
-        RowsError: no requests, rows that overlap or are out of range, requests of several models,
-            or a selector in `gathered` where no request names a model. When entered: a request that
-            is closed, entered, or in another batch, or that has backward hooks or captures
+        RowsError: no requests, rows that overlap or are out of range (in `gathered` too), requests
+            of several models, or a selector in `gathered` where no request names a model. When
+            entered: a request that is closed, entered, or in another batch, or that has backward hooks or captures
             gradients (`error.member` is that request); a batch in another.
         SelectionError: a selector in `gathered` matches nothing.
 
@@ -194,7 +194,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
         size = _check_positions(positions, dim, size)
     members = dict(rows)
     models = models_of(members)
-    indices = [] if gathered is None else _resolved(gathered, models)
+    indices = [] if gathered is None else _resolved(gathered, models, size)
     made = Batch(members, dim, size, indices)
     if positions is not None:
         made._positions = (positions, {} if lengths is None else lengths)
@@ -248,15 +248,28 @@ def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
     raise RowsError(msg)
 
 
-def _resolved(gathered: Any, models: list[nn.Module]) -> list[tuple[nn.Module, Any, int | None]]:
+def _check_index(index: Tensor, size: int | None) -> None:
+    if index.dim() != 1:
+        msg = f"an index in gathered has one dimension, got the shape {tuple(index.shape)}"
+        raise RowsError(msg)
+    if len(index):
+        _check_ints(index, "an index in gathered is a tensor of ints")
+        if size is not None and (last := int(index.max())) >= size:
+            msg = f"row {last} in gathered is out of range: the batch has {size}"
+            raise RowsError(msg)
+
+
+def _resolved(
+    gathered: Any, models: list[nn.Module], size: int | None
+) -> list[tuple[nn.Module, Any, int | None]]:
     expect(gathered, Mapping, "gathered is a dict of modules and indices")
     resolved = []
     for what, value in gathered.items():
         index, dim = value if isinstance(value, tuple) else (value, None)
         if not isinstance(index, Tensor) and not callable(index):
             expect(index, (), "gathered has index tensors and functions")
-        if isinstance(index, Tensor) and len(index):
-            _check_ints(index, "an index in gathered is a tensor of ints")
+        if isinstance(index, Tensor):
+            _check_index(index, size)
         if isinstance(what, nn.Module):
             resolved.append((what, index, dim))
             continue

@@ -203,15 +203,19 @@ impl Group {
         let this = first.get();
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
-        {
-            let tables = this.tables.lock();
-            let found = tables.iter().find(|table| {
-                table.key == self.key
-                    && table.dtype.is(&dtype)
-                    && table.device.bind(py).eq(&device).unwrap_or(false)
-            });
-            if let Some(table) = found {
-                return Ok(table.tensors.bind(py).clone());
+        let known = |table: &&Table| table.key == self.key && table.dtype.is(&dtype);
+        let of_table = |table: &Table| (table.device.clone_ref(py), table.tensors.clone_ref(py));
+        let found: Vec<_> = this
+            .tables
+            .lock()
+            .iter()
+            .filter(known)
+            .map(of_table)
+            .collect();
+        // Compared without the lock: a device may be of Python.
+        for (of, tensors) in found {
+            if of.bind(py).eq(&device)? {
+                return Ok(tensors.into_bound(py));
             }
         }
         let hooks = PyList::new(py, &self.hooks)?;

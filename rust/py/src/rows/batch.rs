@@ -495,7 +495,11 @@ impl BatchBase {
             let kwargs = kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
             index = index.call1((module, args, kwargs, output))?;
         }
-        let index = index.call_method0(intern!(py, "flatten"))?;
+        let dims: usize = index.call_method0(intern!(py, "dim"))?.extract()?;
+        if dims != 1 {
+            let message = format!("an index in gathered has one dimension, got {dims}");
+            return Err(rows_error(py, message));
+        }
         let index: Vec<i64> = index
             .call_method0(intern!(py, "tolist"))?
             .extract()

@@ -51,12 +51,15 @@ impl Index {
     pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let device = tensor.getattr(intern!(py, "device"))?;
-        {
+        let known = |nth: usize| {
             let tensors = self.tensors.lock();
-            for (of, index) in tensors.iter() {
-                if of.bind(py).eq(&device)? {
-                    return Ok(index.bind(py).clone());
-                }
+            let (of, index) = tensors.get(nth)?;
+            Some((of.clone_ref(py), index.clone_ref(py)))
+        };
+        // Compared without the lock: a device may be of Python.
+        for (of, index) in (0..).map_while(known) {
+            if of.bind(py).eq(&device)? {
+                return Ok(index.into_bound(py));
             }
         }
         let options = PyDict::new(py);
