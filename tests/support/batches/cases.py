@@ -123,7 +123,10 @@ class Step:
     positions: tuple[Any, ...] | None = None
     gathered: tuple[int, ...] | None = None
     form: str = "tensor"
-    """How `gathered` is handed over: `tensor`, `callable`."""
+    """How `gathered` is handed over: `tensor`, `callable`.
+
+    Or a function whose index is wrong: `far` has a row that the batch has not, `long` one too many.
+    """
     flat: bool = False
     """True if the gathered tensor has its rows in dimension 0, though the batch has not."""
     nested: bool = False
@@ -420,6 +423,8 @@ class Dice:
         if not case.asks and self.some(0.1 if case.sites else 0.5):
             gathered = self.gathered(size)
             form = pick.choice(("tensor", "tensor", "callable"))
+            if not case.sites and gathered and self.some(0.05):
+                form = pick.choice(("far", "long"))
             flat = case.dim == 1 and self.some(0.5)
         outer = None
         if not positioned and not case.sites and plans and self.some(0.06):
@@ -439,7 +444,7 @@ class Dice:
             made=self.events(case, events / 3),
             calls=self.calls(case, size, events, quiet or gathered is not None),
             knock=pick.choice(KNOCKS) if self.some(0.1) else None,
-            interrupt=pick.randint(1, 60) if self.some(0.05) else None,
+            interrupt=pick.randint(1, 30) if self.some(0.05) else None,
         )
 
     def calls(

@@ -62,7 +62,7 @@ class InterruptedCallError(Exception):
 
 
 class RaisedInCallError(Exception):
-    """A hook that belongs to no batch raises."""
+    """A call raises the exception of this name, a hook's that belongs to no batch, say."""
 
 
 @dataclass(eq=False)
@@ -318,8 +318,8 @@ class Oracle:
         except InterruptedCallError:
             seen.raised = "KeyboardInterrupt"
             return seen
-        except RaisedInCallError:
-            seen.raised = "ValueError"
+        except RaisedInCallError as error:
+            seen.raised = str(error)
             return seen
         seen.outputs = (x.detach(), y.detach())
         if case.grads:
@@ -379,7 +379,7 @@ class Oracle:
     def _whole_hook(self, placed: Placed, value: Any, step: Step, owner: Owner | None) -> Any:
         hook = placed.hook
         if hook.kind == "raise" or (hook.kind in NATIVE and values.refuses(hook, self.case.dtype)):
-            raise RaisedInCallError
+            raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
         if hook.at is not None:
             # Of a request that is entered: the model's call says which tokens are where.
             mask = self._mask(hook.at, first(value).shape[0], self.case.columns)
@@ -422,6 +422,11 @@ class Oracle:
             (number for number in self.live if number in busy),
             key=lambda number: all(each.hook.kind in NATIVE for each in segment[number]),
         )
+        far = name == "head" and step.gathered is not None and step.form == "far"
+        if far and any(not self.owners[number].out for number in order):
+            # A function of the batch is wrong: the call raises, or the requests fail.
+            if self.choices.pick([True, False]):
+                raise RaisedInCallError("RowsError")  # noqa: EM101 (a name)
         acting = any(
             (each.hook.does and each.source not in self.done) or each.hook.kind == "interrupt"
             for number in order
@@ -451,6 +456,9 @@ class Oracle:
     ) -> Any:
         owner = self.owners[number]
         if owner.out:
+            return value
+        if name == "head" and step.gathered is not None and step.form in {"far", "long"}:
+            owner.failed = True
             return value
         places, size, dim = self._layout(name, number, step)
         if not places:

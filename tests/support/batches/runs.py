@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import functools
 import logging
 import re
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ferrohook as fh
-from ferrohook._core import frames
+from ferrohook._core import frames, remember_merged
 from support.batches import values
 from support.batches.cases import (
     ALL,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from support.batches.oracle import Oracle
 
 REFUSALS = (fh.RowsError, fh.HookTypeError, ValueError, TypeError)
-FAILURES = (Exception,)
+OWN = str(Path(fh.__file__).parent)
+"""Where interrupts come: torch's functions run or not, by what it has cached."""
 
 
 class WrongBatchError(AssertionError):
@@ -76,11 +78,9 @@ def interrupted(at: int) -> Iterator[None]:
 
     def profile(frame: Any, event: str, _arg: object) -> None:
         nonlocal left
-        # Nothing is raised out of destructors, which may close generators.
+        # Nothing is raised out of destructors.
         code = frame.f_code
-        if event == "call" and not (
-            code.co_flags & inspect.CO_GENERATOR or code.co_name == "__del__"
-        ):
+        if event == "call" and code.co_filename.startswith(OWN) and code.co_name != "__del__":
             left -= 1
             if left == 0:
                 sys.setprofile(None)
@@ -357,9 +357,12 @@ class Run:
             }
         if step.gathered is not None:
             index: Any = torch.tensor(step.gathered, dtype=torch.long)
-            if step.form == "callable":
-                tensor = index
-                index = lambda module, args, kwargs, output: tensor  # noqa: E731
+            if step.form != "tensor":
+                if step.form == "far":
+                    index[-1] = step.size + 3
+                elif step.form == "long":
+                    index = torch.cat([index, index[:1]])
+                index = functools.partial(returned, index)
             options["gathered"] = {self.model.head: (index, 0) if step.flat else index}
         return fh.batch(rows, self.case.dim, **options, warn=False)
 
@@ -462,7 +465,7 @@ class Run:
                     outputs = self.model(inputs_embeds=given) if case.asks else self.model(given)
             except KeyboardInterrupt:
                 seen.raised = "KeyboardInterrupt"
-            except (ValueError, TypeError, RuntimeError) as error:
+            except (ValueError, TypeError, RuntimeError, fh.HookError) as error:
                 seen.raised = type(error).__name__
                 if seen.raised in {"HookTypeError", "NotImplementedError"}:
                     seen.raised = "ValueError"
@@ -486,6 +489,11 @@ class Run:
         self.stack.close()
         require(frames.get() == (), "a context stays entered")
         require(instrumented(self.model) == [], "modules stay instrumented")
+
+
+def returned(index: Tensor, _module: Any, _args: Any, _kwargs: Any, _output: Any) -> Tensor:
+    """Index of gathered rows, as a function finds it."""
+    return index
 
 
 def form(rows: tuple[int, ...], kind: str, size: int) -> Any:
@@ -644,7 +652,18 @@ def may_be_stale(case: Case, owner: Any) -> bool:
 
 
 def difference(case: Case) -> str | None:
-    """Runs a case; returns how it differs from the oracle, None if it does not."""
+    """Returns how a case differs from the oracle, with what is remembered and without."""
+    for remembers in (True, False):
+        remember_merged(remembers)
+        try:
+            if wrong := _difference(case):
+                return wrong if remembers else f"without remembering: {wrong}"
+        finally:
+            remember_merged(True)
+    return None
+
+
+def _difference(case: Case) -> str | None:
     logging.disable(logging.CRITICAL)
     run = None
     try:
@@ -735,7 +754,7 @@ def smaller(case: Case) -> Iterator[Case]:
         ):
             if getattr(step, name) != value:
                 yield with_step(**{name: value})
-        if step.form == "callable":
+        if step.form != "tensor":
             yield with_step(form="tensor")
         if step.gathered is not None and len(step.gathered) > 1:
             for place in range(len(step.gathered)):
