@@ -280,3 +280,11 @@ def test_rust_uses_what_stands_below_and_has_no_circle() -> None:
     assert find_cycle(arrows) == []
     assert set(units.values()) == set(levels), "the files and the layers of ARCHITECTURE.md"
     assert upward_arrows(arrows, units, levels) == []
+
+
+def test_rust_imports_the_modules_of_the_page() -> None:
+    sources = "".join(path.read_text() for path in rust_files().values())
+    imports = set(re.findall(r'(?<!module = )"(ferrohook\.(?!_)\w+)"', sources))
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    listed = set(re.findall(r"^\| `(ferrohook\.\w+)` \|", page, flags=re.MULTILINE))
+    assert imports == listed

@@ -214,8 +214,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         expect(dtype, torch.dtype, "dtype is a torch.dtype")
     check_index(slice)
     copies = HostCopies()
-    # An empty tensor on the device checks that it is available and resolves "cuda" to an index.
-    target = None if device is None else torch.empty(0, device=device).device
+    target = None if device is None else _available(device)
     return Options(
         inputs=inputs,
         output_index=output_index,
@@ -231,6 +230,19 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
         },
     )
+
+
+def _available(device: torch.device | str) -> torch.device:
+    """Returns a device with its index ("cuda" is one of "cuda:0" and others)."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        msg = (
+            f"device={str(device)!r} of a capture is not available: torch sees {', '.join(found)} "
+            "here. An engine takes no device, its captures arrive on the CPU"
+        )
+        raise RuntimeError(msg) from error
 
 
 def _calls_to_keep(keep: Any) -> int | None:

@@ -70,6 +70,8 @@ class EqualToPlain(type):
 
     Libraries look up rules by exact type (captum's DeepLift and LRP, torch's quantisation):
     `rules[type(module)]` finds the plain module's rule. `type(module) is cls` still differs.
+    Instances and subclasses of the plain class are those of the generated one too: an unpickled
+    module is of its plain class.
     """
 
     def __eq__(cls, other: object) -> Any:
@@ -79,6 +81,14 @@ class EqualToPlain(type):
         if plain is cls or sys._getframe(1).f_globals.get("__name__", "").startswith(_DYNAMO):
             return NotImplemented
         return cls is other or plain == other
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        return type.__instancecheck__(cls if plain is cls else plain, instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        _, plain = vars(cls).get("_made_from", (None, cls))
+        return type.__subclasscheck__(cls if plain is cls else plain, subclass)
 
     def __hash__(cls) -> int:
         _, plain = vars(cls).get("_made_from", (None, cls))

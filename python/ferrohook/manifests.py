@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ferrohook.classes import plain_class
@@ -13,7 +14,7 @@ from ferrohook.selection import select
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
@@ -82,6 +83,8 @@ def _parameters_and_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tenso
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names the differences between two manifests; empty if they are equal."""
+    if not _is_manifest(before):
+        return ["its manifest is none of `collect`"]
     selections = (dict.fromkeys(each["selection"]) for each in (before, now))
     options = [
         f"option {name!r}: {before['options'].get(name)!r}, now {now['options'].get(name)!r}"
@@ -94,6 +97,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         *_changes("classes of modules", before["modules"], now["modules"]),
         *_changes("parameters and buffers", before["tensors"], now["tensors"]),
     ]
+
+
+def _is_manifest(read: object) -> bool:
+    """Validates what a file had as a manifest."""
+    if not isinstance(read, Mapping):
+        return False
+    mappings = (read.get(part) for part in ("options", "modules", "tensors"))
+    names = read.get("selection")
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return listed and all(isinstance(each, Mapping) for each in mappings)
 
 
 def _changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

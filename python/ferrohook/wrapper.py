@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 from torch import jit, nn
@@ -81,6 +82,8 @@ class TransparentWrapper(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Called if neither the shared __dict__ nor nn.Module has the name.
+        if name == "__signature__":  # a call in C has none
+            return inspect.signature(self.inner)
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -46,7 +46,8 @@ from support.limits import LIMIT
         ({"output_index": True}, fh.HookTypeError, "output_index is .* got bool"),
         ({"dtype": "float16"}, fh.HookTypeError, "dtype is a torch.dtype, got str"),
         ({"dtype": float}, fh.HookTypeError, "dtype is a torch.dtype, got type"),
-        ({"device": "nowhere"}, RuntimeError, "nowhere"),
+        ({"device": "nowhere"}, RuntimeError, "^device='nowhere'.*not available: torch sees cpu"),
+        ({"device": "cuda:99"}, RuntimeError, "^device='cuda:99'.*An engine takes no device"),
         ({"unknown": 1}, TypeError, "unknown"),
     ],
 )

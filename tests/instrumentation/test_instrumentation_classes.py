@@ -175,3 +175,41 @@ def test_a_module_that_contains_itself() -> None:
         with pytest.raises(RecursionError):
             recursive(x(), 100_000)
     assert type(recursive) is type(duplicate) is Recursive
+
+
+def test_instances_of_the_plain_class_are_instances_of_the_made_one() -> None:
+    class Narrow(nn.Linear):
+        pass
+
+    module = nn.Linear(4, 4)
+    fh.instrument(module)
+    made = type(module)
+    assert made is not nn.Linear
+    assert isinstance(pickle.loads(pickle.dumps(module)), made)
+    assert isinstance(copy.deepcopy(module), made)
+    assert isinstance(nn.Linear(4, 4), made)
+    assert isinstance(Narrow(4, 4), made)
+    assert issubclass(nn.Linear, made)
+    assert issubclass(Narrow, made)
+    assert issubclass(made, nn.Linear)
+    assert isinstance(module, made)
+    for other in nn.Bilinear(4, 4, 4), nn.Module(), 3:
+        assert not isinstance(other, made)
+    assert not issubclass(nn.Module, made)
+    fh.restore(module)
+    assert isinstance(module, made)
+
+
+def test_a_subclass_of_a_made_class_has_its_own_instances_alone() -> None:
+    instrumented = nn.Linear(4, 4)
+    fh.instrument(instrumented)
+    made: Any = type(instrumented)
+
+    class Below(made):
+        pass
+
+    assert not isinstance(nn.Linear(4, 4), Below)
+    assert not issubclass(nn.Linear, Below)
+    assert not isinstance(instrumented, Below)
+    assert issubclass(Below, made)
+    assert issubclass(Below, nn.Linear)

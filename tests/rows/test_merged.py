@@ -183,13 +183,11 @@ def test_gradients_through_merged_rows(model: nn.Sequential) -> None:
 def test_captures_share_what_they_keep(model: nn.Sequential) -> None:
     plan = fh.Plan(fh.keep("0"), fh.keep("1", copy="clone")).prepare(model)
     requests = [plan.open() for _ in range(4)]
-    with torch.no_grad(), fh.batch({each: [at] for at, each in enumerate(requests)}, size=16):
+    rows = {each: [at] for at, each in enumerate(requests)}
+    with torch.no_grad(), fh.batch(rows, size=16), Operations() as operations:
         model(torch.randn(16, WIDTH))
-    storages = {each.acts[name].untyped_storage().data_ptr() for each in requests for name in "01"}
-    assert len(storages) == 2  # one selection a module
-    # Rows of others are not kept alive.
-    sizes = {each.acts["0"].untyped_storage().nbytes() for each in requests}
-    assert sizes == {4 * WIDTH * 4}
+    # One selection a module.
+    assert operations.counts["index_select.default"] + operations.counts["clone.default"] == 2
 
 
 def test_a_write_in_place_by_the_model_is_told_of() -> None:

@@ -454,3 +454,18 @@ def test_a_generic_module_is_wrapped_as_an_instance_of_its_class() -> None:
 def test_forward_has_the_signature_of_the_module_inside() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4))
     assert inspect.signature(hooked.forward) == inspect.signature(hooked.inner.forward)
+
+
+def test_the_signature_is_that_of_the_module_inside() -> None:
+    class Named(nn.Module):
+        def __call__(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            return x * scale
+
+    class Refused(nn.Module):  # no combined class can be made
+        __slots__ = ("value",)
+
+    for module in nn.ReLU(), nn.Sequential(nn.ReLU()), Named(), Refused():
+        expected = inspect.signature(module)
+        assert inspect.signature(fh.HookedModule(module)) == expected
+        assert inspect.signature(fh.HookedModule(fh.HookedModule(module))) == expected
+    assert "module" in inspect.signature(fh.HookedModule).parameters

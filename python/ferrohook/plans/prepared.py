@@ -74,8 +74,10 @@ class _Contents:
         self.captures: list[_Capture] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
-        # True once every hook has fired: read by the core when a request ends.
+        # Read by the core when a request ends: True once every hook has fired, and once a warning
+        # named those that had not.
         self.fired = False
+        self.warned = False
 
 
 class Prepared:
@@ -179,7 +181,8 @@ class Prepared:
         """Opens a request: enter it by `with` around its calls, or give it to `batch`.
 
         Costs the same for any number of modules. A request is opened by any thread or task, and any
-        number of them at a time.
+        number of them at a time. The first one that leaves modules out, for which none of its hooks
+        fired or nothing was captured, warns with `NeverFiredWarning`; later ones have `silent`.
 
         Args:
             deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
@@ -372,18 +375,15 @@ class Request(RequestBase, Scope):
         self._positioned = True
         self._set_places(places, count, dim)
 
-    def warn_of_silence(self) -> None:
-        """Warns of modules of its plan that never ran, as leaving it does; for batches."""
-        self._warn_of_silence()
-
     def _warn_of_silence(self) -> None:
-        """Warns of modules that never ran; called as the request is left."""
+        """Warns of modules that never ran; called as a request is left, up to the first warning."""
         plan = self._plan
         silent = self.silent
         idle = never_fired(plan.handles)
         plan.fired = not idle
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
+            plan.warned = True
             warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:

@@ -1,4 +1,7 @@
-"""`isolation_check`: fires requests at a running service, and reports interventions that leaked."""
+"""`isolation_check`: fires requests at a running service, and reports interventions that leaked.
+
+An intervention that changes nothing cannot be seen to leak: the report is false for it too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class IsolationReport:
     """Number of requests that were sent."""
     leaks: tuple[Leak, ...]
     idle: tuple[int, ...]
-    """Indices of pairs whose intervention changes nothing: it would leak unseen."""
+    """Indices of pairs whose intervention changes nothing. It would leak unseen, so that these make
+    the report false as well."""
     difference: float
     """Largest difference of two numbers in answers that count as equal: the kernels' accuracy."""
 
@@ -71,7 +75,7 @@ async def isolation_check(
         >>> async def send(body):
         ...     return (await client.post("/embed", json=body)).json()["embeddings"]
         >>> report = await isolation_check(send, [(plain, steered)])
-        >>> assert report, report.leaks
+        >>> assert report, (report.leaks, report.idle)
     """
     at_least_one("rounds", rounds)
     if not pairs:

@@ -115,8 +115,7 @@ class Folder:
         }
         file: ShardFile | None = None
         if tensors:
-            suffix = f".{len(files)}" if files else ""
-            path = index.folder / f"{shard.batch:08}{suffix}.safetensors"
+            path = index.folder / ShardFile.numbered(shard.batch, len(files))
             metadata = {"ferrohook.store": str(shard)}
             checksum = shards.Checksum()
             shards.write(path, tensors, metadata, sync=self._sync, checksum=checksum)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ferrohook import shards
 from ferrohook._core import crc32
@@ -15,6 +16,7 @@ from ferrohook.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from types import UnionType
 
 
 class ShardFile(NamedTuple):
@@ -24,6 +26,28 @@ class ShardFile(NamedTuple):
     bytes: int
     crc32: int | None = None
     """None in the indices of earlier versions."""
+
+    @classmethod
+    def numbered(cls, batch: int, place: int) -> str:
+        """Returns the name of a file of a batch."""
+        return f"{batch:08}{f'.{place}' if place else ''}.safetensors"
+
+    @classmethod
+    def read(cls, batch: int, entry: dict[str, Any]) -> Self:
+        """Validates the entry of a file of a batch.
+
+        Raises:
+            TypeError: no store wrote this entry.
+            ValueError: nor this name, which may be that of another batch or outside of the store.
+        """
+        file = cls(**entry)
+        _expect(file.name, str)
+        _expect(file.bytes, int)
+        _expect(file.crc32, int | None)
+        if not re.fullmatch(rf"{batch:08}(\.[0-9]+)?\.safetensors", file.name):
+            msg = f"{file.name!r} is no file of batch {batch}"
+            raise ValueError(msg)
+        return file
 
 
 @dataclass
@@ -78,17 +102,22 @@ class RunIndex:
                 break
             try:
                 self._add(_decode(line))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 msg = f"{self._path} is damaged: line at byte {self._bytes_read} is {line[:80]!r}"
                 raise StoreError(msg) from error
             self._bytes_read += len(line)
         return True
 
     def _add(self, line: dict[str, Any]) -> None:
+        _expect(line["batch"], int)
+        _expect(line.get("manifest"), dict | None)
+        _expect(line.get("fingerprint", ""), str)
+        for names in line["layers"].values():
+            _expect(names, list)
         old = self._batches.get(line["batch"], IndexedBatch())
         if line.get("restarted"):
             old = IndexedBatch(fingerprint=old.fingerprint)
-        file = None if line["file"] is None else ShardFile(**line["file"])
+        file = None if line["file"] is None else ShardFile.read(line["batch"], line["file"])
         new = {
             # A line without a file has no names.
             layer: old.layers.get(layer, {}) | {name: file for name in names if file is not None}
@@ -122,6 +151,12 @@ class RunIndex:
                     file.truncate(self._bytes_read)
                     raise
             self._read_new_lines()
+
+
+def _expect(value: object, kind: type | UnionType) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        msg = f"{value!r} is not of the type {kind}"
+        raise TypeError(msg)
 
 
 _CHECKSUM = b', "crc32": '

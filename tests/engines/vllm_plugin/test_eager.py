@@ -365,10 +365,10 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.layers.1", stop=True), "not 'stop'"),
         (entry(type="keep", what="model.layers.1", keep="all"), "not 'keep'"),
         (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
-        (entry(type="keep", what="model.embed_tokens", inputs=True), "take an output"),
+        (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
-            "no single positional argument.*take an output",
+            "phase='forward_pre'.*has none: vLLM calls it by keywords.*or its own",
         ),
         (entry(type="on", what="model.layers.1", hook=ADD, timed=True), "no option 'timed'"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),

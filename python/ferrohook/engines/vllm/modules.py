@@ -296,8 +296,16 @@ def _input(info: ModuleInfo, name: str, index: Any) -> tuple[int, int]:
         inputs = inputs[index : index + 1]
     if len(inputs) != 1 or (found := inputs[0]) is None:
         places = [place for place, each in enumerate(info.inputs) if each is not None]
-        advice = f"name one of {places} by output_index" if places else "take an output"
-        msg = f"{name!r} has no single positional argument with a row per token: {advice}"
+        advice = (
+            f"name one of {places} by output_index"
+            if places
+            else "vLLM calls it by keywords, or not at all as one that is fused; take the output "
+            "of the module before it, or its own"
+        )
+        msg = (
+            "inputs=True and phase='forward_pre' take a positional argument with a row per token, "
+            f"and {name!r} has {'several' if places else 'none'}: {advice}"
+        )
         raise ValueError(msg)
     return found
 

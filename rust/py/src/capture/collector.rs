@@ -98,7 +98,8 @@ impl Collector {
         self.store.lock().ran.clone()
     }
 
-    /// Values of the calls of a name, the oldest first.
+    /// Values of the calls of a name, the oldest first. They share no memory with rows of other
+    /// requests, but with `stale`, which is for sizes and shapes.
     ///
     /// Raises:
     ///     StaleActivationError: a tensor was changed in place since; `stale` allows that.
@@ -118,8 +119,7 @@ impl Collector {
                     versions.push((each.value.bind(py).clone(), version));
                 }
             }
-            let value = |kept: &Kept| (kept.value.bind(py).clone(), kept.rows.clone());
-            kept.iter().map(value).collect::<Vec<_>>()
+            kept.iter().map(|kept| kept.view(py)).collect::<Vec<_>>()
         };
         for (tensor, captured) in versions {
             if version(&tensor)? != captured {
@@ -133,11 +133,13 @@ impl Collector {
                 ));
             }
         }
-        let narrowed = values.into_iter().map(|(value, rows)| match rows {
-            Some(rows) => rows.narrow(&value),
-            None => Ok(value),
+        let read = values.iter().map(|view| {
+            if view.shared && !stale {
+                return view.owned(index, &self.store);
+            }
+            view.narrowed()
         });
-        narrowed.collect()
+        read.collect()
     }
 
     /// Positions of the tokens of each of these values, and their dimension, None for a padded row;
@@ -267,9 +269,14 @@ impl Collector {
         )
     }
 
+    /// True if the bytes that it keeps alive are counted.
+    pub fn counts(&self) -> bool {
+        self.max_bytes.is_some() || self.shared_budget.is_some()
+    }
+
     /// Returns the bytes of a tensor; 0 without a budget.
     pub fn bytes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
-        if self.max_bytes.is_none() && self.shared_budget.is_none() {
+        if !self.counts() {
             return Ok(0);
         }
         tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()

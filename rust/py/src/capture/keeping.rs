@@ -7,22 +7,24 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::rows::numbers::TokenPositions;
-use crate::torch::tensors::{map_tensors, requires_grad};
+use crate::torch::tensors::{map_tensors, owned, requires_grad};
 
-/// Stores `value` under a name.
+/// Stores `value` under a name; `shared`: its tensors may be views of those of a whole batch.
 pub fn record<'py>(
     collector: &Bound<'py, Collector>,
     index: usize,
     value: &Bound<'py, PyAny>,
     positions: Option<&TokenPositions>,
+    shared: bool,
 ) -> PyResult<()> {
-    let mut keeping = Keeping::of(collector, index);
+    let mut keeping = Keeping::of(collector, index, shared);
     let value = keeping.keep(value)?.unbind();
     let kept = Kept {
         serial: keeping.serial,
         value,
         tensors: keeping.tensors,
         bytes: keeping.bytes,
+        shared,
         rows: None,
         positions: positions.cloned(),
     };
@@ -36,16 +38,18 @@ struct Keeping<'a, 'py> {
     serial: u64,
     tensors: Vec<KeptTensor>,
     bytes: usize,
+    shared: bool,
 }
 
 impl<'a, 'py> Keeping<'a, 'py> {
-    fn of(collector: &'a Bound<'py, Collector>, index: usize) -> Self {
+    fn of(collector: &'a Bound<'py, Collector>, index: usize, shared: bool) -> Self {
         Self {
             collector,
             index,
             serial: collector.get().next_serial(),
             tensors: Vec::new(),
             bytes: 0,
+            shared,
         }
     }
 
@@ -57,7 +61,12 @@ impl<'a, 'py> Keeping<'a, 'py> {
     fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let this = self.collector.get();
-        let (kept, version) = this.checked(this.keep_tensor(tensor)?)?;
+        let mut kept = this.keep_tensor(tensor)?;
+        // What is counted is what is kept alive; and a copy made later may miss autograd's graph.
+        if self.shared && (this.counts() || requires_grad(&kept)?) {
+            kept = owned(&kept)?;
+        }
+        let (kept, version) = this.checked(kept)?;
         if this.keeps_gradients() && requires_grad(tensor)? {
             let slot = GradientSlot {
                 collector: PyWeakrefReference::new(self.collector)?.unbind(),

@@ -201,7 +201,7 @@ pub fn store_rows(
         dim: Some(0),
     });
     values.iter().try_for_each(|(index, value)| {
-        keeping::record(collector, *index, value, positions.as_ref())
+        keeping::record(collector, *index, value, positions.as_ref(), true)
     })
 }
 

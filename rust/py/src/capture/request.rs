@@ -108,12 +108,22 @@ impl RequestBase {
         if error.is_some() {
             return Ok(());
         }
+        Self::warn_of_silence(slf)
+    }
+
+    /// Warns of modules of its plan that never ran, as leaving it does; for batches. Once per plan:
+    /// afterwards it costs the same for any number of modules.
+    fn warn_of_silence(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
+        let plan = this.plan.bind(py);
+        if plan.getattr(intern!(py, "warned"))?.is_truthy()? {
+            return Ok(());
+        }
         let complete = |collector: &OnceLock<Py<Collector>>| {
             let collector = collector.get();
             collector.is_some_and(|collector| collector.get().complete())
         };
-        let fired = this.plan.bind(py).getattr(intern!(py, "fired"))?;
+        let fired = plan.getattr(intern!(py, "fired"))?;
         if fired.is_truthy()? && this.collectors.iter().all(complete) {
             return Ok(());
         }
@@ -271,14 +281,16 @@ impl Source {
         tokens: Option<&Tokens>,
     ) -> PyResult<()> {
         let py = value.py();
+        // Only a member of a batch has tokens: its tensors may be views of those of all.
+        let shared = tokens.is_some();
         let positions = tokens.and_then(|it| it.positions.as_ref());
         let Some(place) = &self.place else {
-            return keeping::record(self.collector.bind(py), index, value, positions);
+            return keeping::record(self.collector.bind(py), index, value, positions, shared);
         };
         let request = Self::request(owner)?;
         let collector = request.get().collector(py, place.capture)?;
         let Some(at) = place.mask else {
-            return keeping::record(&collector, index, value, positions);
+            return keeping::record(&collector, index, value, positions, shared);
         };
         let mask = match request
             .get()
@@ -302,7 +314,7 @@ impl Source {
             Some(mask) => tensor.get_item(mask),
             None => tensor.call_method1(intern!(py, "flatten"), (0, 1)),
         })?;
-        keeping::record(&collector, index, &at, positions.as_ref())
+        keeping::record(&collector, index, &at, positions.as_ref(), shared)
     }
 
     /// Returns the collector of an owner.

@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::rows::numbers::{Rows, TokenPositions, length};
-use crate::torch::tensors::map_tensors;
+use crate::torch::tensors::{map_tensors, owned};
 
 /// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
@@ -28,6 +29,8 @@ pub struct Kept {
     pub value: Py<PyAny>,
     pub tensors: Vec<KeptTensor>,
     pub bytes: usize,
+    /// True if its tensors may share memory with rows of other requests, until it is read.
+    pub shared: bool,
     /// Rows of the tensors that are the value's, narrowed when it is read; None: all.
     pub rows: Option<KeptRows>,
     /// Positions of the tokens in their request, if known.
@@ -44,7 +47,7 @@ pub struct KeptRows {
 }
 
 impl KeptRows {
-    /// Narrows a value to the rows.
+    /// Narrows a value to the rows: views of its tensors.
     pub fn narrow<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         map_tensors(value, &mut |tensor| {
             if length(tensor, self.dim)? != Some(self.size) || self.rows.all(self.size) {
@@ -52,6 +55,71 @@ impl KeptRows {
             }
             self.rows.narrow(tensor, self.dim)
         })
+    }
+}
+
+impl Kept {
+    /// Returns the value as it is read, with a view of its rows.
+    pub fn view<'py>(&self, py: Python<'py>) -> View<'py> {
+        View {
+            stored: self.value.bind(py).clone(),
+            rows: self.rows.clone(),
+            shared: self.shared,
+        }
+    }
+
+    /// Replaces the value by a copy that shares memory with nobody. Returns what it replaces.
+    fn own(&mut self, copy: &Bound<'_, PyAny>, tensors: Vec<KeptTensor>) -> Self {
+        let own = Self {
+            serial: self.serial,
+            value: copy.clone().unbind(),
+            tensors,
+            bytes: self.bytes,
+            shared: false,
+            rows: None,
+            positions: self.positions.clone(),
+        };
+        std::mem::replace(self, own)
+    }
+}
+
+/// Value of a call, on its way to a reader.
+pub struct View<'py> {
+    stored: Bound<'py, PyAny>,
+    rows: Option<KeptRows>,
+    pub shared: bool,
+}
+
+impl<'py> View<'py> {
+    /// Returns the rows, which may share memory with those of others.
+    pub fn narrowed(&self) -> PyResult<Bound<'py, PyAny>> {
+        match &self.rows {
+            Some(rows) => rows.narrow(&self.stored),
+            None => Ok(self.stored.clone()),
+        }
+    }
+
+    /// Copies the rows, so that they share memory with nobody, and stores the copy in place of the
+    /// value: it is made once, and the tensor of the batch is released.
+    pub fn owned(&self, index: usize, store: &Mutex<Store>) -> PyResult<Bound<'py, PyAny>> {
+        let mut tensors = Vec::new();
+        let copy = map_tensors(&self.narrowed()?, &mut |tensor| {
+            let value = owned(tensor)?;
+            tensors.push(KeptTensor {
+                value: value.clone().unbind(),
+                version: None, // nobody else can write to it
+                gradient: None,
+            });
+            Ok(value)
+        })?;
+        // Dropped after the lock is released: destructors of tensors run code.
+        let _former = {
+            let mut store = store.lock();
+            let mut calls = store.kept[index].iter_mut();
+            let kept = calls.find(|kept| kept.shared && kept.value.is(&self.stored));
+            kept.map(|kept| kept.own(&copy, tensors))
+        };
+        Ok(copy)
     }
 }
 

@@ -9,6 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
+use crate::capture::keeping::record;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
 use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
@@ -80,35 +81,65 @@ impl Group {
     fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
         let py = shared.value.py();
         let (_, first, _) = &self.recorders[0];
-        let part = first.get().part_of(shared.value);
-        let stored =
-            part.and_then(|part| Stored::of(&self.selection.rows, shared, &part, self.clones));
+        let part = match first.get().part_of(shared.value) {
+            Ok(part) => part,
+            Err(error) => {
+                let numbers = self.recorders.iter().map(|(number, ..)| *number);
+                failed.extend(numbers.map(|number| (number, error.clone_ref(py))));
+                return;
+            }
+        };
+        let mut together = None;
         let mut start = 0;
         for (number, recorder, rows) in &self.recorders {
             let this = recorder.get();
-            let store = |stored: &Stored<'_>| {
+            let mut store = || {
                 let owner = (shared.owner)(*number);
                 let collector = this.source.of_owner(py, Some(&owner))?;
                 let positions = (shared.positions)(*number);
-                let kept = stored.of_member(&collector, rows, start, shared.dim, positions)?;
+                if collector.get().counts() {
+                    // Counted are the bytes that it keeps alive: a copy of these rows alone.
+                    let own = own_rows(rows, shared, &part)?;
+                    return record(&collector, this.index, &own, positions.as_ref(), true);
+                }
+                let all = &self.selection.rows;
+                let stored =
+                    together.get_or_insert_with(|| Stored::of(all, shared, &part, self.clones));
+                let stored = stored.as_ref().map_err(|error| error.clone_ref(py))?;
+                let kept = stored.of_member(&collector, rows, start, shared.dim, positions);
                 collector.get().store(py, this.index, kept)
             };
-            let done = match &stored {
-                Ok(stored) => store(stored),
-                Err(error) => Err(error.clone_ref(py)),
-            };
-            start += rows.len();
-            if let Err(error) = done {
+            if let Err(error) = store() {
                 failed.push((*number, error));
             }
+            start += rows.len();
         }
     }
+}
+
+/// Returns a member's rows of a value: a copy where a member may write to the value in place.
+fn own_rows<'py>(
+    rows: &Rows,
+    shared: &SharedValue<'_, 'py>,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    map_tensors(value, &mut |tensor| {
+        let covered = shared.covers(tensor)?;
+        let mut own = tensor.clone();
+        if covered {
+            own = rows.narrow(&own, shared.dim)?;
+        }
+        if shared.written && !(covered && rows.copies()) {
+            own = own.call_method0(intern!(tensor.py(), "clone"))?;
+        }
+        Ok(own)
+    })
 }
 
 /// A value as the members share it.
 struct Stored<'py> {
     value: Bound<'py, PyAny>,
-    tensors: Vec<(Bound<'py, PyAny>, Option<i64>, bool)>,
+    tensors: Vec<(Bound<'py, PyAny>, Option<i64>)>,
     /// True if it is a selection of the members' rows, one member behind the other.
     selected: bool,
     size: usize,
@@ -144,7 +175,7 @@ impl<'py> Stored<'py> {
             if selected && !(covered && rows.copies()) {
                 kept = kept.call_method0(intern!(py, "clone"))?;
             }
-            tensors.push((kept.clone(), version_if_any(&kept)?, covered));
+            tensors.push((kept.clone(), version_if_any(&kept)?));
             Ok(kept)
         })?;
         let size = if selected { rows.len() } else { shared.size };
@@ -164,41 +195,32 @@ impl<'py> Stored<'py> {
         start: usize,
         dim: usize,
         positions: Option<TokenPositions>,
-    ) -> PyResult<Kept> {
-        let this = collector.get();
+    ) -> Kept {
+        let checks = collector.get().checks();
         let length = rows.len();
         let rows = if self.selected {
             Rows::Range { start, length }
         } else {
             rows.clone()
         };
-        let mut bytes = 0;
-        let mut tensors = Vec::with_capacity(self.tensors.len());
-        for (tensor, version, covered) in &self.tensors {
-            let all = this.bytes(tensor)?;
-            bytes += if *covered {
-                all / self.size.max(1) * length
-            } else {
-                all
-            };
-            tensors.push(KeptTensor {
-                value: tensor.clone().unbind(),
-                version: version.filter(|_| this.checks()),
-                gradient: None,
-            });
-        }
-        Ok(Kept {
+        let tensors = self.tensors.iter().map(|(tensor, version)| KeptTensor {
+            value: tensor.clone().unbind(),
+            version: version.filter(|_| checks),
+            gradient: None,
+        });
+        Kept {
             serial: 0, // for gradients, which a request in a batch has none of
             value: self.value.clone().unbind(),
-            tensors,
-            bytes,
+            tensors: tensors.collect(),
+            bytes: 0, // not counted
+            shared: true,
             rows: Some(KeptRows {
                 rows,
                 dim,
                 size: self.size,
             }),
             positions,
-        })
+        }
     }
 }
 

@@ -124,6 +124,37 @@ fn tuple_with_items<'py>(
     }
 }
 
+/// Returns a tensor that has its memory for itself: a copy, unless it fills its storage already.
+pub fn owned<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
+    if fills_its_storage(tensor).unwrap_or(false) {
+        return Ok(tensor.clone());
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    let inference = torch.call_method0(intern!(py, "is_inference_mode_enabled"))?;
+    if !inference.is_truthy()? {
+        return tensor.call_method0(intern!(py, "clone"));
+    }
+    // A copy made in inference mode could never be part of a graph.
+    let normal = torch.call_method1(intern!(py, "inference_mode"), (false,))?;
+    normal.call_method0(intern!(py, "__enter__"))?;
+    let copy = tensor.call_method0(intern!(py, "clone"));
+    normal.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
+    copy
+}
+
+/// True if a tensor has each number of its storage, once. Raises for one of another layout.
+fn fills_its_storage(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let all: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let own: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    Ok(all == own
+        && tensor
+            .call_method0(intern!(py, "is_contiguous"))?
+            .is_truthy()?)
+}
+
 /// Finds the part of a value that an `output_index` names: its item or, by a name that is no key,
 /// its attribute.
 pub fn part_of<'py>(

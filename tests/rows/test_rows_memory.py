@@ -1,0 +1,148 @@
+"""What leaves a request of a batch holds no memory with rows of others."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIDTH = 8
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).requires_grad_(False)
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def numbers_in_storage(tensor: Tensor) -> int:
+    """Number of elements that the storage of a tensor has."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checked": {},
+    "ref": {"copy": "ref"},
+    "clone": {"copy": "clone"},
+    "slice": {"slice": (..., slice(0, 4))},
+    "dtype": {"dtype": torch.float32},
+    "graph": {"detach": False},
+    "budget": {"max_bytes": 2**20},
+    "inputs": {"inputs": True},
+}
+ROWS: dict[str, tuple[Any, Any]] = {
+    "half": (slice(0, 2), slice(2, 4)),
+    "one of four": (0, [1, 2, 3]),
+    "scattered": ([0, 2], [1, 3]),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("leave", [lambda it: it, _saved, _pickled, copy.deepcopy])
+def test_captures_own_their_memory(
+    model: nn.Sequential, leave: Callable[[Any], Any], options: Any, rows: Any
+) -> None:
+    plan = fh.Plan(fh.keep("0", **options)).prepare(model)
+    requests = plan.open(), plan.open()
+    x = torch.randn(4, WIDTH, requires_grad="detach" in options)
+    with fh.batch(dict(zip(requests, rows, strict=True)), size=4):
+        model(x)
+    whole = x if "inputs" in options else model[0](x)
+    whole = whole[options.get("slice", ...)]
+    for request, own in zip(requests, rows, strict=True):
+        assert request.acts["0"].requires_grad is ("detach" in options)
+        for kept in leave(request.acts["0"].detach()), leave(request.acts)["0"]:
+            expected = whole[[own] if isinstance(own, int) else own]
+            assert torch.equal(kept, expected)
+            assert numbers_in_storage(kept) == expected.numel()
+
+
+def test_a_capture_in_a_batch_owns_its_memory(model: nn.Sequential) -> None:
+    captures = fh.capture(model, "0", keep="all"), fh.capture(model, "0")
+    with fh.batch({captures[0]: slice(0, 2), captures[1]: slice(2, 4)}, size=4):
+        model(torch.randn(4, WIDTH))
+    assert numbers_in_storage(captures[0].acts["0"][0]) == 2 * WIDTH
+    assert numbers_in_storage(captures[1].acts["0"]) == 2 * WIDTH
+
+
+def test_beside_hooks_in_python(model: nn.Sequential) -> None:
+    first = fh.Plan(fh.on("0", lambda *_: None), fh.keep("0")).prepare(model).open()
+    second = fh.Plan(fh.on("0", lambda *call: call[-1] + 1), fh.keep("0")).prepare(model).open()
+    with fh.batch({first: slice(0, 2), second: slice(2, 4)}, size=4):
+        model(torch.randn(4, WIDTH))
+    assert numbers_in_storage(first.acts["0"]) == numbers_in_storage(second.acts["0"]) == 2 * WIDTH
+
+
+def test_at_sites(model: nn.Sequential) -> None:
+    plan = fh.Plan(fh.keep("0")).prepare(model)
+    requests = plan.open(), plan.open()
+    tables = fh.sites(model, "0", max_requests=2, max_rows=4, width=WIDTH)
+    rows = {requests[0]: slice(0, 2), requests[1]: slice(2, 4)}
+    with tables, fh.batch(rows, size=4):
+        model(torch.randn(4, WIDTH))
+    for request in requests:
+        assert request.acts["0"].shape == (2, WIDTH)
+        assert numbers_in_storage(request.acts["0"]) == 2 * WIDTH
+
+
+def test_steps_are_read_again_without_a_copy(model: nn.Sequential) -> None:
+    request = fh.Plan(fh.keep("0")).prepare(model).open()
+    with fh.batch({request: slice(0, 2)}, size=4):
+        model(torch.randn(4, WIDTH))
+    assert request.acts["0"].data_ptr() == request.acts["0"].data_ptr()
+
+
+def test_what_is_read_in_inference_mode_can_be_part_of_a_graph(model: nn.Sequential) -> None:
+    request = fh.Plan(fh.keep("0")).prepare(model).open()
+    with fh.batch({request: slice(0, 2)}, size=4):
+        model(torch.randn(4, WIDTH))
+    with torch.inference_mode():
+        assert request.acts["0"].shape == (2, WIDTH)
+    weight = torch.ones(WIDTH, requires_grad=True)
+    (request.acts["0"] * weight).sum().backward()
+    assert torch.equal(weight.grad, request.acts["0"].sum(0))
+
+
+def test_a_stale_capture_stays_stale(model: nn.Sequential) -> None:
+    request = fh.Plan(fh.keep("0")).prepare(model).open()
+    with fh.batch({request: slice(0, 2)}, size=2):
+        out = model[0](torch.randn(2, WIDTH))
+    out.add_(1)
+    assert "(2, 8)" in repr(request.acts)  # its size can be read, and is not a read
+    with pytest.raises(fh.StaleActivationError):
+        request.acts["0"]
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_a_budget_counts_the_bytes_that_are_kept_alive(model: nn.Sequential, members: int) -> None:
+    bytes_of_a_row = WIDTH * 4
+    prepared = fh.Plan(fh.keep("0")).prepare(model, max_bytes=bytes_of_a_row)
+    requests = [prepared.open() for _ in range(members)]
+    with fh.batch({each: at for at, each in enumerate(requests)}, size=members):
+        model(torch.randn(members, WIDTH))
+    for request in requests:
+        assert request.error is None
+        (kept,) = request.collector(0).values(0, stale=True)  # as it is stored
+        assert kept.untyped_storage().nbytes() == bytes_of_a_row
