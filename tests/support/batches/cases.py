@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WIDTH = 4
 """Last dimension of all tensors."""
@@ -217,6 +220,10 @@ KNOCKS = (
 )
 
 
+Tokens: TypeAlias = "tuple[int, dict[int, tuple[int, ...]], dict[int, str], tuple[Any, ...]]"
+"""Number of rows, rows of each member, their forms, and their positions."""
+
+
 @dataclass
 class Dice:
     """Draws a case."""
@@ -263,9 +270,7 @@ class Dice:
         grads = (
             dtype in FLOATS[:2]
             and not (case.in_place or case.alias or case.sites)
-            and not any(
-                each.kind in {"write", "interrupt"} for each in hooks_of(case, steps)
-            )
+            and not any(each.kind in {"write", "interrupt"} for each in hooks_of(case, steps))
             and self.some(0.3)
         )
         return dataclasses.replace(case, grads=grads, steps=tuple(steps))
@@ -274,7 +279,9 @@ class Dice:
         pick = self.random
         members: list[Member] = []
         for number in range(pick.choice((1, 2, 2, 3, 3, 4))):
-            plans = [at for at, each in enumerate(members) if each.way == "plan" and each.twin is None]
+            plans = [
+                at for at, each in enumerate(members) if each.way == "plan" and each.twin is None
+            ]
             prompt = pick.randint(1, 4)
             if plans and self.some(0.25):
                 twin = pick.choice(plans)
@@ -315,7 +322,9 @@ class Dice:
             calls="last" if tokens or case.sites else pick.choice(("last", "last", "all", 2)),
             at=pick.choice([*ATS]) if at and self.some(0.5) else None,
             part=part,
-            cut=None if case.sites or self.some(0.8) else pick.choice(((..., slice(0, 2)), (..., 1))),
+            cut=None
+            if case.sites or self.some(0.8)
+            else pick.choice(((..., slice(0, 2)), (..., 1))),
             copy="checked" if case.sites else pick.choice(("checked", "checked", "clone")),
         )
 
@@ -344,17 +353,19 @@ class Dice:
         if kind == "write" and case.dtype is torch.float8_e4m3fn:
             kind = "times"
         chosen = pick.choice([*ATS]) if at and self.some(0.4) else None
-        if chosen is not None and kind not in NATIVE and (kind, phase) != ("times", "forward") or (
-            what == "b" and kind == "times"
-        ):
+        if (
+            chosen is not None and kind not in NATIVE and (kind, phase) != ("times", "forward")
+        ) or (what == "b" and kind == "times"):
             chosen = None
         if chosen is not None and kind == "scale":
             kind = "add"
         does: tuple[Event, ...] = ()
-        if not quiet and deep < 2 and kind in {"times", "observe"} and chosen is None:
-            if self.some(0.3):
-                does = (self.event(case, quiet, deep=deep + 1),)
-        part = pick.choice((0, 1)) if what == "b" and phase == "forward" and kind in NATIVE else None
+        acts = not quiet and deep < 2 and kind in {"times", "observe"} and chosen is None
+        if acts and self.some(0.3):
+            does = (self.event(case, quiet, deep=deep + 1),)
+        part = (
+            pick.choice((0, 1)) if what == "b" and phase == "forward" and kind in NATIVE else None
+        )
         return Hook(
             what,
             phase,
@@ -409,7 +420,7 @@ class Dice:
             size, rows, forms = again.size, again.rows, again.forms
             if self.some(0.15) and len(rows) > 1:
                 names = [*rows]
-                rows = dict(zip(names, [*rows.values()][1:] + [rows[names[0]]], strict=True))
+                rows = dict(zip(names, [*[*rows.values()][1:], rows[names[0]]], strict=True))
                 forms = dict.fromkeys(rows, "list")
             positions = None
         elif positioned:
@@ -502,9 +513,7 @@ class Dice:
             return {members[0]: tuple(order[:2])}, {members[0]: "list"}
         return rows, forms
 
-    def tokens(
-        self, case: Case
-    ) -> tuple[int, dict[int, tuple[int, ...]], dict[int, str], tuple[Any, ...]]:
+    def tokens(self, case: Case) -> Tokens:
         """A step of an engine: the next tokens of some members, or some again."""
         pick = self.random
         chunks: dict[int, range] = {}
@@ -523,17 +532,26 @@ class Dice:
         if not chunks:
             chunks[0] = range(1)
             self.done[0] = max(self.done.get(0, 0), 1)
-        if case.columns:
-            left = self.some(0.5)
-            order: list[int | None] = [*chunks, *[None] * pick.randint(1, 3)]
-            pick.shuffle(order)
-            table = []
-            for member in order:
-                chunk = [] if member is None else [*chunks[member]]
-                padding = [-1] * (case.columns - len(chunk))
-                table.append(tuple(padding + chunk if left else chunk + padding))
-            rows = {member: (row,) for row, member in enumerate(order) if member is not None}
-            return len(order), rows, dict.fromkeys(rows, "list"), tuple(table)
+        return self.padded(case, chunks) if case.columns else self.flat(chunks)
+
+    def padded(self, case: Case, chunks: dict[int, range]) -> Tokens:
+        """A row for each member, padded on one side, and rows of nobody."""
+        pick, left = self.random, self.some(0.5)
+        order: list[int | None] = [*chunks, *[None] * pick.randint(1, 3)]
+        pick.shuffle(order)
+        table = []
+        for member in order:
+            chunk = [] if member is None else [*chunks[member]]
+            padding = [-1] * (case.columns - len(chunk))
+            table.append(tuple(padding + chunk if left else chunk + padding))
+        rows: dict[int, tuple[int, ...]] = {
+            member: (row,) for row, member in enumerate(order) if member is not None
+        }
+        return len(order), rows, dict.fromkeys(rows, "list"), tuple(table)
+
+    def flat(self, chunks: dict[int, range]) -> Tokens:
+        """A row for each token, in order or not, and rows of nobody."""
+        pick = self.random
         tokens: list[tuple[int | None, int]] = [
             (member, position) for member, chunk in chunks.items() for position in chunk
         ]
@@ -563,34 +581,22 @@ class Dice:
         return tuple(pick.randint(-1, size - 1) for _ in range(pick.randint(1, 12)))
 
 
-def hooks_of(case: Case, steps: Any = None) -> list[Hook]:
+def hooks_of(case: Case, steps: Iterable[Step] | None = None) -> list[Hook]:
     """All hooks of a case, those that events register too."""
-    found: list[Hook] = []
-
-    def add(hook: Hook) -> None:
-        found.append(hook)
-        for event in hook.does:
-            see(event)
-
-    def see(event: Event) -> None:
-        if event.hook is not None:
-            add(event.hook)
-
-    for hook in case.whole:
-        add(hook)
-    for member in case.members:
-        for entry in member.entries:
-            if isinstance(entry, Hook):
-                add(entry)
+    entries = (entry for member in case.members for entry in member.entries)
+    found = [*case.whole, *(entry for entry in entries if isinstance(entry, Hook))]
     for step in case.steps if steps is None else steps:
-        for event in (*step.before, *step.made):
-            see(event)
+        found += hooks_in(*step.before, *step.made)
         for call in step.calls:
-            for event in call.before:
-                see(event)
-            if call.during is not None:
-                see(call.during[1])
+            found += hooks_in(*call.before, *([] if call.during is None else [call.during[1]]))
+    for hook in found:  # grows meanwhile
+        found += hooks_in(*hook.does)
     return found
+
+
+def hooks_in(*events: Event) -> list[Hook]:
+    """Hooks that events register."""
+    return [event.hook for event in events if event.hook is not None]
 
 
 def draw(seed: int) -> Case:

@@ -17,7 +17,6 @@ from support.batches import values
 from support.batches.cases import (
     ALL,
     ATS,
-    BAD,
     BATCH,
     NATIVE,
     Call,
@@ -98,6 +97,8 @@ class Owner:
     expired: bool = False
     spoiled: set[int] = field(default_factory=set)
     """Captures that may have taken the refused result of the member's own hook."""
+    short: bool = False
+    """True if a site may serve it in a call that has other rows than the batch."""
     used: bool = False
     """True once it was in a batch."""
 
@@ -234,9 +235,7 @@ class Oracle:
             self.happen(event)
         if step.nested:
             return self._run_nested(number, step)
-        self.live = {
-            each: rows for each, rows in step.rows.items() if not self.owners[each].closed
-        }
+        self.live = {each: rows for each, rows in step.rows.items() if not self.owners[each].closed}
         if not any(self.live.values()):
             return "nobody", []
         self.step = step
@@ -329,104 +328,90 @@ class Oracle:
 
     def _module(self, name: str, x: Tensor, step: Step) -> Any:
         case = self.case
-        x = self._phase(name, "forward_pre", x, step)
+        x = self._phase(Here(name, "forward_pre", step), x)
+        y: Any = values.gained(x, whole=case.sites)
         if name == "b":
-            return self._phase(name, "forward", (values.gained(x, whole=case.sites), x), step)
-        if name == "c" and (case.in_place or case.alias):
-            return self._phase(name, "forward", x * 1.5 if case.in_place else x, step)
-        return self._phase(name, "forward", values.gained(x, whole=case.sites), step)
+            y = y, x
+        elif name == "c" and case.in_place:
+            y = x * 1.5
+        elif name == "c" and case.alias:
+            y = x
+        return self._phase(Here(name, "forward", step), y)
 
     # --- Phases ---------------------------------------------------------------------------------
 
-    def _phase(self, name: str, phase: str, value: Any, step: Step) -> Any:
-        for owner in self.owners:
-            if owner.expired and owner.number in self.live and not owner.closed:
-                owner.failed = True
-
-        def here(placed: Placed) -> bool:
-            hook = placed.hook
-            return not placed.removed and hook.what == name and hook.phase == phase
-
-        whole: list[tuple[Placed, Owner | None]] = [
-            (each, None) for each in (*self.whole[ALL], *self.whole[BATCH]) if here(each)
-        ]
-        keeps: list[Owner] = []
-        for owner in self.entered:
-            if not owner.closed:
-                whole += [(each, owner) for each in owner.hooks if here(each)]
-                keeps.append(owner)
-        whole.sort(key=lambda each: each[0].key)
-        members: dict[int, list[Placed]] = {}
+    def _phase(self, here: Here, value: Any) -> Any:
         for number in self.live:
-            if not self.owners[number].out:
-                own = sorted(filter(here, self.owners[number].hooks), key=lambda each: each.key)
-                members[number] = own
-        for barrier, owner in (*whole, (None, None)):
+            owner = self.owners[number]
+            owner.failed |= owner.expired and not owner.closed
+        entered = [owner for owner in self.entered if not owner.closed]
+        barriers = [*self._barriers(here, entered), None]
+        members = {
+            number: sorted(
+                (each for each in self.owners[number].hooks if here.has(each)),
+                key=lambda each: each.key,
+            )
+            for number in self.live
+            if not self.owners[number].out
+        }
+        for barrier in barriers:
             segment: dict[int, list[Placed]] = {}
             for number, own in members.items():
-                count = len(own)
-                if barrier is not None:
-                    count = len([each for each in own if each.key < barrier.key])
+                key = None if barrier is None else barrier[0].key
+                count = len([each for each in own if key is None or each.key < key])
                 segment[number], members[number] = own[:count], own[count:]
-            value = self._segment(name, phase, value, step, segment, last=barrier is None)
-            if barrier is not None and not barrier.removed and not (owner and owner.closed):
-                value = self._whole_hook(barrier, value, step, owner)
-        for owner in keeps:
+            value = self._segment(here, value, segment, last=barrier is None)
+            if barrier is not None:
+                value = self._whole_hook(*barrier, value)
+        for owner in entered:
             if not owner.closed:
-                self._keep(owner, name, phase, value, None, step)
+                self._keep(here, owner, value, None)
         return value
 
-    def _whole_hook(self, placed: Placed, value: Any, step: Step, owner: Owner | None) -> Any:
-        hook = placed.hook
-        if hook.kind == "raise" or (hook.kind in NATIVE and values.refuses(hook, self.case.dtype)):
-            raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
-        if hook.at is not None:
-            # Of a request that is entered: the model's call says which tokens are where.
-            mask = self._mask(hook.at, first(value).shape[0], self.case.columns)
-            changed = self._apply(placed, value, owner)
-            return joined(
-                value,
-                changed,
-                lambda old, new: torch.where(mask[..., None], new, old),
-            )
-        return self._apply(placed, value, owner)
+    def _barriers(self, here: Here, entered: list[Owner]) -> list[tuple[Placed, Owner | None]]:
+        """Hooks that see the whole batch, in order."""
+        found: list[tuple[Placed, Owner | None]] = [
+            (each, None) for each in (*self.whole[ALL], *self.whole[BATCH]) if here.has(each)
+        ]
+        found += [(each, owner) for owner in entered for each in owner.hooks if here.has(each)]
+        return sorted(found, key=lambda each: each[0].key)
 
-    def _mask(self, at: str, rows: int, columns: int) -> Tensor:
+    def _whole_hook(self, placed: Placed, owner: Owner | None, value: Any) -> Any:
+        hook = placed.hook
+        if placed.removed or (owner is not None and owner.closed):
+            return value
+        if hook.kind == "raise" or self._refused(hook):
+            raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
+        changed = self._apply(placed, value, owner)
+        if hook.at is None:
+            return changed
+        # Of a request that is entered: the model's call says which tokens are where.
+        mask = self._mask(hook.at, first(value).shape[0])[..., None]
+        return joined(value, changed, lambda old, new: torch.where(mask, new, old))
+
+    def _refused(self, hook: Hook) -> bool:
+        return hook.kind in NATIVE and values.refuses(hook, self.case.dtype)
+
+    def _mask(self, at: str, rows: int) -> Tensor:
+        columns = self.case.columns
         row = [ATS[at][1](position, columns) for position in range(columns)]
         return torch.tensor([row] * rows, dtype=torch.bool).reshape(rows, columns)
 
-    def _layout(self, name: str, number: int, step: Step) -> tuple[list[int], int, int]:
-        """Returns the places of a member's rows in a module's tensors, their number and dim."""
-        rows = self.live[number]
-        if step.gathered is None or name != "head":
-            return [*rows], self.size, self.case.dim
-        places = [place for place, row in enumerate(step.gathered) if row in rows]
-        return places, len(step.gathered), 0 if step.flat else self.case.dim
-
     def _segment(
-        self,
-        name: str,
-        phase: str,
-        value: Any,
-        step: Step,
-        segment: dict[int, list[Placed]],
-        *,
-        last: bool,
+        self, here: Here, value: Any, segment: dict[int, list[Placed]], *, last: bool
     ) -> Any:
-        busy = {
+        """Runs the hooks of members between two that see the whole batch."""
+        order = [
             number
             for number, own in segment.items()
-            if own or (last and self._has_keeps(self.owners[number], name, phase))
-        }
-        order = sorted(
-            (number for number in self.live if number in busy),
-            key=lambda number: all(each.hook.kind in NATIVE for each in segment[number]),
-        )
-        far = name == "head" and step.gathered is not None and step.form == "far"
-        if far and any(not self.owners[number].out for number in order):
-            # A function of the batch is wrong: the call raises, or the requests fail.
-            if self.choices.pick([True, False]):
-                raise RaisedInCallError("RowsError")  # noqa: EM101 (a name)
+            if own or (last and any(here.keeps(keep) for keep in self.owners[number].keeps))
+        ]
+        order.sort(key=lambda number: all(each.hook.kind in NATIVE for each in segment[number]))
+        far = here.gathered is not None and here.step.form == "far"
+        busy = far and any(not self.owners[number].out for number in order)
+        # A function of the batch is wrong: the call raises, or the requests fail.
+        if busy and self.choices.pick([True, False]):
+            raise RaisedInCallError("RowsError")  # noqa: EM101 (a name)
         acting = any(
             (each.hook.does and each.source not in self.done) or each.hook.kind == "interrupt"
             for number in order
@@ -435,170 +420,105 @@ class Oracle:
         if acting and len(order) > 1:
             order = self.choices.pick([*itertools.permutations(order)])
         for number in order:
-            value = self._member(name, phase, value, step, number, segment[number], last=last)
+            owner = self.owners[number]
+            if not owner.out and (cut := self._cut(here, owner, value)) is not None:
+                value = self._member(here, owner, cut, segment[number], last=last)
         return value
 
-    def _has_keeps(self, owner: Owner, name: str, phase: str) -> bool:
-        return any(
-            keep.what == name and keep.inputs == (phase == "forward_pre") for keep in owner.keeps
-        )
+    def _cut(self, here: Here, owner: Owner, value: Any) -> Cut | None:
+        """Cuts a member's rows out of a value; None if it has none, or fails."""
+        rows, step = self.live[owner.number], here.step
+        places, size, dim = [*rows], self.size, self.case.dim
+        if here.gathered is not None:
+            gathered, dim = here.gathered, 0 if step.flat else dim
+            if step.form in {"far", "long"} and gathered:
+                gathered = gathered[:-1] if step.form == "far" else gathered
+                owner.failed = any(row in rows for row in gathered)
+                return None
+            places = [place for place, row in enumerate(gathered) if row in rows]
+            size = len(gathered)
+        if not places:
+            return None
+        if not any(leaf.dim() > dim and leaf.shape[dim] == size for leaf in leaves(value)):
+            # A site serves what is there, or fails the request.
+            there = self.case.sites and max(places) < first(value).shape[dim]
+            if not (there and self.choices.pick([False, True])):
+                owner.failed = True
+                return None
+            owner.short = True
+        return Cut(value, places, dim)
 
     def _member(
-        self,
-        name: str,
-        phase: str,
-        value: Any,
-        step: Step,
-        number: int,
-        hooks: list[Placed],
-        *,
-        last: bool,
+        self, here: Here, owner: Owner, cut: Cut, hooks: list[Placed], *, last: bool
     ) -> Any:
-        owner = self.owners[number]
-        if owner.out:
-            return value
-        if name == "head" and step.gathered is not None and step.form in {"far", "long"}:
-            owner.failed = True
-            return value
-        places, size, dim = self._layout(name, number, step)
-        if not places:
-            return value
-        if not any(leaf.dim() > dim and leaf.shape[dim] == size for leaf in leaves(value)):
-            if self.case.sites:
-                return self._short_site(name, phase, value, step, owner, hooks, places)
-            owner.failed = True
-            return value
-        index = torch.tensor(places, dtype=torch.long)
-        narrowed = mapped(value, lambda leaf: values.taken(leaf, dim, index))
-        now, written, late = narrowed, None, False
+        """Returns the value behind the hooks of a member."""
+        now, written, late = cut.rows, None, False
         for placed in hooks:
             hook = placed.hook
-            if placed.removed or owner.closed or owner.failed:
+            owner.failed |= owner.expired and self.choices.pick([True, False])
+            if placed.removed or owner.out:
                 break
-            if owner.expired and self.choices.pick([True, False]):
-                owner.failed = True
-                break
+            failed = False
             if values.spoils(hook, self.case.dtype):
-                late = True  # seen once its other hooks ran, or at once
-                if self.choices.pick([True, False]):
-                    try:
-                        now = changed_part(
-                            now, hook.part, lambda x, hook=hook: values.spoiled(x, hook)
-                        )
-                    except (RuntimeError, NotImplementedError):
-                        break
-                    continue
-                owner.failed = True
-                return self._put_back(value, narrowed, written, dim, index)
+                # Seen once its other hooks ran, or at once.
+                late, failed = True, self.choices.pick([False, True])
             try:
-                now, failed = self._member_hook(placed, now, owner, step, places, dim, name)
+                if not failed:
+                    now, failed = self._member_hook(here, owner, placed, now, cut)
             except (RuntimeError, IndexError):
                 if not late:
                     raise
                 failed = True
-            if hook.kind == "write" and not failed:
-                written = now
             if failed:
                 owner.failed = True
-                return self._put_back(value, narrowed, written, dim, index)
+                return self._without(cut, written)
+            if hook.kind == "write":
+                written = now
         if late:
             # Its captures may have taken what was refused afterwards.
-            owner.spoiled |= {
-                number
-                for number, keep in enumerate(owner.keeps)
-                if keep.what == name and keep.inputs == (phase == "forward_pre")
-            }
+            owner.spoiled |= {at for at, keep in enumerate(owner.keeps) if here.keeps(keep)}
             owner.failed = True
-            return self._put_back(value, narrowed, written, dim, index)
-        if now is not narrowed:
+            return self._without(cut, written)
+        if now is not cut.rows:
             if owner.failed and not self.choices.pick([True, False]):
-                return self._put_back(value, narrowed, written, dim, index)
+                return self._without(cut, written)
             if self.case.dtype == values.FLOAT8 and self.choices.pick([False, True]):
                 owner.failed = True  # torch has few operations for it
-                return value
-            value = self._changed(value, narrowed, now, dim, index)
+                return cut.value
+        value = cut.put(now)
+        if owner.short:
+            owner.short, owner.failed = False, self.choices.pick([False, True])
         if last and not owner.out:
-            own = mapped(value, lambda leaf: values.taken(leaf, dim, index))
-            self._keep(owner, name, phase, own, self._tokens(step, places, name), step, dim)
+            self._keep(here, owner, Cut(value, cut.places, cut.dim).rows, cut)
         return value
 
-    def _changed(self, value: Any, narrowed: Any, now: Any, dim: int, index: Tensor) -> Any:
-        """Puts changed rows into a value."""
-        return joined(
-            value,
-            joined(narrowed, now, lambda old, new: None if new is old else new),
-            lambda old, new: old if new is None else values.put(old, dim, index, new),
-        )
-
-    def _put_back(
-        self, value: Any, narrowed: Any, written: Any, dim: int, index: Tensor
-    ) -> Any:
+    def _without(self, cut: Cut, written: Any) -> Any:
         """Returns a value whose rows go on without hooks; what was written in place may stay."""
         if written is None or self.choices.pick([False, True]):
-            return value
-        return self._changed(value, narrowed, written, dim, index)
+            return cut.value
+        return cut.put(written)
 
-    def _short_site(
-        self,
-        name: str,
-        phase: str,
-        value: Any,
-        step: Step,
-        owner: Owner,
-        hooks: list[Placed],
-        places: list[int],
-    ) -> Any:
-        """A site in a call with other rows than the batch: fails the request, or serves it."""
-        dim = self.case.dim
-        there = max(places) < first(value).shape[dim]
-        ways = ["fail", "fail steered", "serve"] if there else ["fail"]
-        way = self.choices.pick(ways)
-        if way != "fail":
-            index = torch.tensor(places, dtype=torch.long)
-            now = values.taken(first(value), dim, index)
-            for placed in hooks:
-                now, _ = self._member_hook(placed, now, owner, step, places, dim, name)
-            value = values.put(first(value), dim, index, now)
-            if way == "serve":
-                self._keep(owner, name, phase, now, self._tokens(step, places, name), step, dim)
-        owner.failed = way != "serve"
-        return value
-
-    def _tokens(self, step: Step, places: list[int], name: str) -> list[Any] | None:
+    def _tokens(self, here: Here, cut: Cut | None) -> list[Any] | None:
         """Returns the position of each row's token, or of each of its columns."""
-        if step.positions is None:
+        positions = here.step.positions
+        if positions is None or cut is None:
             return None
-        rows = places
-        if step.gathered is not None and name == "head":
-            rows = [step.gathered[place] for place in places]
-        return [step.positions[row] for row in rows]
+        gathered = here.gathered
+        return [positions[place if gathered is None else gathered[place]] for place in cut.places]
 
     def _member_hook(
-        self,
-        placed: Placed,
-        now: Any,
-        owner: Owner,
-        step: Step,
-        places: list[int],
-        dim: int,
-        name: str,
+        self, here: Here, owner: Owner, placed: Placed, now: Any, cut: Cut
     ) -> tuple[Any, bool]:
+        """Returns rows behind a hook; True if it fails its member."""
         hook = placed.hook
-        tokens = self._tokens(step, places, name)
         chosen: Tensor | None = None
         if hook.at is not None:
-            test, prompt = ATS[hook.at][1], owner.prompt
-            if tokens is None:
-                chosen = self._mask(hook.at, len(places), self.case.columns)
-            elif self.case.columns:
-                chosen = torch.tensor([[p >= 0 and test(p, prompt) for p in row] for row in tokens])
-            else:
-                flat = torch.tensor([p >= 0 and test(p, prompt) for p in tokens])
-                chosen = flat if dim == 0 else flat[None]
+            chosen = self._chosen(hook.at, owner.prompt, self._tokens(here, cut), cut)
             if not chosen.any():  # a hook that could not change them may be refused before
-                refused = hook.kind in NATIVE and values.refuses(hook, self.case.dtype)
-                return now, refused and self.choices.pick([False, True])
-        if hook.kind == "raise" or (hook.kind in NATIVE and values.refuses(hook, self.case.dtype)):
+                return now, self._refused(hook) and self.choices.pick([False, True])
+        if hook.kind == "raise" or (
+            self._refused(hook) and not values.spoils(hook, self.case.dtype)
+        ):
             return now, True
         changed = self._apply(placed, now, owner)
         if chosen is None:
@@ -606,9 +526,21 @@ class Oracle:
         mask = chosen[..., None]
         return joined(now, changed, lambda old, new: torch.where(mask, new, old)), False
 
+    def _chosen(self, at: str, prompt: int, tokens: list[Any] | None, cut: Cut) -> Tensor:
+        """Returns which of a member's tokens are at some positions."""
+        if tokens is None:
+            return self._mask(at, len(cut.places))
+        test = ATS[at][1]
+        if self.case.columns:
+            return torch.tensor([[p >= 0 and test(p, prompt) for p in row] for row in tokens])
+        flat = torch.tensor([p >= 0 and test(p, prompt) for p in tokens])
+        return flat if cut.dim == 0 else flat[None]
+
     def _apply(self, placed: Placed, value: Any, owner: Owner | None) -> Any:
         """Calls a hook on a value."""
         hook, case = placed.hook, self.case
+        if values.spoils(hook, case.dtype):
+            return changed_part(value, hook.part, lambda x: values.spoiled(x, hook))
         if hook.kind in NATIVE:
             return changed_part(value, hook.part, lambda x: values.intervened(case, hook, x))
         if hook.kind == "interrupt":
@@ -620,7 +552,7 @@ class Oracle:
         elif hook.kind in {"times", "write", "typed"}:
             value = changed_part(value, 0, lambda x: values.times(x, hook.seed))
         elif hook.kind == "mix":
-            dim = self._mix_dim(value)
+            dim = min(case.dim, first(value).dim() - 2)
             value = changed_part(value, 0, lambda x: values.mixed(x, dim))
         if hook.does and placed.source not in self.done:
             self.done.add(placed.source)
@@ -628,42 +560,81 @@ class Oracle:
                 self.happen(event, owner)
         return value
 
-    def _mix_dim(self, value: Any) -> int:
-        return min(self.case.dim, first(value).dim() - 2)
-
-    def _keep(
-        self,
-        owner: Owner,
-        name: str,
-        phase: str,
-        value: Any,
-        tokens: list[Any] | None,
-        step: Step,
-        dim: int = 0,
-    ) -> None:
-        case = self.case
+    def _keep(self, here: Here, owner: Owner, value: Any, cut: Cut | None) -> None:
+        tokens = self._tokens(here, cut)
         for number, keep in enumerate(owner.keeps):
-            if keep.what != name or keep.inputs != (phase == "forward_pre"):
+            if not here.keeps(keep):
                 continue
-            x = value if keep.part is None or phase == "forward_pre" else value[keep.part]
+            x = value if keep.part is None or here.phase == "forward_pre" else value[keep.part]
             x = x.detach().clone()
-            if keep.at is not None and tokens is None:
-                x = x[self._mask(keep.at, x.shape[0], case.columns)]
-                if not len(x):
-                    continue
-            kept = owner.kept.setdefault(number, [])
-            if tokens is None:
-                kept.append(x if keep.cut is None else x[keep.cut])
-                continue
-            test = (lambda p, n: True) if keep.at is None else ATS[keep.at][1]
-            for row, position in enumerate(tokens):
-                columns = position if case.columns else [position]
-                for column, each in enumerate(columns):
-                    if each < 0 or not test(each, owner.prompt):
+            if tokens is not None:
+                assert cut is not None
+                kept = [*self._kept_tokens(keep, owner.prompt, x, tokens, cut.dim)]
+            else:
+                if keep.at is not None:
+                    x = x[self._mask(keep.at, x.shape[0])]
+                    if not len(x):
                         continue
-                    token = x.select(dim, row)
-                    token = token[column] if case.columns else token[0] if dim else token
-                    kept.append((each, token if keep.cut is None else token[keep.cut]))
+                kept = [x if keep.cut is None else x[keep.cut]]
+            if kept:
+                owner.kept.setdefault(number, []).extend(kept)
+
+    def _kept_tokens(
+        self, keep: Keep, prompt: int, x: Tensor, tokens: list[Any], dim: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields the tokens that a capture has, with their positions."""
+        for row, position in enumerate(tokens):
+            for column, each in enumerate(position if self.case.columns else [position]):
+                if each < 0 or (keep.at is not None and not ATS[keep.at][1](each, prompt)):
+                    continue
+                token = x.select(dim, row)
+                if self.case.columns or dim:
+                    token = token[column]
+                yield each, token if keep.cut is None else token[keep.cut]
+
+
+@dataclass(frozen=True)
+class Here:
+    """A phase of a module."""
+
+    name: str
+    phase: str
+    step: Step
+
+    @property
+    def gathered(self) -> tuple[int, ...] | None:
+        """Rows of the batch that the module runs on, if they are others."""
+        return self.step.gathered if self.name == "head" else None
+
+    def has(self, placed: Placed) -> bool:
+        hook = placed.hook
+        return not placed.removed and (hook.what, hook.phase) == (self.name, self.phase)
+
+    def keeps(self, keep: Keep) -> bool:
+        return keep.what == self.name and keep.inputs == (self.phase == "forward_pre")
+
+
+@dataclass
+class Cut:
+    """Rows of a member, cut out of a value."""
+
+    value: Any
+    places: list[int]
+    dim: int
+
+    def __post_init__(self) -> None:
+        self._index = torch.tensor(self.places, dtype=torch.long)
+        self.rows = mapped(self.value, lambda leaf: values.taken(leaf, self.dim, self._index))
+
+    def put(self, now: Any) -> Any:
+        """Returns the value with changed rows."""
+        if now is self.rows:
+            return self.value
+        return joined(
+            self.value,
+            joined(self.rows, now, lambda old, new: None if new is old else new),
+            lambda old, new: old if new is None else values.put(old, self.dim, self._index, new),
+        )
 
 
 def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
