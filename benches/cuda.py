@@ -131,7 +131,7 @@ def graphs(device: str) -> dict[str, Sampler]:
 
         def steered() -> None:
             rows = {plan.open(): slice(at * each, (at + 1) * each) for at in range(REQUESTS)}
-            with fh.batch(rows):
+            with fh.batch(rows, size=len(x)):
                 replay_sited()
 
         replay()

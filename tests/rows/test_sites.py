@@ -93,7 +93,7 @@ def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) 
             if not live or changes % 10:
                 continue
             rows = {each[0]: slice(3 * at, 3 * at + 2) for at, each in enumerate(live)}
-            with fh.batch(rows):
+            with fh.batch(rows, size=12):
                 out = run(x)
             own = [(rows[request], vectors) for request, _, vectors, _ in live]
             expected = by_hand(model, x, own)
@@ -118,7 +118,7 @@ def test_with_inductor(model: Model) -> None:
         run = torch.compile(model, fullgraph=True)
         run(x)
         request = prepared.open()
-        with fh.batch({request: slice(2, 4)}):
+        with fh.batch({request: slice(2, 4)}, size=6):
             out = run(x)
         expected = by_hand(model, x, [(slice(2, 4), vectors)])
         assert torch.allclose(out, expected[-1], atol=1e-5)
@@ -186,7 +186,7 @@ def test_calls_in_other_contexts_are_not_served(model: Model) -> None:
     prepared, x = plan_of(vectors, keep=True).prepare(model), torch.randn(6, WIDTH)
     with torch.no_grad(), fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         request, found = prepared.open(), []
-        with fh.batch({request: slice(0, 2)}):
+        with fh.batch({request: slice(0, 2)}, size=3):
             out = model(x[:3])
             thread = threading.Thread(target=lambda: found.append(model(x)))
             thread.start()
@@ -204,7 +204,7 @@ def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
         plans = [plan_of(vectors, keep=keep).prepare(model) for keep in (False, True)]
         steered, kept = (each.open() for each in plans)
         x = torch.randn(2, 3, WIDTH)
-        with fh.batch({steered: 0, kept: 1}):
+        with fh.batch({steered: 0, kept: 1}, size=2):
             out = model(x)
     both = [(slice(0, 2), vectors)]
     assert torch.allclose(out, by_hand(model, x, both)[-1], atol=1e-6)
@@ -229,23 +229,26 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         fine = good.open()
         for plan, message in refused:
             request = plan.prepare(model).open()
-            batch = fh.batch({fine: 0, request: 1})
+            batch = fh.batch({fine: 0, request: 1}, size=4)
             with pytest.raises(fh.RowsError, match=message) as raised, batch:
                 pass
             assert raised.value.member is request
         with (
             pytest.raises(fh.RowsError, match="requests of plans"),
-            fh.batch({fine: 0, fh.scope(): 1}),
+            fh.batch({fine: 0, fh.scope(): 1}, size=4),
         ):
             pass
-        with pytest.raises(fh.RowsError, match="room for 4 rows"), fh.batch({fine: 4}):
+        with pytest.raises(fh.RowsError, match="room for 4 rows"), fh.batch({fine: 4}, size=5):
             pass
         with pytest.raises(fh.RowsError, match="dimension"), fh.batch({fine: 0}, dim=1):
             pass
         more = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model).open()
-        with pytest.raises(fh.RowsError, match="room for 1 plans"), fh.batch({fine: 0, more: 1}):
+        with (
+            pytest.raises(fh.RowsError, match="room for 1 plans"),
+            fh.batch({fine: 0, more: 1}, size=4),
+        ):
             pass
-        with fh.batch({fine: 0}):
+        with fh.batch({fine: 0}, size=4):
             model(torch.randn(4, WIDTH))
             with pytest.raises(fh.HookError, match="after the batch"):
                 sites.close()
@@ -266,14 +269,14 @@ def test_captures_of_two_calls_in_a_batch_are_told_of(model: Model) -> None:
     with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         prepared = plan.prepare(model)
         request, silent = prepared.open(), prepared.open()
-        with fh.batch({request: 0}):
+        with fh.batch({request: 0}, size=4):
             model(torch.randn(4, WIDTH))
             model(torch.randn(4, WIDTH))
         assert "2 times" in str(request.error)
-        with pytest.warns(fh.NeverFiredWarning), fh.batch({silent: 0}):
+        with pytest.warns(fh.NeverFiredWarning), fh.batch({silent: 0}, size=4):
             pass
         big = fh.Plan(fh.keep("layers.*", max_bytes=WIDTH * 4 * 2)).prepare(model).open()
-        with fh.batch({big: 0}):
+        with fh.batch({big: 0}, size=4):
             model(torch.randn(4, WIDTH))
         assert isinstance(big.error, fh.CaptureBudgetError)
 
@@ -295,7 +298,7 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
             requests = [plan_of(each, keep=True).prepare(model).open() for each in vectors]
             rows = {requests[0]: slice(0, 2), requests[1]: slice(3, 5)}
             x.normal_()
-            with fh.batch(rows):
+            with fh.batch(rows, size=6):
                 graph.replay()
             expected = by_hand(model, x, [*zip(rows.values(), vectors, strict=True)])
             assert torch.allclose(out, expected[-1], atol=1e-5)

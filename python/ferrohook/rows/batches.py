@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,7 +16,7 @@ from ferrohook.arguments import at_least_one, expect
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import masks_of, places_of
-from ferrohook.rows.site_tables import serving_sites
+from ferrohook.rows.site_tables import open_sites
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -38,12 +39,15 @@ class Batch(BatchBase, Scope):
     """
 
     _positions: tuple[Tensor, Lengths] | None = None
+    _sited: weakref.ref[nn.Module] | None = None
+    """Model whose sites serve it, if it has some."""
     _sites: Sites | None = None
     warns = True
     """Warns as it is left of members no module of which ran; `silent` lists them."""
 
     def _begin(self) -> None:
         """Sets the positions of the requests; called as the batch is entered."""
+        self._sites = None if self._sited is None else open_sites(self._sited())
         if self._sites is not None:
             self._sites.begin_service(self)
             self._serve()
@@ -100,7 +104,7 @@ class Batch(BatchBase, Scope):
     def _end_service(self) -> None:
         """Takes what sites kept; called as the batch is left."""
         if self._sites is not None:
-            self._sites.end_service()
+            self._sites.end_service(self)
 
     @property
     def errors(self) -> dict[Frame, BaseException]:
@@ -199,7 +203,8 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     if positions is not None:
         made._positions = (positions, {} if lengths is None else lengths)
     made.warns = warn
-    made._sites = serving_sites(models)
+    if models:
+        made._sited = weakref.ref(models[0])
     return made
 
 

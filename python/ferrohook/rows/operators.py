@@ -1,71 +1,89 @@
 """The operators of sites, for graphs that are compiled or replayed: `steer` and `tap`.
 
 They read tables whose contents alone change between calls. On the CPU, where their kernels run in
-each call, they do nothing in a context that the batch is not entered in.
+each call, a call that the site does not serve passes through.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ferrohook.errors import HookTypeError
 
-MISFIT = -1
-"""Count of calls of a site whose output is not of (rows, width)."""
+MISFIT = -(1 << 62)
+"""Count of calls of a site that had an output which it cannot keep, or less."""
+_ROWS = 1 << 32
+_WIDER = {
+    torch.float64: {torch.float64, torch.float32, torch.float16, torch.bfloat16},
+    torch.float32: {torch.float32, torch.float16, torch.bfloat16},
+}
+"""Dtypes of tables, and those whose values they hold exactly."""
 
 
-class Owner(Protocol):
-    """Owner of tables."""
+class Site(Protocol):
+    """A site on the CPU, where kernels ask it."""
 
-    def serves_here(self) -> bool:
-        """True in a context that has entered the batch that it serves."""
+    def serves(self, x: Tensor) -> bool:
+        """Returns True for the output of a call that it serves."""
         ...
 
     def keeps(self) -> bool:
-        """True if rows of the batch that it serves are kept."""
+        """Returns True if rows of that call are kept."""
         ...
 
 
-_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_SITES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def own(rows: Tensor, owner: Owner) -> None:
-    """Makes `owner` the one of a site's rows, those of `steer` or `tap`."""
-    _OWNERS[rows.data_ptr()] = owner
+def assign(rows: Tensor, site: Site) -> None:
+    """Makes `site` the one of a row of the tables, of `steer` or `tap`."""
+    _SITES[rows.data_ptr()] = site
 
 
-def _owner(x: Tensor, rows: Tensor) -> Owner | None:
-    """Returns the owner on the CPU, where a kernel may ask it."""
-    return _OWNERS.get(rows.data_ptr()) if x.is_cpu else None
+def _site(x: Tensor, rows: Tensor) -> Site | None:
+    return _SITES.get(rows.data_ptr()) if x.is_cpu else None
 
 
-# Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
-_LIBRARY: Final = torch.library.Library("ferrohook", "FRAGMENT")
-_LIBRARY.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
-_LIBRARY.define("tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()")
+def calls_of(count: int) -> tuple[int, int]:
+    """Returns the calls that a site has counted, and the rows of all of them."""
+    return count % _ROWS, count // _ROWS
+
+
+def misfit(x: Tensor, table: Tensor, dim: int) -> str | None:
+    """Returns why a site cannot serve an output; None if it can."""
+    shape, width = x.shape, table.shape[-1]
+    if len(shape) < dim + 2 or shape[-1] != width:
+        return (
+            f"a tensor of the shape {tuple(shape)}, where sites have rows in dimension {dim} and a "
+            f"width of {width}"
+        )
+    if x.dtype not in _WIDER.get(table.dtype, {table.dtype}):
+        return f"a tensor of {x.dtype}, where sites have {table.dtype}: give them its dtype"
+    if x.device != table.device or x.layout != table.layout:
+        return f"a tensor of {x.layout} on {x.device}, where sites have {table.device}"
+    return None
 
 
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
-    owner = _owner(x, index)
-    if owner is not None and not owner.serves_here():
-        return x.clone()
-    shape, width = x.shape, table.shape[1]
-    if len(shape) < dim + 2 or shape[-1] != width:
-        msg = (
-            f"sites of the width {width} with rows in dimension {dim} got a tensor of the "
-            f"shape {tuple(shape)}"
-        )
+    site = _site(x, index)
+    if site is not None:
+        if not site.serves(x):
+            return x.clone()
+    elif (reason := misfit(x, table, dim)) is not None:
+        msg = f"a site got {reason}"
         raise HookTypeError(msg)
+    shape = x.shape
     rows = table.index_select(0, index[: shape[dim]])
     if rows.dtype != x.dtype:
         rows = rows.to(x.dtype)
     count = rows.shape[0]
     if len(shape) > dim + 2:
-        rows = rows.view(count, *[1] * (len(shape) - dim - 2), width)
+        rows = rows.view(count, *[1] * (len(shape) - dim - 2), shape[-1])
     if count == shape[dim]:
         return x + rows
     steered = x.clone()  # rows behind those of the tables are nobody's
@@ -73,39 +91,33 @@ def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
     return steered
 
 
-_LIBRARY.impl("steer", _steer, "CompositeExplicitAutograd")
-
-
 def _steer_fake(x: Tensor, *_tables: Any) -> Tensor:
     return torch.empty_like(x)
-
-
-torch.library.register_fake("ferrohook::steer", _steer_fake)
 
 
 def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None
 
 
-torch.library.register_autograd("ferrohook::steer", _steer_backward)
-
-
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
-    owner = _owner(x, places)
-    if owner is not None:
-        if not owner.serves_here():
-            return
-        if not owner.keeps():
-            calls.add_(1)
-            return
+    site = _site(x, places)
+    if site is not None and not site.serves(x):
+        return
+    if misfit(x, kept, dim) is not None:
+        calls.fill_(MISFIT)
+        return
+    call = x.shape[dim] * _ROWS + 1
+    if site is not None and not site.keeps():
+        calls.add_(call)
+        return
     rows = x.movedim(dim, 0)[: len(places)]
     if rows.numel() != len(rows) * kept.shape[1]:
         calls.fill_(MISFIT)
         return
-    calls.add_(1)
+    calls.add_(call)
     places = places[: len(rows)]
     rows = rows.reshape(len(rows), -1)
-    if owner is not None:
+    if site is not None:
         # Without a graph to replay, rows that nobody keeps cost nothing.
         wanted = (places < len(kept) - 1).nonzero().flatten()
         if not len(wanted):
@@ -114,16 +126,51 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
     kept.index_copy_(0, places, rows.to(kept.dtype))
 
 
-_LIBRARY.impl("tap", _tap, "CompositeExplicitAutograd")
-
-
 def _tap_fake(*_tables: Any) -> None:
     pass
 
 
-torch.library.register_fake("ferrohook::tap", _tap_fake)
+# Not by `torch.library.custom_op`, whose wrappers take longer than the operators.
+def _define(library: torch.library.Library) -> None:
+    library.define("steer(Tensor x, Tensor table, Tensor index, SymInt dim) -> Tensor")
+    library.define(
+        "tap(Tensor x, Tensor(a!) kept, Tensor(b!) calls, Tensor places, SymInt dim) -> ()"
+    )
+    library.impl("steer", _steer, "CompositeExplicitAutograd")
+    library.impl("tap", _tap, "CompositeExplicitAutograd")
+    torch.library.register_fake("ferrohook::steer", _steer_fake, lib=library)
+    torch.library.register_fake("ferrohook::tap", _tap_fake, lib=library)
+    torch.library.register_autograd("ferrohook::steer", _steer_backward, lib=library)
 
-steer = torch.ops.ferrohook.steer
-"""`steer(x, table, index, dim)`: `x` plus a row of the table for each of its rows."""
-tap = torch.ops.ferrohook.tap
-"""`tap(x, kept, calls, places, dim)`: copies rows of `x` to their places, and counts the call."""
+
+class _Definition:
+    """The operators' library: whole, or taken back by the next attempt."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempts: list[torch.library.Library] = []
+        self._whole = False
+
+    def complete(self) -> None:
+        with self._lock:
+            if self._whole:
+                return
+            while self._attempts:  # interrupted
+                self._attempts[-1]._destroy()
+                self._attempts.pop()
+            self._attempts.append(torch.library.Library("ferrohook", "FRAGMENT"))
+            _define(self._attempts[-1])
+            self._whole = True
+
+
+_DEFINITION = _Definition()
+
+
+def define() -> None:
+    """Defines the operators, once.
+
+    `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each
+    of its rows; `tap(x, kept, calls, places, dim)` copies rows of `x` to their places and counts
+    the call.
+    """
+    _DEFINITION.complete()

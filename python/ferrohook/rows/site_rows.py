@@ -29,8 +29,10 @@ class Kept(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Rows that a request keeps of the calls since the tables were written."""
+    """Rows that a member keeps of the calls since the tables were written."""
 
+    number: int
+    """Its place in the batch."""
     request: Request
     kept: Kept
     rows: list[int]
@@ -50,22 +52,15 @@ class Program:
     """Row of the tables that has its vectors; 0 for none."""
 
     @cached_property
+    def sites(self) -> frozenset[int]:
+        """The sites at which it does anything."""
+        changed = (site for _, sites in self.changes for site in sites)
+        return frozenset(changed).union(*(kept.sites for kept in self.kept))
+
+    @cached_property
     def everywhere(self) -> bool:
         """True if it changes all sites at all positions."""
         return self.changes == [(None, [*range(len(self.vectors))])]
-
-
-def taken_from(kept: Tensor, places: list[int]) -> tuple[Tensor, ...]:
-    """Takes rows of each site: views where they stand in order, one behind the other.
-
-    Args:
-        kept: (sites, rows, width).
-        places: of the rows.
-    """
-    first = places[0]
-    if places == [*range(first, first + len(places))]:
-        return kept.narrow(1, first, len(places)).unbind()
-    return kept[:, places].unbind()
 
 
 class SiteRows:
@@ -83,12 +78,13 @@ class SiteRows:
 
     def add(
         self,
+        number: int,
         request: Request,
         program: Program,
         rows: list[int],
         positions: list[int] | None,
     ) -> None:
-        """Adds the rows of a request."""
+        """Adds the rows of a member."""
         sites, count = self._shape
         if program.everywhere:
             for row in rows:
@@ -105,7 +101,7 @@ class SiteRows:
             taken = [rows[place] for place in places]
             known = None if positions is None else [positions[place] for place in places]
             self._kept.setdefault(kept.sites, []).extend(taken)
-            self.wanted.append(Wanted(request, kept, taken, known))
+            self.wanted.append(Wanted(number, request, kept, taken, known))
 
     def places(self) -> Tensor:
         """Returns the place of each row at each site; `nobody` for those that are not kept."""

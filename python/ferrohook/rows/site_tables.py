@@ -17,7 +17,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import operators
-from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, taken_from
+from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
 from ferrohook.selection import select
 from ferrohook.steering import Add
 
@@ -35,9 +35,9 @@ NOBODY = -0.0
 """Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
 
 
-def serving_sites(models: list[nn.Module]) -> Sites | None:
-    """Returns the open sites of a batch's model, if it has some."""
-    return _OPEN.get(models[0]) if models else None
+def open_sites(model: nn.Module | None) -> Sites | None:
+    """Returns the open sites of a model, if it has some."""
+    return None if model is None else _OPEN.get(model)
 
 
 class _Form(NamedTuple):
@@ -52,11 +52,29 @@ class _Form(NamedTuple):
     """Dtype and device."""
 
 
+class _Site:
+    """A site on the CPU, for its operators."""
+
+    __slots__ = ("__weakref__", "_number", "_sites")
+
+    def __init__(self, sites: Sites, number: int) -> None:
+        self._sites = weakref.ref(sites)
+        self._number = number
+
+    def serves(self, x: Tensor) -> bool:
+        """Returns True for the output of a call that it serves."""
+        sites = self._sites()
+        return sites is not None and sites._serves(self._number, x)
+
+    def keeps(self) -> bool:
+        """Returns True if rows of that call are kept."""
+        sites = self._sites()
+        return sites is not None and bool(sites._wanted)
+
+
 class _Served(NamedTuple):
     """A member of the batch that sites serve."""
 
-    number: int
-    """Its place in the batch."""
     request: Request
     program: Program
 
@@ -75,12 +93,19 @@ class Sites:
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
-        self._served: list[_Served] = []
+        """The batch that was served last; it is served until it is closed."""
+        self._served: dict[int, _Served] = {}
+        """Members, by their place in the batch."""
         self._wanted: list[Wanted] = []
+        self._positions: list[int] | None = None
+        self._version: int | None = None
+        """Changes of the members' hooks that the tables know of; None while they are written."""
         self._written = 0
-        """Rows of the tables that were written last; nobody's stand behind them."""
+        """Rows of the tables that may be somebody's; nobody's stand behind them."""
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
+        operators.define()
+        self._sites = [_Site(self, number) for number in range(count)]
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
         self._attachment = Attachment()
@@ -99,14 +124,15 @@ class Sites:
         table, index = tables
         kept, calls, places = taps
         dim, part = self.dim, self._part
-        operators.own(index, self)
-        operators.own(places, self)
+        operators.assign(index, self._sites[site])
+        operators.assign(places, self._sites[site])
+        steer, tap = torch.ops.ferrohook.steer, torch.ops.ferrohook.tap
 
         def changed(x: Tensor) -> Tensor:
-            return cast("Tensor", operators.steer(x, table, index, dim))
+            return cast("Tensor", steer(x, table, index, dim))
 
         def keep(x: Tensor) -> None:
-            operators.tap(x.detach(), kept, calls, places, dim)
+            tap(x.detach(), kept, calls, places, dim)
 
         def whole(_module: nn.Module, _args: object, output: Any) -> Any:
             output = changed(output)
@@ -139,7 +165,7 @@ class Sites:
             HookError: a batch is entered.
         """
         with self._lock:
-            if self._serving is not None:
+            if self._serves_another(None):
                 msg = "sites are closed after the batch that they serve is left"
                 raise HookError(msg)
             handles, self._handles = self._handles, []
@@ -158,39 +184,31 @@ class Sites:
     def __repr__(self) -> str:
         return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
 
-    def serves_here(self) -> bool:
-        """True in a context that has entered the batch that it serves."""
-        batch = self._serving
-        return batch is not None and batch in frames.get()
-
-    def keeps(self) -> bool:
-        """True if rows of the batch that it serves are kept."""
-        return bool(self._wanted)
+    def _serves_another(self, batch: BatchBase | None) -> bool:
+        """True while another batch is served: one that is closed was interrupted, or left."""
+        serving = self._serving
+        return serving is not None and serving is not batch and not serving.closed
 
     def begin_service(self, batch: BatchBase) -> None:
-        """Begins to serve a batch that is entered.
+        """Begins to serve a batch that is being entered.
 
         Raises:
             RowsError: a member or its rows cannot be served; `member` is that one.
         """
-        if batch.dim != self.dim:
-            msg = f"these sites have the rows in dimension {self.dim}, the batch in {batch.dim}"
-            raise RowsError(msg)
-        if max(batch._named, batch.size or 0) > self.max_rows:
-            msg = f"these sites have room for {self.max_rows} rows, the batch has more"
-            raise RowsError(msg)
-        served = []
+        if (reason := self._refusal(batch)) is not None:
+            raise RowsError(reason)
+        served = {}
         trees: set[ModuleTree] = set()
         for number, request in enumerate(batch.members):
             if request.failed:
                 continue
             try:
-                served.append(self._check(number, request, trees))
+                served[number] = self._check(request, trees)
             except HookError as error:
                 refusal = RowsError(str(error))
                 refusal.member = request
                 raise refusal from error
-        programs = {id(each.program): each.program for each in served}
+        programs = {id(each.program): each.program for each in served.values()}
         if len(programs) > self.max_requests:
             msg = (
                 f"these sites have room for {self.max_requests} plans, the batch has "
@@ -198,23 +216,39 @@ class Sites:
             )
             raise RowsError(msg)
         with self._lock:
-            if self._serving is not None:
+            if self._serves_another(batch):
                 msg = "sites serve one batch at a time"
                 raise RowsError(msg)
             self._serving = batch
-        self._calls.zero_()  # of calls outside of batches
-        try:
-            self._settle([*programs.values()])
-        except BaseException:
-            self._serving = None
-            raise
-        self._served = served
+        # What an interrupted batch has left is nobody's.
+        self._served, self._wanted, self._version = served, [], None
+        self._settle([*programs.values()])
 
-    def _check(self, number: int, request: Any, trees: set[ModuleTree]) -> _Served:
+    def _refusal(self, batch: BatchBase) -> str | None:
+        """Returns why a batch cannot be served, whoever its members are; None if it can."""
+        if self.closed:
+            return "these sites were closed"
+        if batch.dim != self.dim:
+            return f"these sites have the rows in dimension {self.dim}, the batch in {batch.dim}"
+        if batch.size is None:
+            return "sites find rows by their number in the batch: give it size or positions"
+        if batch.size > self.max_rows:
+            return f"these sites have room for {self.max_rows} rows, the batch has {batch.size}"
+        if self._gathers(batch):
+            return "sites have the rows of the batch, and a module in gathered has others"
+        return None
+
+    def _gathers(self, batch: BatchBase) -> bool:
+        model = self._model()
+        if model is None or not batch._gathered:
+            return False
+        gathered = {id(module) for module in batch._gathered}
+        return any(id(model.get_submodule(name)) in gathered for name in self.names)
+
+    def _check(self, request: Any, trees: set[ModuleTree]) -> _Served:
         """Returns a member that can be served.
 
         Args:
-            number: its place in the batch.
             request: a member of a batch.
             trees: those of its other members, which hold.
         """
@@ -230,7 +264,7 @@ class Sites:
                 msg = "modules of the model were replaced since the plan was prepared"
                 raise HookError(msg)
             trees.add(prepared.tree)
-        return _Served(number, request, program)
+        return _Served(request, program)
 
     def _program(self, prepared: Prepared) -> Program:
         model = self._model()
@@ -310,84 +344,149 @@ class Sites:
 
     def write(self, positions: list[int] | None) -> None:
         """Writes the rows of the batch into the tables, for the calls from now on."""
+        self._collect()
+        self._write(positions)
+
+    def _write(self, positions: list[int] | None) -> None:
         batch = self._serving
         if batch is None:
             return
-        self._collect()
+        self._version, version = None, batch._version()
         rows = SiteRows(len(self.names), batch._named, self.max_rows)
-        for number, request, program in self._served:
+        for number in batch._live():
+            request, program = self._served[number]
             own = batch._rows(number)
-            if not request.failed and own:
-                at = None if positions is None else [positions[row] for row in own]
-                rows.add(request, program, own, at)
-        before, self._written = self._written, batch._named
-        self._index[:, : self._written] = rows.index()
-        if self._written < before:
-            self._index[:, self._written : before] = 0
+            at = None if positions is None else [positions[row] for row in own]
+            try:
+                rows.add(number, request, program, own, at)
+            except RowsError as error:
+                error.member = request
+                raise
+        before, self._written = self._written, max(self._written, batch._named)
+        self._index[:, : batch._named] = rows.index()
+        if batch._named < before:
+            self._index[:, batch._named : before] = 0
         if rows.wanted:
-            self._places[:, : self._written] = rows.places()
+            self._places[:, : batch._named] = rows.places()
+        self._written = batch._named
         self._wanted = rows.wanted
         self._calls.zero_()
+        self._positions, self._version = positions, version
+
+    def _serves(self, site: int, x: Tensor) -> bool:
+        """Returns True for an output, on the CPU, with the rows of the batch of this context.
+
+        One without them fails the requests that have hooks here.
+        """
+        batch = self._serving
+        if batch is None or batch not in frames.get() or batch.closed:
+            return False
+        if self._version != batch._version():
+            self._collect()
+            self._write(self._positions)
+        reason = operators.misfit(x, self._table, self.dim)
+        if reason is None and x.shape[self.dim] == batch.size:
+            return True
+        self._fail_at(site, reason or f"a tensor with {x.shape[self.dim]} rows")
+        return False
+
+    def _fail_at(self, site: int, got: str) -> None:
+        """Fails the requests that have hooks at a site which has other rows than the batch."""
+        batch = cast("BatchBase", self._serving)
+        msg = (
+            f"the {batch.size} rows of the batch are found in dimension {self.dim} of no tensor at "
+            f"the site {self.names[site]!r}, which has {got}"
+        )
+        for number in batch._live():
+            if site in self._served[number].program.sites:
+                batch._fail(number, RowsError(msg))
 
     def _collect(self) -> None:
-        """Stores what was kept since the last `write` with the requests."""
+        """Stores what was kept since the tables were written with the requests."""
         batch, wanted = self._serving, self._wanted
         if wanted:
             self._wanted = []
             self._places[:, : self._written] = self.max_rows
-        if batch is None:
+        if batch is None or self._version is None:
             return
-        ran = self._calls.tolist() if wanted or self._calls.device.type == "cpu" else None
-        if ran is None or any(ran):
-            for number in range(len(batch.members)):
-                batch._mark_ran(number)
-        rows = sorted({row for each in wanted for row in each.rows})
-        if not rows or ran is None:
+        on_cpu = self._calls.device.type == "cpu"
+        counts = self._calls.tolist() if wanted or on_cpu else None  # else nobody waits for a GPU
+        ran = None if counts is None else [operators.calls_of(count) for count in counts]
+        self._mark_ran(ran)
+        live = {each.number for each in wanted}
+        if not on_cpu:  # where no call asks for the members
+            batch._version()
+            self._check_rows(ran or [])
+            live &= {*batch._live()}
+        wanted = [each for each in wanted if each.rows and each.number in live]
+        if not wanted or ran is None:
             return
-        at = {row: place for place, row in enumerate(rows)}
+        rows = [row for each in wanted for row in each.rows]
         with torch.inference_mode(mode=False):
             kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
-            for each in wanted:
-                if not each.request.failed and each.rows:
-                    self._store(each, ran, kept, [at[row] for row in each.rows])
+            parts = kept.split([len(each.rows) for each in wanted], 1)
+            for each, own in zip(wanted, parts, strict=True):
+                if each.number in live and not self._stores(
+                    each, ran, own if len(wanted) == 1 else own.clone()
+                ):
+                    live.discard(each.number)
 
-    def _store(self, wanted: Wanted, ran: list[int], kept: Tensor, places: list[int]) -> None:
-        """Stores the rows of a request, or fails it."""
-        request, (capture, sites, names, _) = wanted.request, wanted.kept
+    def _check_rows(self, ran: list[tuple[int, int]]) -> None:
+        """Fails the requests with hooks at sites that had other rows than the batch."""
+        batch = cast("BatchBase", self._serving)
+        for site, (calls, rows) in enumerate(ran):
+            if calls and rows >= 0 and rows != calls * cast("int", batch.size):
+                self._fail_at(site, f"{rows} in {calls} calls")
+
+    def _mark_ran(self, ran: list[tuple[int, int]] | None) -> None:
+        """Marks the members whose sites ran; all on a GPU, which is not asked."""
+        batch = cast("BatchBase", self._serving)
+        for number, (_, program) in self._served.items():
+            if ran is None or any(ran[site] != (0, 0) for site in program.sites):
+                batch._mark_ran(number)
+
+    def _stores(self, wanted: Wanted, ran: list[tuple[int, int]], rows: Tensor) -> bool:
+        """Stores the rows of a request at its sites, or fails it and returns False."""
+        number, request, (capture, sites, names, _), _, positions = wanted
         try:
             for site in sites:
                 self._check_calls(site, ran[site])
-            own = taken_from(kept, places)
             stored = [
-                (name, own[site]) for site, name in zip(sites, names, strict=True) if ran[site]
+                (name, rows[site]) for site, name in zip(sites, names, strict=True) if ran[site][0]
             ]
-            store_rows(request.collector(capture), stored, wanted.positions)
-        except HookError as error:
-            request.fail(error)
+            store_rows(request.collector(capture), stored, positions)
+        except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
+            cast("BatchBase", self._serving)._fail(number, error)
+            return False
+        return True
 
-    def _check_calls(self, site: int, calls: int) -> None:
-        if 0 <= calls <= 1:
-            return
+    def _check_calls(self, site: int, ran: tuple[int, int]) -> None:
+        calls, rows = ran
         name = self.names[site]
-        if calls < 0:
+        if rows < 0:
             msg = (
                 f"the output of {name!r} is not of (rows, width), with rows in dimension "
-                f"{self.dim} and a width of {self._kept.shape[-1]}: a site cannot keep it"
+                f"{self.dim}, a width of {self._kept.shape[-1]} and {self._kept.dtype}: a site "
+                "cannot keep it"
             )
             raise RowsError(msg)
-        msg = (
-            f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch for "
-            "each call"
-        )
-        raise RowsError(msg)
+        if calls > 1:
+            msg = (
+                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
+                "for each call"
+            )
+            raise RowsError(msg)
 
-    def end_service(self) -> None:
+    def end_service(self, batch: BatchBase) -> None:
         """Stores what was kept, and ends the service of a batch."""
+        if self._serving is not batch:
+            return
         try:
             self._collect()
         finally:
             self._index[:, : self._written] = 0
-            self._served = []
+            self._written = 0
+            self._served, self._wanted = {}, []
             self._serving = None
 
 
@@ -408,12 +507,16 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     Lay them before the model is compiled. From then on `batch` serves the requests of this model by
     the contents of tables, eager or compiled or as a replayed graph, and nothing is traced anew:
     `ferrohook::steer` adds the vectors of `Add` to their rows, `ferrohook::tap` keeps the rows of
-    `keep`. A request whose plan needs anything else, or another module, is refused as the batch is
-    entered. Sites serve one batch at a time; captures are of one call in each batch (or between two
-    calls of `Batch.move`). A request that fails has its rows steered until the next of these.
+    `keep`. What they cannot serve is refused as the batch is entered: a plan that needs anything
+    else, or another module; hooks of the request itself; a site in `gathered`; a batch without
+    `size` or positions. Sites serve one batch at a time; captures are of one call in each batch (or
+    between two calls of `Batch.move`).
 
-    On the CPU, calls in contexts that have not entered the batch are not served. A GPU has one
-    table for all calls: make none beside the batch.
+    A call in which the rows are not found fails the requests that have hooks at the site, as in any
+    batch. On the CPU a request that fails, is closed or is late is served no more, and neither are
+    calls in contexts that have not entered the batch. A GPU has one table for all calls: make none
+    beside the batch. There a request that ends is steered until the next batch or `move`, and other
+    rows than those of the batch are found where some are kept.
 
     Several vectors that a request adds at a site are added up first.
 
@@ -428,7 +531,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
             residual; the vector is added to the hidden state, and the sum is kept.
         width: last dimension; None for `hidden_size` of the model's `config`, or for that of a
             Linear, Embedding or LayerNorm.
-        dtype: of the tables; None for that of the model's first parameter of floating point.
+        dtype: of the tables and of captures, that of the outputs or a wider one; None for that of
+            the model's first parameter of floating point.
         device: of the tables; None for that of the model's first parameter.
 
     Raises:

@@ -257,6 +257,13 @@ impl Frame {
         let _ = self.error.set(copied(py, error));
     }
 
+    /// True if it has hooks besides those that it shares.
+    pub fn has_own_hooks(&self) -> bool {
+        let modules = self.modules.lock();
+        let mut own = modules.hooks.values();
+        own.any(|it| Phase::ALL.iter().any(|phase| it.hooks.occupied(*phase)))
+    }
+
     /// True if it has a hook that needs gradients.
     pub fn needs_gradients(&self) -> bool {
         let own = self.backward.load(Ordering::Relaxed);
@@ -271,13 +278,13 @@ impl Frame {
 
     /// Notes that it gets a hook: one that needs gradients, one that runs Python.
     pub fn note_hook(&self, py: Python<'_>, backward: bool, python: bool) -> PyResult<()> {
+        if let Some(slot) = self.slot() {
+            slot.check_hook(py, backward)?;
+        }
         if python {
             self.python.store(true, Ordering::Relaxed);
         }
         if backward {
-            if let Some(slot) = self.slot() {
-                slot.check_gradients(py)?;
-            }
             self.backward.store(true, Ordering::Relaxed);
         }
         Ok(())

@@ -13,8 +13,8 @@ pub trait Slot: Any + Send + Sync {
         false
     }
 
-    /// Raises if the frame takes no hook that needs gradients.
-    fn check_gradients(&self, _py: Python<'_>) -> PyResult<()> {
+    /// Raises if the frame takes no hook, or none that needs gradients.
+    fn check_hook(&self, _py: Python<'_>, _gradients: bool) -> PyResult<()> {
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
+use pyo3::exceptions::{PyBaseException, PyTimeoutError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -17,6 +18,7 @@ use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_type_error, rows_error, type_name};
+use crate::hooks::site::{is_fault, log_error};
 use crate::rows::given;
 use crate::rows::member::Membership;
 use crate::rows::merged::MergedHooks;
@@ -30,6 +32,35 @@ pub struct Member {
     pub rows: Rows,
     /// True once one of its hooks ran.
     pub ran: AtomicBool,
+}
+
+impl Member {
+    /// Fails it, for this reason, and logs that.
+    pub fn fail(&self, py: Python<'_>, error: &PyErr) {
+        if !self.frame.get().end(py, error) {
+            return;
+        }
+        let frame = self.frame.bind(py).repr();
+        let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
+        let message = format!("{frame} failed in a batch: its rows go on without hooks");
+        if let Err(unlogged) = log_error(py, &message, error) {
+            unlogged.write_unraisable(py, None);
+        }
+    }
+
+    /// Fails it if its deadline has passed, and returns true then. `now` is read when first needed.
+    pub fn expire(&self, py: Python<'_>, now: &mut Option<Instant>) -> bool {
+        let frame = self.frame.get();
+        let passed = !frame.failed()
+            && frame
+                .deadline()
+                .is_some_and(|deadline| *now.get_or_insert_with(Instant::now) > deadline);
+        if passed {
+            let error = PyTimeoutError::new_err("the deadline of the request has passed");
+            self.fail(py, &error);
+        }
+        passed
+    }
 }
 
 /// Rows that the tensors of one module have.
@@ -188,9 +219,56 @@ impl BatchBase {
         let _former = self.positions.lock().replace(Arc::new(positions));
     }
 
-    /// Has sites serve the members: their own hooks fire in no call.
-    fn _serve(&self) {
+    /// Has sites serve the plans of the members: their hooks fire in no call.
+    ///
+    /// Raises:
+    ///     RowsError: a member has hooks of its own; `member` is that one.
+    fn _serve(&self, py: Python<'_>) -> PyResult<()> {
         self.served.store(true, Ordering::Release);
+        self.members.iter().try_for_each(|member| {
+            Membership::serve(py, member.frame.get()).inspect_err(|error| {
+                let _ = error.value(py).setattr("member", &member.frame);
+            })
+        })
+    }
+
+    /// Numbers of the members whose hooks fire.
+    fn _live(&self) -> Vec<usize> {
+        let live = self.members.iter().enumerate().filter(|(_, member)| {
+            let frame = member.frame.get();
+            let ended = frame.failed() || frame.closed() || frame.shared_closed();
+            member.rows.len() > 0 && !ended
+        });
+        live.map(|(number, _)| number).collect()
+    }
+
+    /// Fails the members whose deadline has passed, and returns the number of changes, so far, of
+    /// members' hooks.
+    fn _version(&self, py: Python<'_>) -> u64 {
+        let mut now = None;
+        let changes = self.members.iter().map(|member| {
+            member.expire(py, &mut now);
+            member.frame.get().change_count()
+        });
+        changes.sum()
+    }
+
+    /// Fails a member for an exception; raises it if it is no fault, as `KeyboardInterrupt`.
+    fn _fail(&self, member: usize, error: &Bound<'_, PyBaseException>) -> PyResult<()> {
+        let py = error.py();
+        let error = PyErr::from_value(error.clone().into_any());
+        if !is_fault(py, &error) {
+            return Err(error);
+        }
+        self.members[member].fail(py, &error);
+        Ok(())
+    }
+
+    /// Modules with rows of their own.
+    #[getter]
+    fn _gathered<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyAny>> {
+        let modules = self.modules.iter().map(|it| it.bind(py).clone());
+        modules.collect()
     }
 
     /// Marks that modules of a member ran.
@@ -273,6 +351,7 @@ impl BatchBase {
             Frame::enter(slf.as_super())
         };
         enter().inspect_err(|_| {
+            let _ = slf.as_super().get().close(py);
             this.part(this.members.len());
             if this.served.swap(false, Ordering::AcqRel) {
                 let _ = slf.call_method0(intern!(py, "_end_service"));

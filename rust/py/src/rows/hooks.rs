@@ -1,10 +1,8 @@
 //! Hooks of the members of a batch for one phase of one call.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use ferrohook_core::{Entry, Phase, Snapshot};
-use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 
 use crate::call::Call;
@@ -12,7 +10,6 @@ use crate::contexts::owners::Firing;
 use crate::hooks::hook::Hook;
 use crate::rows::batch::BatchBase;
 use crate::rows::merged::MergedHooks;
-use crate::rows::value::fail;
 
 /// Number of a member, and hooks of it in firing order.
 pub type Hooks<'a> = (usize, &'a [Arc<Entry<Hook>>]);
@@ -106,11 +103,7 @@ fn resolve<'py>(
         let Some(snapshot) = frame.snapshot(module, phase) else {
             continue;
         };
-        if let Some(deadline) = frame.deadline()
-            && *now.get_or_insert_with(Instant::now) > deadline
-        {
-            let error = PyTimeoutError::new_err("the deadline of the request has passed");
-            fail(batch.py(), member, &error);
+        if member.expire(batch.py(), &mut now) {
             continue;
         }
         let bounds = whole.into_iter().flat_map(Firing::entries);

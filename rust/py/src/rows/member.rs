@@ -21,10 +21,15 @@ pub struct Membership(Mutex<State>);
 struct State {
     /// True while the frame is a member of an entered batch.
     joined: bool,
+    /// True while sites serve that batch.
+    served: bool,
     closed: bool,
     /// Merged hooks of the last batch whose first member it was.
     remembered: Option<Box<Remembered>>,
 }
+
+const SERVED: &str =
+    "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
 
 impl Membership {
     /// Returns that of a frame that joined a batch before.
@@ -71,11 +76,23 @@ impl Membership {
         Frame::begin(frame).inspect_err(|_| Self::part(this))
     }
 
+    /// Has sites serve the plan of a member, which gets no hook of its own until it parts.
+    pub fn serve(py: Python<'_>, frame: &Frame) -> PyResult<()> {
+        if let Some(membership) = Self::of(frame) {
+            membership.0.lock().served = true;
+        }
+        if frame.has_own_hooks() {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
+        Ok(())
+    }
+
     /// Ends the membership of a batch.
     pub fn part(frame: &Frame) {
         frame.changes().count_for(None);
         if let Some(membership) = Self::of(frame) {
-            membership.0.lock().joined = false;
+            let mut state = membership.0.lock();
+            (state.joined, state.served) = (false, false);
         }
     }
 
@@ -98,8 +115,15 @@ impl Membership {
 }
 
 impl Slot for Membership {
-    fn check_gradients(&self, py: Python<'_>) -> PyResult<()> {
-        if self.0.lock().joined {
+    fn check_hook(&self, py: Python<'_>, gradients: bool) -> PyResult<()> {
+        let (joined, served) = {
+            let state = self.0.lock();
+            (state.joined, state.served)
+        };
+        if served {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
+        if joined && gradients {
             let message = "this request is in a batch, whose backward hooks get the gradients of \
                            all rows: it takes none";
             return Err(rows_error(py, message.to_owned()));

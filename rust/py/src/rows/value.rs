@@ -12,24 +12,11 @@ use crate::call::Call;
 use crate::call::stop::Stop;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::site::{is_fault, log_error};
+use crate::hooks::site::is_fault;
 use crate::rows::batch::{BatchBase, Layout, Member};
 use crate::rows::merging::{AnyInBatch, of_hook};
 use crate::rows::numbers::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
-
-/// Returns the member's frame with an error set, and logs it.
-pub fn fail(py: Python<'_>, member: &Member, error: &PyErr) {
-    if !member.frame.get().end(py, error) {
-        return;
-    }
-    let frame = member.frame.bind(py).repr();
-    let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
-    let message = format!("{frame} failed in a batch: its rows go on without hooks");
-    if let Err(unlogged) = log_error(py, &message, error) {
-        unlogged.write_unraisable(py, None);
-    }
-}
 
 /// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
 pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
@@ -40,7 +27,7 @@ pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     if !is_fault(py, &error) {
         return Err(error);
     }
-    fail(py, member, &error);
+    member.fail(py, &error);
     Ok(())
 }
 
