@@ -144,9 +144,17 @@ class Seen:
 class Oracle:
     """Runs the steps of a case."""
 
-    def __init__(self, case: Case, choices: Choices, reached: dict[tuple[int, int], bool]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        choices: Choices,
+        reached: dict[tuple[int, int], bool],
+        ended: dict[int, list[int]],
+    ) -> None:
         self.case = case
         self.choices = choices
+        self.ended = ended
+        """Captures that an interrupt closed, by step."""
         self.reached = reached
         """Calls whose event at an operation happened."""
         self.logs: dict[tuple[Any, ...], list[Any]] = {}
@@ -236,6 +244,9 @@ class Oracle:
         if step.nested:
             return self._run_nested(number, step)
         self.live = {each: rows for each, rows in step.rows.items() if not self.owners[each].closed}
+        for each in self.ended.get(number, ()) if any(self.live.values()) else ():
+            self.owners[each].closed = True
+            self.live.pop(each, None)
         if not any(self.live.values()):
             return "nobody", []
         self.step = step
@@ -671,10 +682,12 @@ def changed_part(value: Any, part: Any, change: Any) -> Any:
     return tuple(items)
 
 
-def outcomes(case: Case, reached: dict[tuple[int, int], bool]) -> Iterator[Oracle]:
+def outcomes(
+    case: Case, reached: dict[tuple[int, int], bool], ended: dict[int, list[int]]
+) -> Iterator[Oracle]:
     """Yields an oracle for each of the choices that the contract leaves, a thousand at most."""
     choices = Choices()
     for _ in range(1000):
-        yield Oracle(case, choices, reached)
+        yield Oracle(case, choices, reached, ended)
         if not choices.advance():
             return

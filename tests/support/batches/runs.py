@@ -110,6 +110,8 @@ class Run:
         self.violations: list[str] = []
         self.closed: set[int] = set()
         self.used: set[Any] = set()
+        self.ended: dict[int, list[int]] = {}
+        """Captures that an interrupt closed, by step."""
         self.reached: dict[tuple[int, int], bool] = {}
         self.added: dict[int | str, list[Any]] = {}
         self.globals: list[Any] = []
@@ -315,7 +317,10 @@ class Run:
         if step.knock is not None:
             self._knock(step, live)
         if step.interrupt is not None:
-            self._interrupt(step, live)
+            self._interrupt(number, step, live)
+            live = {each: own for each, own in live.items() if not self.members[each].closed}
+            if not any(live.values()):
+                return "nobody", []
         self.model.index = (
             None if step.gathered is None else torch.tensor(step.gathered, dtype=torch.long)
         )
@@ -391,7 +396,7 @@ class Run:
             return
         require(False, f"fh.batch takes {step.knock}")
 
-    def _interrupt(self, step: Step, live: dict[int, tuple[int, ...]]) -> None:
+    def _interrupt(self, number: int, step: Step, live: dict[int, tuple[int, ...]]) -> None:
         assert step.interrupt is not None
         try:
             with interrupted(step.interrupt):
@@ -405,6 +410,10 @@ class Run:
                 batch.__exit__(None, None, None)
         except KeyboardInterrupt:
             require(frames.get() == (), "an interrupted batch stays entered")
+            # A capture that an interrupt keeps from beginning is closed, and says so.
+            for each in live:
+                if self.case.members[each].way == "capture" and self.members[each].closed:
+                    self.ended.setdefault(number, []).append(each)
         except fh.RowsError:
             pass
 
@@ -669,7 +678,7 @@ def _difference(case: Case) -> str | None:
             if run.violations:
                 return run.violations[0]
             nearest, wrong = -1, None
-            for oracle in outcomes(case, run.reached):
+            for oracle in outcomes(case, run.reached, run.ended):
                 now = judge(run, oracle, steps)
                 if now is None:
                     break
