@@ -179,8 +179,9 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
         HookTypeError: an argument has the wrong type.
         RowsError: no requests, rows that overlap or are out of range (in `gathered` too), requests
             of several models, or a selector in `gathered` where no request names a model. When
-            entered: a request that is closed, entered, or in another batch, or that has backward hooks or captures
-            gradients (`error.member` is that request); a batch in another.
+            entered: a request that is closed, entered, or in another batch, or that has backward
+            hooks or captures gradients, or that the model's sites cannot serve (`error.member` is
+            that request); a batch in another.
         SelectionError: a selector in `gathered` matches nothing.
 
     Examples:
