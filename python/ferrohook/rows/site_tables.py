@@ -451,8 +451,12 @@ class Sites:
         try:
             for site in sites:
                 self._check_calls(site, ran[site])
+            # Tokens are put together by position; else the rows stand in their dimension.
+            shape = () if positions is not None else (None,) * self.dim
             stored = [
-                (name, rows[site]) for site, name in zip(sites, names, strict=True) if ran[site][0]
+                (name, rows[site][shape])
+                for site, name in zip(sites, names, strict=True)
+                if ran[site][0]
             ]
             store_rows(request.collector(capture), stored, positions)
         except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)

@@ -172,7 +172,8 @@ class Case:
         members = [self.members[each] for each in step.rows]
         counted = any(form in {"negative", "open"} for form in step.forms.values())
         named = all(each.way == "plan" and each.entries for each in members)
-        return step.positions is None and (step.sized or counted or not named)
+        known = step.sized or counted or not named or self.sites
+        return step.positions is None and known
 
     def __str__(self) -> str:
         lines = [
@@ -432,7 +433,8 @@ class Dice:
         sized = not quiet or self.some(0.5)
         gathered, form, flat = None, "tensor", False
         if not case.asks and self.some(0.1 if case.sites else 0.5):
-            gathered = self.gathered(size)
+            # Several padded rows of a request have no positions of their own.
+            gathered = self.gathered(size, once=bool(case.columns and positioned))
             form = pick.choice(("tensor", "tensor", "callable"))
             if not case.sites and gathered and self.some(0.05):
                 form = pick.choice(("far", "long"))
@@ -567,17 +569,19 @@ class Dice:
         forms = {member: pick.choice(("list", "tensor")) for member in rows}
         return len(tokens), rows, forms, positions
 
-    def gathered(self, size: int) -> tuple[int, ...]:
+    def gathered(self, size: int, *, once: bool) -> tuple[int, ...]:
+        """Rows that the head runs on; `once`: none of them twice."""
         pick = self.random
-        style = pick.choice(("permuted", "partial", "repeated", "any", "empty"))
+        styles = ("permuted", "partial", "empty", "repeated", "any")
+        style = pick.choice(styles[:3] if once else styles)
         if style == "permuted":
             return tuple(pick.sample(range(size), size))
         if style == "partial":
             return tuple(pick.sample(range(size), pick.randint(1, size)))
         if style == "repeated":
             return tuple(row for row in range(size) for _ in range(2))
-        if style == "empty" and self.some(0.3):
-            return ()
+        if style == "empty":
+            return () if self.some(0.3) else (-1, *pick.sample(range(size), 1), -2)
         return tuple(pick.randint(-1, size - 1) for _ in range(pick.randint(1, 12)))
 
 

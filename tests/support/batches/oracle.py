@@ -483,7 +483,7 @@ class Oracle:
             if failed:
                 owner.failed = True
                 return self._without(cut, written)
-            if hook.kind == "write":
+            if hook.kind == "write" and not late:
                 written = now
         if late:
             # Its captures may have taken what was refused afterwards.
@@ -494,7 +494,9 @@ class Oracle:
             if owner.failed and not self.choices.pick([True, False]):
                 return self._without(cut, written)
             if self.case.dtype == values.FLOAT8 and self.choices.pick([False, True]):
-                owner.failed = True  # torch has few operations for it
+                # torch has few operations for it: its rows cannot be written.
+                owner.spoiled |= {at for at, keep in enumerate(owner.keeps) if here.keeps(keep)}
+                owner.failed = True
                 return cut.value
         value = cut.put(now)
         if owner.short:

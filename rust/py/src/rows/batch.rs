@@ -521,11 +521,8 @@ impl BatchBase {
             None => Some(of_batch),
             Some(own) => match positions.columns {
                 None => of_batch.at(&own.places, dim),
-                Some(columns) => {
-                    let tokens = |row| row * columns..(row + 1) * columns;
-                    let places: Vec<_> = own.places.iter().copied().flat_map(tokens).collect();
-                    of_batch.at(&places, dim)
-                }
+                // As for several padded rows of a member: whose columns they are is not known.
+                Some(_) => (own.places.len() == 1).then_some(of_batch),
             },
         }
     }
