@@ -236,7 +236,7 @@ class Oracle:
 
     # --- Steps ----------------------------------------------------------------------------------
 
-    def run(self, number: int, step: Step) -> tuple[str, list[Seen]]:
+    def run(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901 (each point in time)
         """Returns how entering ended, and what the calls gave."""
         case = self.case
         for event in step.before:
@@ -459,7 +459,7 @@ class Oracle:
             owner.short = True
         return Cut(value, places, dim)
 
-    def _member(
+    def _member(  # noqa: C901, PLR0912 (each way to fail)
         self, here: Here, owner: Owner, cut: Cut, hooks: list[Placed], *, last: bool
     ) -> Any:
         """Returns the value behind the hooks of a member."""

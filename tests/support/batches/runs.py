@@ -179,7 +179,7 @@ class Run:
         made, options = self._made(hook, source, owner)
         return fh.register(self.model, hook.what, made, scope=scope, **options)
 
-    def _made(self, hook: Hook, source: tuple[Any, ...], owner: Any) -> tuple[Any, dict[str, Any]]:
+    def _made(self, hook: Hook, source: tuple[Any, ...], owner: Any) -> tuple[Any, dict[str, Any]]:  # noqa: C901 (a hook of each kind)
         case = self.case
         options: dict[str, Any] = {
             "phase": hook.phase,
@@ -302,7 +302,7 @@ class Run:
 
     # --- Steps ----------------------------------------------------------------------------------
 
-    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:
+    def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901 (each point in time)
         for event in step.before:
             self.happen(event)
         if step.nested:
@@ -437,7 +437,7 @@ class Run:
         self.open = []
         return "entered", seen
 
-    def _calls(self, number: int, step: Step) -> list[Seen]:
+    def _calls(self, number: int, step: Step) -> list[Seen]:  # noqa: C901 (each way to end)
         case = self.case
         found = []
         for place, call in enumerate(step.calls):
@@ -488,7 +488,7 @@ def returned(index: Tensor, _module: Any, _args: Any, _kwargs: Any, _output: Any
     return index
 
 
-def form(rows: tuple[int, ...], kind: str, size: int) -> Any:
+def form(rows: tuple[int, ...], kind: str, size: int) -> Any:  # noqa: PLR0911 (a form each)
     """Rows of a member, as `fh.batch` takes them."""
     if kind == "tensor":
         return torch.tensor(rows, dtype=torch.long)
@@ -509,7 +509,7 @@ def form(rows: tuple[int, ...], kind: str, size: int) -> Any:
 # --- Comparing ----------------------------------------------------------------------------------
 
 
-def same(ours: Any, expected: Any, *, signs: bool = False) -> bool:
+def same(ours: Any, expected: Any, *, signs: bool = False) -> bool:  # noqa: PLR0911 (a layout each)
     """True if tensors are the same bit for bit, NaN as NaN."""
     if isinstance(expected, list | tuple):
         return (
@@ -544,7 +544,7 @@ def same_gradient(ours: Tensor | None, expected: Tensor | None) -> bool:
     return torch.allclose(ours, expected, 1e-4, 1e-4, equal_nan=True)
 
 
-def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:
+def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:  # noqa: C901, PLR0911 (a comparison each)
     """Returns how the product differs from an oracle's outcome, None if it does not."""
     case = run.case
     for number, (step, (ended, seen)) in enumerate(zip(case.steps, steps, strict=True)):
@@ -568,7 +568,8 @@ def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str 
         # A deadline that passed is seen where a hook would run: the values tell.
         told = not owner.closed and not owner.expired
         if told and owner.failed != member.failed:
-            return f"member {owner.number}: failed {member.failed} ({member.error!r}), not {owner.failed}"
+            state = f"failed {member.failed} ({member.error!r})"
+            return f"member {owner.number}: {state}, not {owner.failed}"
         if owner.way != "scope" and (wrong := judge_acts(case, owner, member)):
             return wrong
         oracle.agreed += 1
@@ -623,7 +624,8 @@ def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
             return f"member {owner.number} captured as {name}\n{ours}\nnot\n{expected[name]}"
     for name, positions in owner.positions().items() if owner.way == "plan" else ():
         if member.positions(name) != positions:
-            return f"member {owner.number}: {name} has positions {member.positions(name)}, not {positions}"
+            ours = member.positions(name)
+            return f"member {owner.number}: {name} has positions {ours}, not {positions}"
     return None
 
 
