@@ -337,6 +337,7 @@ class Run:
                 try:
                     stack.enter_context(batch)
                 except fh.HookError as error:
+                    batch.close()  # and the hooks that it was given
                     return f"refused {type(error).__name__}", []
                 self.used |= set(batch.members)
                 return "entered", self._calls(number, step)
@@ -783,23 +784,22 @@ def kind_of(wrong: str) -> str:
     return re.sub(r"[-\d.]+", "#", wrong.splitlines()[0])
 
 
-def smallest(case: Case) -> Case:
-    """Returns the smallest case found that differs in the same way."""
-    kind = kind_of(difference(case) or "")
+def smallest(case: Case, wrong: str) -> tuple[Case, str]:
+    """Returns the smallest case found that differs in the same way, and how it differs."""
+    kind = kind_of(wrong)
     while True:
         for each in smaller(case):
-            wrong = difference(each)
-            if wrong is not None and kind_of(wrong) == kind:
-                case = each
+            now = difference(each)
+            if now is not None and kind_of(now) == kind:
+                case, wrong = each, now
                 break
         else:
-            return case
+            return case, wrong
 
 
 def check(seed: int) -> None:
     """Raises with the smallest description if the case of a seed differs from the oracle."""
     case = draw(seed)
-    if difference(case) is None:
-        return
-    case = smallest(case)
-    require(False, f"{case}\n{difference(case)}")
+    if wrong := difference(case):
+        case, wrong = smallest(case, wrong)
+        require(False, f"{case}\n{wrong}")
