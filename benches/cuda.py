@@ -121,7 +121,9 @@ def captures(device: str) -> dict[str, Sampler]:
 def graphs(device: str) -> dict[str, Sampler]:
     """A replayed graph of a stack: plain, with sites, and with requests that steer all layers."""
     (plain, x), (sited, same) = stack(device), stack(device)
-    fh.sites(sited, "*", max_requests=REQUESTS, max_rows=len(x), width=x.shape[1])  # never closed
+    fh.rows.sites(
+        sited, "*", max_requests=REQUESTS, max_rows=len(x), width=x.shape[1]
+    )  # never closed
     vector = torch.ones_like(x[0])
     plan = fh.Plan(fh.on("*", fh.Add(vector))).prepare(sited)
     each = len(x) // REQUESTS

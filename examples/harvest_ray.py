@@ -94,7 +94,7 @@ class Harvester:
         """
         if not Path(part.folder).is_dir():
             return False
-        store = fh.LocalStore(part.folder, read_only=True)
+        store = fh.data.LocalStore(part.folder, read_only=True)
         batches = -(-len(part.lines) // self.batch)
         if len(store.completed("run")) != batches or store.verify("run", contents=False):
             return False
@@ -112,10 +112,10 @@ class Harvester:
         starts = range(0, len(part.lines), self.batch)
         batches = (self.prepare(part.lines[start : start + self.batch]) for start in starts)
         with warnings.catch_warnings(record=True) as caught:
-            for category in (fh.NeverFiredWarning, fh.UnverifiedWarning):
+            for category in (fh.NeverFiredWarning, fh.data.UnverifiedWarning):
                 warnings.simplefilter("always", category)
             try:
-                with fh.LocalStore(part.folder) as store:
+                with fh.data.LocalStore(part.folder) as store:
                     fh.collect(self.model, batches, self.select, store, progress=False)
             except Exception as error:  # noqa: BLE001 (whatever the model raises)
                 return Outcome(f"{part.folder}: {one_line(error)}")

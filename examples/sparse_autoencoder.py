@@ -89,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     model, batches, tokens = load(sentences(options.texts))
     with tempfile.TemporaryDirectory() as folder:
-        with fh.LocalStore(options.store or folder) as store:
+        with fh.data.LocalStore(options.store or folder) as store:
             fh.collect(model, batches, LAYER, store, mask="attention_mask", dtype=torch.float16)
-            data = fh.ActivationDataset(store, LAYER)
+            data = fh.data.ActivationDataset(store, LAYER)
         print(f"{len(data):,} rows of {data.width} from {LAYER}")
         autoencoder, losses = train(data, options.epochs)
         features = most_active(autoencoder, data, tokens)
@@ -144,9 +144,9 @@ def load(texts: list[str]) -> tuple[nn.Module, list[dict[str, Tensor]], list[lis
     return AutoModel.from_pretrained(path).eval(), batches, tokens
 
 
-def train(data: fh.ActivationDataset, epochs: int) -> tuple[SparseAutoencoder, list[float]]:
+def train(data: fh.data.ActivationDataset, epochs: int) -> tuple[SparseAutoencoder, list[float]]:
     """Returns the autoencoder, and the unexplained part of the variance in each step."""
-    stream = fh.ActivationStream(data, ROWS_OF_A_BATCH)
+    stream = fh.data.ActivationStream(data, ROWS_OF_A_BATCH)
     autoencoder = SparseAutoencoder(data[: 10 * ROWS_OF_A_BATCH].float().mean(0))
     optimizer = torch.optim.Adam(autoencoder.parameters(), lr=1e-3)
     losses = []
@@ -163,7 +163,7 @@ def train(data: fh.ActivationDataset, epochs: int) -> tuple[SparseAutoencoder, l
 
 @torch.no_grad()
 def most_active(
-    autoencoder: SparseAutoencoder, data: fh.ActivationDataset, tokens: list[list[str]]
+    autoencoder: SparseAutoencoder, data: fh.data.ActivationDataset, tokens: list[list[str]]
 ) -> list[Feature]:
     """Returns features that few tokens activate strongly, with these."""
     # Rows are in the order of the batches, so the row of a token is its place among all tokens.

@@ -42,7 +42,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 50, (TEXTS, CONTEXT))
 
 
-def export(data: fh.ActivationDataset, folder: Path) -> str:
+def export(data: fh.data.ActivationDataset, folder: Path) -> str:
     """Writes the folder as docs/saelens.md does."""
 
     def contexts() -> Any:
@@ -80,9 +80,9 @@ def reader(model: HookedTransformer | None, **source: Any) -> ActivationsStore:
 def test_its_reader_gets_the_rows_of_its_own_run_of_the_model(
     model: HookedTransformer, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    with fh.LocalStore(tmp_path / "store") as store:
+    with fh.data.LocalStore(tmp_path / "store") as store:
         fh.collect(model, tokens.split(AT_ONCE), HOOK, store, dtype=dtype)
-        data = fh.ActivationDataset(store, HOOK)
+        data = fh.data.ActivationDataset(store, HOOK)
     prompts = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
     own = reader(model, dataset=prompts, dtype="float32")
     path = export(data, tmp_path)
@@ -98,9 +98,9 @@ def test_its_reader_gets_the_rows_of_its_own_run_of_the_model(
 def test_its_runner_trains_on_them_and_never_calls_the_model(
     model: HookedTransformer, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
-    with fh.LocalStore(tmp_path / "store") as store:
+    with fh.data.LocalStore(tmp_path / "store") as store:
         fh.collect(model, tokens.split(AT_ONCE), HOOK, store)
-        path = export(fh.ActivationDataset(store, HOOK), tmp_path)
+        path = export(fh.data.ActivationDataset(store, HOOK), tmp_path)
     config = LanguageModelSAERunnerConfig(
         sae=TopKTrainingSAEConfig(d_in=WIDTH, d_sae=32, k=4),
         hook_name=HOOK,

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import ferrohook as fh
-from ferrohook.points import HookPoint
+from ferrohook.compat.transformer_lens import HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -229,7 +229,7 @@ def test_collected_batches_are_stored_once_and_verified(
     assert printed(capsys, *argv) == ["run mine: 0 batches stored, 3 were there"]
     assert printed(capsys, "verify", "store") == ["3 batches, 0 damaged"]
     model = sys.modules["cli_nets"].net()
-    with fh.LocalStore("store", read_only=True) as store:
+    with fh.data.LocalStore("store", read_only=True) as store:
         found = store.get("mine", 1, "0")["output"]
     torch.testing.assert_close(found, model[0](torch.load("x1.pt")).detach())
 
@@ -253,7 +253,7 @@ def test_lines_of_a_text_file_are_batches(
         "--input", "texts.txt", "--batch-size", "2", model=language_model, select="model.norm"
     )
     assert printed(capsys, *argv) == ["run run: 2 batches stored, 0 were there"]
-    with fh.LocalStore("store", read_only=True) as store:
+    with fh.data.LocalStore("store", read_only=True) as store:
         shapes = [store.get("run", number, "model.norm")["output"].shape for number in (0, 1)]
     assert shapes == [(2, 4, 16), (1, 2, 16)]
 
@@ -265,7 +265,7 @@ def test_parts_of_tensors_are_stored_in_a_dtype(capsys: pytest.CaptureFixture[st
     argv = collect("--input", "x0.pt", "--output-index", "0", "--run", "lstm", select="2")
     assert main(argv) == 0
     x, net = torch.load("x0.pt"), sys.modules["cli_nets"].net()
-    with fh.LocalStore("store", read_only=True) as store, torch.inference_mode():
+    with fh.data.LocalStore("store", read_only=True) as store, torch.inference_mode():
         assert torch.equal(store.get("run", 0, "0")["output"], net[0](x)[:, ::2].half())
         assert torch.equal(store.get("inputs", 0, "0")["input"], x[-1])
         assert torch.equal(store.get("lstm", 0, "2")["output"], net(x)[0])
@@ -284,7 +284,7 @@ def test_padding_is_dropped_and_a_plan_changes_what_is_stored(
     assert main(argv) == 0
     assert main([*argv, "--plan", "plan.json", "--run", "steered"]) == 0
     capsys.readouterr()
-    with fh.LocalStore("store", read_only=True) as store:
+    with fh.data.LocalStore("store", read_only=True) as store:
         plain, steered = (store.get(run, 0, "model.norm")["output"] for run in ("run", "steered"))
     assert plain.shape == (4 + 2, 16)
     assert torch.equal(steered, 2 * plain)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook import interventions as fi
-from ferrohook.points import HookedRootModule, HookPoint
-from ferrohook.stores import MemoryStore
+from ferrohook.compat import mi_crow as fi
+from ferrohook.compat.transformer_lens import HookedRootModule, HookPoint
+from ferrohook.data import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ferrohook as fh
-from ferrohook import interventions as fi
+from ferrohook.compat import mi_crow as fi
+from ferrohook.compat.transformers import capture_outputs
 from ferrohook.detectors import NormDetector
-from ferrohook.recording import capture_outputs
 from support.gloo import RANKS, Pair
 
 if TYPE_CHECKING:
@@ -368,14 +368,14 @@ def check_collect(rank: int, how: str, folder: Path) -> None:
             parallel(batch)
 
     forward = None if how == "ddp" else outside
-    with fh.LocalStore(folder / f"{rank}") as store:
+    with fh.data.LocalStore(folder / f"{rank}") as store:
         batches = [x(rank, step) for step in range(STEPS)]
         assert fh.collect(parallel, batches, path, store, forward=forward) == (STEPS, 0)
         # FSDP2 leaves the parameters of the root whole.
         assert fh.collect(parallel, batches, path, store, forward=forward) == (0, STEPS)
     dist.barrier()
     for other in range(RANKS):
-        store = fh.LocalStore(folder / f"{other}", read_only=True)
+        store = fh.data.LocalStore(folder / f"{other}", read_only=True)
         for step in store.completed("run"):
             with torch.inference_mode():
                 expected = net()[:3](x(other, step))

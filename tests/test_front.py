@@ -14,8 +14,8 @@ import ferrohook as fh
 LISTS = """
 import sys, ferrohook as fh
 names = dir(fh)
-assert not {"torch", "ferrohook.points"} & set(sys.modules)
-print(sorted(set(fh.__all__) - set(names)))
+assert not {"torch", "ferrohook.plans"} & set(sys.modules)
+print(names == sorted(fh.__all__))
 """
 COMPLETES = """
 import rlcompleter, ferrohook as fh
@@ -31,8 +31,8 @@ def printed(code: str) -> str:
 
 
 def test_dir_lists_public_names_without_importing_them() -> None:
-    assert printed(LISTS) == "[]"
-    assert dir(fh) == sorted(set(dir(fh)))
+    assert printed(LISTS) == "True"
+    assert dir(fh) == sorted(set(fh.__all__))
 
 
 def test_completion_finds_lazy_names() -> None:

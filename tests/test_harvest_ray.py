@@ -102,7 +102,7 @@ def test_each_part_is_a_store() -> None:
     found = [
         store.get("run", batch, "layer")["output"]
         for folder in sorted(Path("out").glob("*/"))
-        for store in [fh.LocalStore(folder, read_only=True)]
+        for store in [fh.data.LocalStore(folder, read_only=True)]
         for batch in store.completed("run")
     ]
     assert [len(batch) for batch in found] == LINES // BATCH * [BATCH]
@@ -251,7 +251,7 @@ def test_user_errors_are_one_line_on_stderr(
     Path("words.txt").write_text("a word\n")
     assert harvest("--out", "begun") == 0
     capsys.readouterr()
-    with fh.LocalStore("held/000000"):
+    with fh.data.LocalStore("held/000000"):
         assert harvest(*arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
@@ -296,7 +296,9 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def completed(part: int) -> int:
     """Number of complete batches of a part."""
     folder = Path(f"out/{part:06}")
-    return len(fh.LocalStore(folder, read_only=True).completed("run")) if folder.is_dir() else 0
+    return (
+        len(fh.data.LocalStore(folder, read_only=True).completed("run")) if folder.is_dir() else 0
+    )
 
 
 def writer_of(part: int) -> int:

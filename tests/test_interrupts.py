@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import ferrohook as fh
-from ferrohook import interventions as fi
-from ferrohook import recording
 from ferrohook._core import frames
-from ferrohook.stores import LocalStore, MemoryStore
+from ferrohook.compat import mi_crow as fi
+from ferrohook.compat import transformers as recording
+from ferrohook.data import LocalStore, MemoryStore
 from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 
@@ -264,7 +264,7 @@ def opened(folder: Path) -> LocalStore:
     """Opens the folder once an interrupted, unreturned store has released it."""
     until = time.monotonic() + LIMIT
     while time.monotonic() < until:
-        with suppress(fh.StoreError):
+        with suppress(fh.data.StoreError):
             return LocalStore(folder)
         time.sleep(0.01)
     return LocalStore(folder)

@@ -23,7 +23,9 @@ def test_it_learns_and_shows_tokens(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder, picture = tmp_path / "store", tmp_path / "sae.png"
     arguments = ["--texts", "200", "--epochs", "3", "--store", str(folder), "--plot", str(picture)]
     assert sparse_autoencoder.main(arguments) == 0
-    data = fh.ActivationDataset(fh.LocalStore(folder, read_only=True), sparse_autoencoder.LAYER)
+    data = fh.data.ActivationDataset(
+        fh.data.LocalStore(folder, read_only=True), sparse_autoencoder.LAYER
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{len(data):,} rows of 384 from {sparse_autoencoder.LAYER}"
     assert 200 * 5 < len(data) < 200 * 60

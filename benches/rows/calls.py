@@ -11,7 +11,7 @@ from torch import nn
 
 import ferrohook as fh
 from benches.harness import Group, Row, Sampler, expect, timed
-from ferrohook import interventions
+from ferrohook.compat import mi_crow as interventions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -98,7 +98,7 @@ def storing() -> dict[str, Sampler]:
     nbytes = BATCHES * sum(tensor.nbytes for tensor in outputs.values())
 
     def by_store(folder: Path) -> None:
-        with fh.LocalStore(folder) as store:
+        with fh.data.LocalStore(folder) as store:
             for batch in range(BATCHES):
                 for layer, tensor in outputs.items():
                     store.put("run", batch, layer, {"output": tensor}, copy=False)

@@ -1,4 +1,4 @@
-"""Detectors and controllers on a trivial module: `ferrohook.interventions` against mi-crow."""
+"""Detectors and controllers on a trivial module: `ferrohook.compat.mi_crow` against mi-crow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from benches.harness import Group, Row, Sampler, expect
 from benches.rows.calls import Trivial, X, calls
-from ferrohook import interventions
+from ferrohook.compat import mi_crow as interventions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

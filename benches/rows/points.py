@@ -9,7 +9,7 @@ from torch import nn
 
 from benches.harness import Group, Row, Sampler, expect
 from benches.rows.models import LAYERS, model_calls, stack
-from ferrohook.points import HookedRootModule, HookPoint
+from ferrohook.compat.transformer_lens import HookedRootModule, HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import torch
 
 from benches.harness import Group, Row, Sampler, expect, no_garbage_collection, one_thread
 from benches.rows.models import llama
-from ferrohook.recording import capture_outputs, merge_with_config_defaults, uninstall
+from ferrohook.compat.transformers import capture_outputs, merge_with_config_defaults, uninstall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,13 +16,9 @@ from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
-from ferrohook.errors import ResumeError as ResumeError
 from ferrohook.errors import RowsError as RowsError
 from ferrohook.errors import SelectionError as SelectionError
 from ferrohook.errors import StaleActivationError as StaleActivationError
-from ferrohook.errors import StoreError as StoreError
-from ferrohook.errors import UnattributedWarning as UnattributedWarning
-from ferrohook.errors import UnverifiedWarning as UnverifiedWarning
 from ferrohook.scopes import Scope as Scope
 from ferrohook.scopes import scope as scope
 from ferrohook.torch_version import refuse_old_torch as _refuse_old_torch
@@ -31,20 +27,16 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import data as data
     from ferrohook import detectors as detectors
     from ferrohook import engines as engines
-    from ferrohook import interventions as interventions
-    from ferrohook import patching as patching
     from ferrohook import plot as plot
-    from ferrohook import points as points
-    from ferrohook import recording as recording
+    from ferrohook import rows as rows
     from ferrohook.activations import STOPPED as STOPPED
     from ferrohook.activations import ActivationCache as ActivationCache
     from ferrohook.activations import capture as capture
     from ferrohook.collecting import Collected as Collected
     from ferrohook.collecting import collect as collect
-    from ferrohook.datasets import ActivationDataset as ActivationDataset
-    from ferrohook.datasets import ActivationStream as ActivationStream
     from ferrohook.groups import HandleGroup as HandleGroup
     from ferrohook.groups import register as register
     from ferrohook.groups import run as run
@@ -56,11 +48,7 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
-    from ferrohook.rows import Batch as Batch
-    from ferrohook.rows import Sites as Sites
     from ferrohook.rows import batch as batch
-    from ferrohook.rows import generating as generating
-    from ferrohook.rows import sites as sites
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
     from ferrohook.steering import Add as Add
@@ -69,10 +57,6 @@ if TYPE_CHECKING:
     from ferrohook.steering import Replace as Replace
     from ferrohook.steering import Scale as Scale
     from ferrohook.steering import Zero as Zero
-    from ferrohook.stores import DamagedBatch as DamagedBatch
-    from ferrohook.stores import LocalStore as LocalStore
-    from ferrohook.stores import MemoryStore as MemoryStore
-    from ferrohook.stores import Store as Store
     from ferrohook.summaries import summary as summary
 
 _refuse_old_torch()
@@ -81,15 +65,11 @@ __all__ = [
     "STOPPED",
     "Ablate",
     "ActivationCache",
-    "ActivationDataset",
-    "ActivationStream",
     "Add",
     "BackwardHook",
-    "Batch",
     "CaptureBudgetError",
     "Clamp",
     "Collected",
-    "DamagedBatch",
     "ForwardHook",
     "ForwardPreHook",
     "HandleGroup",
@@ -98,65 +78,51 @@ __all__ = [
     "HookTypeError",
     "HookedModule",
     "Intervention",
-    "LocalStore",
-    "MemoryStore",
     "NeverFiredWarning",
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
     "Replace",
     "Request",
-    "ResumeError",
     "RowsError",
     "Scale",
     "Scope",
     "SelectionError",
-    "Sites",
     "StaleActivationError",
-    "Store",
-    "StoreError",
-    "UnattributedWarning",
-    "UnverifiedWarning",
     "Zero",
     "__version__",
     "batch",
     "capture",
     "collect",
+    "data",
     "detectors",
     "engines",
-    "generating",
     "instrument",
-    "interventions",
     "keep",
     "on",
-    "patching",
     "plot",
-    "points",
-    "recording",
     "register",
     "restore",
+    "rows",
     "run",
     "scope",
     "select",
-    "sites",
     "summary",
 ]
 
 _NEEDS_TORCH = {
     "activations": ("STOPPED", "ActivationCache", "capture"),
     "collecting": ("Collected", "collect"),
-    "datasets": ("ActivationDataset", "ActivationStream"),
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
-    "rows": ("Batch", "Sites", "batch", "generating", "sites"),
+    "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
-    "stores": ("DamagedBatch", "LocalStore", "MemoryStore", "Store"),
     "summaries": ("summary",),
 }
-_MODULES = ("detectors", "engines", "interventions", "patching", "plot", "points", "recording")
+_MODULES = ("data", "detectors", "engines", "plot", "rows")
 
 
 def __getattr__(name: str) -> object:
@@ -173,4 +139,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

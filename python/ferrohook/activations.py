@@ -82,12 +82,14 @@ class ActivationCache(Mapping[str, Any]):
         self._per_call = per_call
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the activations of one module.
+        """Returns the activations of one module; of the model by `""` or by its name in tables.
 
         Raises:
             SelectionError: no module of that name was selected, or it never ran.
             StaleActivationError: a tensor was changed in place after the capture.
         """
+        if name and name == self._model and name not in self and "" in self:
+            name = ""  # as tables print it
         try:
             return self._activations[name]
         except SelectionError:
@@ -285,6 +287,28 @@ class Capture(Scope):
     def __getitem__(self, name: object) -> NoReturn:
         msg = f"`with capture as acts:` gives the activations, then acts[{name!r}]"
         raise HookTypeError(msg)
+
+    def _no_mapping(self, *_args: object) -> NoReturn:
+        msg = (
+            f"{self!r} is no mapping of activations: `with capture as acts:` captures the calls "
+            "inside the block, and gives one"
+        )
+        raise HookTypeError(msg)
+
+    __iter__ = __len__ = __contains__ = _no_mapping
+
+    def __bool__(self) -> bool:
+        return True  # not by `__len__`
+
+    def __repr__(self) -> str:
+        state = "not entered: it captures inside `with`"
+        if self.closed:
+            state = "left"
+        elif self._entered is not None or self._begun is not None:
+            state = "entered"
+        session = self.tag.session
+        names, model = len(session.names), session.model._get_name()
+        return f"<Capture of {names} module{'s'[: names != 1]} of {model}, {state}>"
 
 
 def capture(  # noqa: PLR0913 (all but the first two by keyword)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook.arguments import describe, expect
+from ferrohook.data import Store
 from ferrohook.errors import (
     HookError,
     HookTypeError,
@@ -29,7 +30,6 @@ from ferrohook.plans.entries import KeepEntry
 from ferrohook.progress import progress_bar
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
-from ferrohook.stores import Store
 
 if TYPE_CHECKING:
     from ferrohook.conversion import Index
@@ -90,7 +90,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         batches: the model's inputs. A batch is a mapping of keyword arguments, a tuple or list of
             positional arguments, or the only argument. Batches are numbered in order.
         detectors: modules whose outputs to store, see `select`; or detectors of
-            `ferrohook.interventions`; or a list, tuple or set of both. A module's output is stored
+            `ferrohook.compat.mi_crow`; or a list, tuple or set of both. A module's output is stored
             as `output`, the tensors of a structure as `output.0` or `output.name`, and those of
             the module's second call in a batch with `output#1` instead of `output`. A detector's
             `tensor_metadata` is stored after each batch, under the path of its layer, and cleared.
@@ -378,6 +378,12 @@ def _check(model: object, batches: object, store: object, forward: object, mask:
         if not isinstance(value, types):
             msg = f"collect: {requirement}, got {describe(value)}"
             raise HookTypeError(msg)
+    if isinstance(batches, Tensor | Mapping):
+        msg = (
+            f"collect: batches is an iterable of batches, got {describe(batches)}: pass [it] for "
+            "one batch"
+        )
+        raise HookTypeError(msg)
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
         raise HookTypeError(msg)

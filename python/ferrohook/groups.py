@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import inspect
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
 
-from ferrohook._core import AttachmentContext, Frame, HookHandle, NativeDetector, TypedHook
+from ferrohook._core import (
+    AttachmentContext,
+    Frame,
+    HookHandle,
+    NativeDetector,
+    NativeHook,
+    TypedHook,
+)
 from ferrohook.activations import begin_capture
 from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect, expect_module
@@ -185,14 +193,16 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
     Raises:
         SelectionError: `what` matches no module, or containers alone, which are never called.
-        HookTypeError: `hook` is not callable or a typed hook of another phase, or an option has the
-            wrong type.
+        HookTypeError: `hook` is not callable, cannot be called with the arguments of the phase, or
+            is a typed hook of another phase; or an option has the wrong type.
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
     modules = select(model, what, called=True)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
+        _check_call(hook, phase, with_kwargs=bool(with_kwargs))
     group = HandleGroup(model)
     if isinstance(scope, Frame):  # registering rejects any other type
         group.attachment.release_with(scope)
@@ -214,6 +224,57 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         group.attachment.release()
         raise
     return group
+
+
+_MEANT: Final = {
+    "hook": "hooks",
+    "fwd_hooks": "hooks",
+    "bwd_hooks": "hooks",
+    "forward_hooks": "hooks",
+    "interventions": "hooks",
+    "captures": "capture",
+    "captured": "capture",
+    "names_filter": "capture",
+    "return_cache": "capture",
+    "plans": "plan",
+}
+"""Names for what `run` takes, near to ours or of other libraries.
+
+Models of transformers swallow any keyword: the call would go on without a word.
+"""
+
+
+def _check_keywords(kwargs: Mapping[str, Any]) -> None:
+    for name in kwargs:
+        if (meant := _MEANT.get(name)) is not None:
+            msg = f"run takes {meant}=, not {name}=, which would go to the model"
+            raise HookTypeError(msg)
+
+
+def _check_call(hook: Any, phase: Phase, *, with_kwargs: bool) -> None:
+    """Validates that a plain callable can be called as PyTorch's contract for the phase has it."""
+    taken = ["module", *_ARGUMENTS[phase]]
+    if with_kwargs and phase in {"forward_pre", "forward"}:
+        taken.insert(2, "kwargs")
+    try:
+        # Not that of a function inside, whose arguments a decorator may have changed.
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # unknown, as that of a call in C
+    try:
+        signature.bind(*taken)
+    except TypeError as error:
+        msg = f"a {phase} hook is called as hook({', '.join(taken)}), got {signature}: {error}"
+        raise HookTypeError(msg) from None
+
+
+_ARGUMENTS: Final = {
+    "forward_pre": ["args"],
+    "forward": ["args", "output"],
+    "backward_pre": ["grad_output"],
+    "backward": ["grad_input", "grad_output"],
+}
+"""Arguments of a plain callable behind the module, by phase."""
 
 
 @overload
@@ -262,7 +323,8 @@ def run(
 
     Raises:
         SelectionError: a selector matches no module.
-        HookTypeError: a hook is neither a callable nor a typed hook, or `plan` is no plan.
+        HookTypeError: a hook is neither a callable nor a typed hook, `plan` is no plan, or a
+            keyword is another name for `hooks`, `capture` or `plan` (`hook`, `fwd_hooks`).
         HookError: the plan was prepared for another model; or it keeps, and `capture` was passed.
 
     Examples:
@@ -270,6 +332,7 @@ def run(
         >>> output, acts = fh.run(model, ids, hooks=hooks, capture="layers.*")
     """
     expect_module(model, "run calls")
+    _check_keywords(kwargs)
     if not isinstance(hooks, Mapping | None):
         msg = f"hooks is a dict from selectors to hooks, got {type(hooks).__name__}"
         raise HookTypeError(msg)

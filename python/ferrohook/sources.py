@@ -13,9 +13,9 @@ from ferrohook.tensors import tensors_by_path
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ferrohook.data import Store
     from ferrohook.scopes import Scope
     from ferrohook.selection import Selector
-    from ferrohook.stores import Store
 
 
 class Source(ABC):

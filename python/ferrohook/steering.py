@@ -39,8 +39,14 @@ class Intervention(InterventionBase):
     output_index: Any
     values: tuple[Any, ...]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: D102 (see the class)
-        values, output_index = cls._validate(*args, **kwargs)
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102 (see the class)
+        msg = f"{cls.__name__} is abstract: take one of {', '.join(INTERVENTIONS)}"
+        raise HookTypeError(msg)
+
+    @classmethod
+    def _of(cls, values: tuple[Any, ...], output_index: Any) -> Self:
+        """Makes an intervention of validated values of `fields`."""
+        output_index = _index(cls, output_index)
         vector = next((value for value in values if isinstance(value, Tensor)), None)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
         traced = (
@@ -52,15 +58,10 @@ class Intervention(InterventionBase):
         width = vector.shape[-1] if vector is not None and vector.dim() else None
         if width == 1:
             width = None  # broadcasts
-        self = super().__new__(cls, cls.kind, numbers, output_index, width, traced)
+        self = InterventionBase.__new__(cls, cls.kind, numbers, output_index, width, traced)
         self.output_index = output_index
         self.values = values
         return self
-
-    @classmethod
-    def _validate(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-        """Returns the validated values of `fields`, and the `output_index`."""
-        raise NotImplementedError
 
     @property
     def width(self) -> int | None:
@@ -211,12 +212,11 @@ class Add(Intervention):
     kind = "add"
     fields = ("vector", "scale")
 
-    @classmethod
-    def _validate(
+    def __new__(  # noqa: D102 (see the class)
         cls, vector: Tensor, scale: float = 1.0, *, output_index: int | str | None = None
-    ) -> tuple[tuple[Any, ...], Any]:
+    ) -> Self:
         values = _vector(cls, "vector", vector), _number(cls, "scale", scale)
-        return values, _index(cls, output_index)
+        return cls._of(values, output_index)
 
 
 class Scale(Intervention):
@@ -226,11 +226,10 @@ class Scale(Intervention):
     kind = "scale"
     fields = ("factor",)
 
-    @classmethod
-    def _validate(
+    def __new__(  # noqa: D102 (see the class)
         cls, factor: float, *, output_index: int | str | None = None
-    ) -> tuple[tuple[Any, ...], Any]:
-        return (_number(cls, "factor", factor),), _index(cls, output_index)
+    ) -> Self:
+        return cls._of((_number(cls, "factor", factor),), output_index)
 
 
 class Ablate(Intervention):
@@ -245,11 +244,10 @@ class Ablate(Intervention):
     kind = "ablate"
     fields = ("direction",)
 
-    @classmethod
-    def _validate(
+    def __new__(  # noqa: D102 (see the class)
         cls, direction: Tensor, *, output_index: int | str | None = None
-    ) -> tuple[tuple[Any, ...], Any]:
-        return (_direction(cls, direction),), _index(cls, output_index)
+    ) -> Self:
+        return cls._of((_direction(cls, direction),), output_index)
 
 
 class Clamp(Intervention):
@@ -269,15 +267,14 @@ class Clamp(Intervention):
     kind = "clamp"
     fields = ("direction", "low", "high")
 
-    @classmethod
-    def _validate(
+    def __new__(  # noqa: D102 (see the class)
         cls,
         direction: Tensor,
         low: float | None = None,
         high: float | None = None,
         *,
         output_index: int | str | None = None,
-    ) -> tuple[tuple[Any, ...], Any]:
+    ) -> Self:
         least = None if low is None else _number(cls, "low", low)
         most = None if high is None else _number(cls, "high", high)
         if (least is None and most is None) or (
@@ -285,7 +282,7 @@ class Clamp(Intervention):
         ):
             msg = f"Clamp takes low, high or both, low not above high, got {low} and {high}"
             raise ValueError(msg)
-        return (_direction(cls, direction), least, most), _index(cls, output_index)
+        return cls._of((_direction(cls, direction), least, most), output_index)
 
 
 class Replace(Intervention):
@@ -295,11 +292,10 @@ class Replace(Intervention):
     kind = "replace"
     fields = ("value",)
 
-    @classmethod
-    def _validate(
+    def __new__(  # noqa: D102 (see the class)
         cls, value: Tensor, *, output_index: int | str | None = None
-    ) -> tuple[tuple[Any, ...], Any]:
-        return (_vector(cls, "value", value),), _index(cls, output_index)
+    ) -> Self:
+        return cls._of((_vector(cls, "value", value),), output_index)
 
 
 class Zero(Intervention):
@@ -308,9 +304,8 @@ class Zero(Intervention):
     __slots__ = ()
     kind = "zero"
 
-    @classmethod
-    def _validate(cls, *, output_index: int | str | None = None) -> tuple[tuple[Any, ...], Any]:
-        return (), _index(cls, output_index)
+    def __new__(cls, *, output_index: int | str | None = None) -> Self:  # noqa: D102 (see the class)
+        return cls._of((), output_index)
 
 
 INTERVENTIONS: Final = {cls.__name__: cls for cls in (Add, Scale, Ablate, Clamp, Replace, Zero)}

@@ -254,3 +254,25 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
         fh.ActivationCache.load(tmp_path / "missing")
     with pytest.raises(FileNotFoundError):
         fh.ActivationCache({}).save(tmp_path / "no" / "folder")
+
+
+def test_the_name_of_the_model_in_tables_is_a_key() -> None:
+    model = nn.Sequential(nn.Identity())
+    with fh.capture(model) as acts:
+        out = model(torch.ones(2))
+    assert "Sequential" in repr(acts)
+    assert acts["Sequential"] is acts[""]
+    assert torch.equal(acts["Sequential"], out)
+    assert "Sequential" not in acts  # names are those of modules
+    with fh.capture(model, "0") as acts:
+        model(torch.ones(2))
+    with pytest.raises(fh.SelectionError):
+        acts["Sequential"]
+
+
+def test_a_module_with_the_name_of_the_model_comes_first() -> None:
+    model = nn.Sequential()
+    model.add_module("Sequential", nn.ReLU())
+    with fh.capture(model, inputs=True) as acts:
+        model(x := torch.ones(2))
+    assert acts["Sequential"] is x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import ferrohook as fh
 from support.capture import assert_plain
 from support.limits import LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,23 @@ def test_wrong_options_are_refused_by_capture_itself(
 def test_a_subscript_of_a_capture_names_the_with_statement(model: nn.Sequential) -> None:
     with pytest.raises(fh.HookTypeError, match=r"`with capture as acts:` .* acts\['0'\]"):
         fh.capture(model, "0")["0"]
+
+
+def test_a_capture_that_is_not_entered_says_so(model: nn.Sequential, x: Tensor) -> None:
+    capture = fh.capture(model, "0")
+    model(x)
+    text = "<Capture of 1 module of Sequential, not entered: it captures inside `with`>"
+    assert repr(capture) == text
+    assert capture  # by no length
+    uses: list[Callable[[Any], Any]] = [dict, list, len, lambda it: "0" in it]
+    for use in uses:
+        with pytest.raises(fh.HookTypeError, match="is no mapping of activations: `with capture"):
+            use(capture)
+    with capture as acts:
+        assert repr(capture) == "<Capture of 1 module of Sequential, entered>"
+        model(x)
+    assert repr(capture) == "<Capture of 1 module of Sequential, left>"
+    assert list(acts) == ["0"]
 
 
 @pytest.mark.parametrize("what", ["nope", [], nn.Conv2d, re.compile("nope"), lambda *_: False])

@@ -174,11 +174,11 @@ def test_an_export_to_hugging_face_has_the_rows_that_are_stored_now(
     rows = names["data"][:]
     # The second store has the path and the sizes of the first.
     for factor in (1, 2):
-        with fh.LocalStore("again") as store:
+        with fh.data.LocalStore("again") as store:
             store.restart("run", 0)
             store.put("run", 0, "2", {"output": factor * rows})
             store.complete("run", 0)
-            names["to_hugging_face"](fh.ActivationDataset(store, "2"), f"rows{factor}")
+            names["to_hugging_face"](fh.data.ActivationDataset(store, "2"), f"rows{factor}")
         made = library.load_from_disk(f"rows{factor}")
         assert torch.equal(torch.tensor(made["activation"][:]), factor * rows)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -377,3 +379,53 @@ def test_backward_hooks_that_never_fired_warn_with_the_reason(
         fh.register(model, "0", ignore, phase="backward"),
     ):
         model(x)
+
+
+@pytest.mark.parametrize(
+    ("phase", "hook"),
+    [
+        ("forward", lambda _output: None),
+        ("forward", lambda _module, _args: None),
+        ("forward_pre", lambda _module, _args, _output: None),
+        ("backward", lambda _module, _gradient: None),
+        ("backward_pre", lambda _module, _taken, _given: None),
+        ("forward", lambda *, output: None),
+        ("forward", functools.partial(lambda _module, _args, _output: None, 1)),
+    ],
+)
+def test_a_callable_that_cannot_be_called_is_refused(phase: Any, hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(fh.HookTypeError, match=rf"^a {phase} hook is called as hook\(module, "):
+        fh.register(model, "0", hook, phase=phase)
+    assert type(model[0]) is nn.Linear
+
+
+def test_callables_of_any_kind_are_taken() -> None:
+    class Hook:
+        def method(self, _module: Any, _args: Any, _output: Any) -> None: ...
+
+        def __call__(self, _module: Any, _args: Any, *rest: Any) -> None: ...
+
+    @functools.wraps(lambda _one: None)
+    def wraps(_module: Any, _args: Any, _output: Any) -> None: ...
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    for hook in (
+        wraps,
+        Hook(),
+        Hook().method,
+        print,
+        lambda *_call: None,
+        mock.Mock(return_value=None),
+    ):
+        with fh.register(model, "0", hook):
+            model(torch.ones(2))
+    kept: dict[str, Any] = {}
+
+    def with_kwargs(_module: Any, _args: Any, kwargs: Any, _output: Any) -> None:
+        kept.update(kwargs)
+
+    with fh.register(model, "0", with_kwargs, with_kwargs=True):
+        model(torch.ones(2))
+    with pytest.raises(fh.HookTypeError, match="missing a required argument"):
+        fh.register(model, "0", with_kwargs)

@@ -144,3 +144,24 @@ def test_the_warning_of_a_plan_points_at_the_call_site_of_run(
     with pytest.warns(fh.NeverFiredWarning, match="'0'") as told:
         fh.run(model, x, plan=fh.Plan(fh.on("0", fh.Zero()), fh.keep("1")))
     assert {each.filename for each in told} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hook", "hooks"),
+        ("fwd_hooks", "hooks"),
+        ("bwd_hooks", "hooks"),
+        ("captures", "capture"),
+        ("names_filter", "capture"),
+        ("plans", "plan"),
+    ],
+)
+def test_names_near_to_those_of_run_do_not_reach_the_model(name: str, meant: str) -> None:
+    class Swallows(nn.Module):
+        def forward(self, x: Tensor, **_ignored: Any) -> Tensor:
+            return x
+
+    with pytest.raises(fh.HookTypeError, match=f"^run takes {meant}=, not {name}="):
+        fh.run(Swallows(), torch.ones(2), **{name: {"": lambda *_: None}})
+    assert torch.equal(fh.run(Swallows(), torch.ones(2), mask=3), torch.ones(2))

@@ -59,7 +59,7 @@ def call():
     hooked(integers)
 """,
     "a point": """
-from ferrohook.points import HookedRootModule
+from ferrohook.compat.transformer_lens import HookedRootModule
 model = HookedRootModule.wrap(nn.Linear(2, 2), {"": "hook_out"})
 hooks = [("hook_out", lambda tensor, hook: None)]
 def call():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook import points
+from ferrohook.compat import transformer_lens as points
 from support.modules import Echo
 from support.plans import Net, by_hand, part_by_hand
 
@@ -406,3 +407,25 @@ def test_interventions_are_immutable() -> None:
             setattr(intervention, name, None)
     vector.zero_()
     assert applied(intervention, torch.zeros(WIDTH)).tolist() == [1.0] * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("intervention", "expected"),
+    [
+        (fh.Add, "vector, scale, output_index"),
+        (fh.Scale, "factor, output_index"),
+        (fh.Ablate, "direction, output_index"),
+        (fh.Clamp, "direction, low, high, output_index"),
+        (fh.Replace, "value, output_index"),
+        (fh.Zero, "output_index"),
+    ],
+)
+def test_interventions_have_signatures(intervention: Any, expected: str) -> None:
+    assert ", ".join(inspect.signature(intervention).parameters) == expected
+    with pytest.raises(TypeError, match="foo"):
+        intervention(foo=1)
+
+
+def test_the_base_of_interventions_is_abstract() -> None:
+    with pytest.raises(fh.HookTypeError, match="Intervention is abstract: take one of Add"):
+        fh.Intervention()

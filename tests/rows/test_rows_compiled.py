@@ -89,7 +89,7 @@ class Compiled:
         torch.manual_seed(0)
         self.model = Layers().double().requires_grad_(False)
         self.plain = copy.deepcopy(self.model)
-        self.sites = fh.sites(self.model, SITES, max_requests=4, max_rows=ROWS)
+        self.sites = fh.rows.sites(self.model, SITES, max_requests=4, max_rows=ROWS)
         self.backend = Counting()
         self.call: Any = torch.compile(self.model, backend=self.backend, fullgraph=True)
         self.entries = [entries(seed) for seed in range(PLANS)]

@@ -109,7 +109,7 @@ def test_each_prompt_gets_what_it_gets_alone(
 ) -> None:
     model, names = pair
     requests = [opened(model, names, row) for row in range(len(LENGTHS))]
-    with fh.generating(requests):
+    with fh.rows.generating(requests):
         tokens = generate(model, prompts(), **options)
     for row, (request, prompt) in enumerate(zip(requests, prompts(), strict=True)):
         alone = Alone(model, names, prompt, row, **options)
@@ -126,7 +126,7 @@ def test_steering_changes_the_tokens_of_its_prompt_alone(pair: tuple[Any, tuple[
     model, names = pair
     plain = generate(model, prompts())
     request = fh.Plan(fh.on(names[1], fh.Scale(-20.0))).prepare(model).open()
-    with fh.generating([None, request, None]):
+    with fh.rows.generating([None, request, None]):
         steered = generate(model, prompts())
     assert not torch.equal(steered[1], plain[1])
     assert torch.equal(steered[[0, 2]], plain[[0, 2]])
@@ -138,7 +138,7 @@ def test_a_prompt_that_ends_early_has_its_positions(pair: tuple[Any, tuple[str, 
     plain = generate(model, prompts())
     eos = int(plain[0, 1])
     requests = [fh.Plan(fh.keep(names[0], copy="clone")).prepare(model).open() for _ in LENGTHS]
-    with fh.generating(requests):
+    with fh.rows.generating(requests):
         tokens = generate(model, prompts(), eos_token_id=eos)
     assert tokens[0].tolist()[-1] == 0
     for request, prompt, new in zip(requests, prompts(), tokens, strict=True):
@@ -159,7 +159,7 @@ def test_beams_are_refused_with_the_reason(
     request = opened(model, names, 0)
     with (
         pytest.raises(fh.RowsError, match=r"6 rows for 3 prompts.*beams"),
-        fh.generating([request, None, None]),
+        fh.rows.generating([request, None, None]),
     ):
         generate(model, prompts(), **options)
     assert not request.acts
@@ -177,18 +177,18 @@ def test_beams_are_refused_with_the_reason(
 )
 def test_bad_requests_are_refused(requests: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        fh.generating(requests)
+        fh.rows.generating(requests)
 
 
 def test_a_request_for_two_prompts_is_refused(pair: tuple[Any, tuple[str, ...]]) -> None:
     model, names = pair
     request = opened(model, names, 0)
     with pytest.raises(fh.RowsError, match="prompts 0 and 2"):
-        fh.generating([request, None, request])
+        fh.rows.generating([request, None, request])
 
 
 def test_a_model_without_tokens_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     request = fh.Plan(fh.keep("")).prepare(model).open()
     with pytest.raises(fh.HookError, match=r"Linear.*input_ids"):
-        fh.generating([request])
+        fh.rows.generating([request])

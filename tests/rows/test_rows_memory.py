@@ -98,7 +98,7 @@ def test_beside_hooks_in_python(model: nn.Sequential) -> None:
 def test_at_sites(model: nn.Sequential) -> None:
     plan = fh.Plan(fh.keep("0")).prepare(model)
     requests = plan.open(), plan.open()
-    tables = fh.sites(model, "0", max_requests=2, max_rows=4, width=WIDTH)
+    tables = fh.rows.sites(model, "0", max_requests=2, max_rows=4, width=WIDTH)
     rows = {requests[0]: slice(0, 2), requests[1]: slice(2, 4)}
     with tables, fh.batch(rows, size=4):
         model(torch.randn(4, WIDTH))

@@ -53,7 +53,7 @@ def model() -> Net:
 
 @pytest.fixture
 def sites(model: Net) -> Iterator[Any]:
-    with fh.sites(model, "*", max_requests=4, max_rows=8, width=WIDTH) as laid:
+    with fh.rows.sites(model, "*", max_requests=4, max_rows=8, width=WIDTH) as laid:
         yield laid
 
 
@@ -76,7 +76,7 @@ def test_a_site_in_gathered_is_refused(model: Net) -> None:
     request, chosen = opened(model, fh.keep("first")), torch.tensor([2, 3, 0, 1])
     for refused, names in ((True, ["first", "head"]), (False, ["first"])):
         gathered = {"head": chosen}
-        with fh.sites(model, names, max_requests=1, max_rows=8, width=WIDTH):
+        with fh.rows.sites(model, names, max_requests=1, max_rows=8, width=WIDTH):
             batch = fh.batch({request: slice(0, 2)}, size=ROWS, gathered=gathered)
             if refused:
                 with pytest.raises(fh.RowsError, match="a module in gathered has others"), batch:
@@ -138,13 +138,13 @@ def test_positions_that_are_not_known_are_refused(model: Net) -> None:
 
 def test_sites_are_those_that_are_open_as_the_batch_is_entered(model: Net) -> None:
     request = opened(model, adding("first"))
-    with fh.sites(model, "first", max_requests=1, max_rows=8, width=WIDTH):
+    with fh.rows.sites(model, "first", max_requests=1, max_rows=8, width=WIDTH):
         made = fh.batch({request: 0}, size=ROWS)
     with made:
         assert model(numbered())[0, 0] == 101
     made = fh.batch({request: 0}, size=ROWS)
     with (
-        fh.sites(model, "second", max_requests=1, max_rows=8, width=WIDTH),
+        fh.rows.sites(model, "second", max_requests=1, max_rows=8, width=WIDTH),
         pytest.raises(fh.RowsError, match="no site"),
         made,
     ):
@@ -418,7 +418,7 @@ model = torch.nn.Linear(4, 4).requires_grad_(False)
 for line in range(1, 1000):
     sys.settrace(Interrupts(line).trace)
     try:
-        sites = fh.sites(model, "", max_requests=1, max_rows=4)
+        sites = fh.rows.sites(model, "", max_requests=1, max_rows=4)
     except KeyboardInterrupt:
         continue
     finally:

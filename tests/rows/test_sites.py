@@ -74,7 +74,10 @@ def plan_of(vectors: list[Tensor], *, keep: bool) -> fh.Plan:
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_requests_come_and_go_without_a_new_trace(model: Model, in_graph: bool) -> None:
     chosen, traces = random.Random(0), Traces()  # noqa: S311 (no secret)
-    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH):
+    with (
+        torch.no_grad(),
+        fh.rows.sites(model, "layers.*", max_requests=4, max_rows=16, width=WIDTH),
+    ):
         run = torch.compile(model, backend=traces, fullgraph=True) if in_graph else model
         x = torch.randn(12, WIDTH)
         assert torch.equal(run(x), by_hand(model, x, [])[-1])
@@ -114,7 +117,7 @@ def test_with_inductor(model: Model) -> None:
     vectors = [torch.randn(WIDTH) for _ in range(3)]
     prepared = plan_of(vectors, keep=True).prepare(model)
     x = torch.randn(6, WIDTH)
-    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH):
+    with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH):
         run = torch.compile(model, fullgraph=True)
         run(x)
         request = prepared.open()
@@ -134,7 +137,7 @@ def test_positions(model: Model, dim: int) -> None:
         fh.keep("layers.0", at=slice(1, None)),
         fh.keep("layers.1"),
     )
-    sites = fh.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH, dim=dim)
+    sites = fh.rows.sites(model, "layers.*", max_requests=2, max_rows=8, width=WIDTH, dim=dim)
     with torch.no_grad(), sites, plan.prepare(model) as prepared:
         request, other = prepared.open(), prepared.open()
         tokens = torch.randn(4, WIDTH)
@@ -162,7 +165,7 @@ def test_a_sum_of_two_tensors() -> None:
     model, v, x = Pair(), torch.randn(WIDTH), torch.randn(4, WIDTH)
     plan = fh.Plan(fh.on("", fh.Add(v, output_index="sum")), fh.keep("", output_index="sum"))
     sites = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "output_index": "sum"}
-    with fh.sites(model, "", **sites), plan.prepare(model) as prepared:
+    with fh.rows.sites(model, "", **sites), plan.prepare(model) as prepared:
         request = prepared.open()
         with fh.batch({request: [1, 3]}, size=4):
             hidden, residual = model(x)
@@ -176,7 +179,7 @@ def test_a_sum_of_two_tensors() -> None:
 def test_gradients_pass_through(model: Model) -> None:
     x = torch.randn(4, WIDTH, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
-    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+    with fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         (grad,) = torch.autograd.grad(model(x).square().sum(), x)
     assert torch.allclose(grad, expected)
 
@@ -184,7 +187,7 @@ def test_gradients_pass_through(model: Model) -> None:
 def test_calls_in_other_contexts_are_not_served(model: Model) -> None:
     vectors = [torch.randn(WIDTH) for _ in range(3)]
     prepared, x = plan_of(vectors, keep=True).prepare(model), torch.randn(6, WIDTH)
-    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+    with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         request, found = prepared.open(), []
         with fh.batch({request: slice(0, 2)}, size=3):
             out = model(x[:3])
@@ -200,7 +203,7 @@ def test_calls_in_other_contexts_are_not_served(model: Model) -> None:
 
 def test_padded_rows_are_steered_and_not_kept(model: Model) -> None:
     vectors = [torch.randn(WIDTH) for _ in range(3)]
-    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=2, max_rows=2, width=WIDTH):
+    with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=2, max_rows=2, width=WIDTH):
         plans = [plan_of(vectors, keep=keep).prepare(model) for keep in (False, True)]
         steered, kept = (each.open() for each in plans)
         x = torch.randn(2, 3, WIDTH)
@@ -224,7 +227,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         (fh.Plan(fh.keep("layers.0.linear")), "no site"),
         (fh.Plan(fh.keep("layers.0", inputs=True)), "cannot be served"),
     ]
-    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH) as sites:
+    with fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH) as sites:
         good = fh.Plan(fh.on("layers.0", fh.Add(v))).prepare(model)
         fine = good.open()
         for plan, message in refused:
@@ -253,9 +256,9 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
             with pytest.raises(fh.HookError, match="after the batch"):
                 sites.close()
         with pytest.raises(fh.HookError, match="close them first"):
-            fh.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)
+            fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1, width=WIDTH)
     with pytest.raises(fh.HookTypeError, match="give width"):
-        fh.sites(model, "layers.*", max_requests=1, max_rows=1)
+        fh.rows.sites(model, "layers.*", max_requests=1, max_rows=1)
     with fh.batch({fine: 0}):  # sites are closed: hooks of its own again
         x = torch.randn(2, WIDTH)
         out = model(x)
@@ -266,7 +269,7 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
 
 def test_captures_of_two_calls_in_a_batch_are_told_of(model: Model) -> None:
     plan = fh.Plan(fh.keep("layers.0"))
-    with fh.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
+    with fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH):
         prepared = plan.prepare(model)
         request, silent = prepared.open(), prepared.open()
         with fh.batch({request: 0}, size=4):
@@ -285,7 +288,7 @@ def test_captures_of_two_calls_in_a_batch_are_told_of(model: Model) -> None:
 def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
     model = model.cuda()
     x = torch.randn(6, WIDTH, device="cuda")
-    with torch.no_grad(), fh.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
+    with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
         for _ in range(3):
             model(x)
         torch.cuda.synchronize()

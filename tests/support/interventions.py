@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ferrohook import interventions as fi
+from ferrohook.compat import mi_crow as fi
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ferrohook.points import HookedRootModule, HookPoint
+from ferrohook.compat.transformer_lens import HookedRootModule, HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

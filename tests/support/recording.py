@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ferrohook.recording import capture_outputs
+from ferrohook.compat.transformers import capture_outputs
 from support.limits import LIMIT
 from support.threads import in_threads
 

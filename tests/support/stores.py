@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ferrohook.stores import Store
+    from ferrohook.data import Store
 
 
 def fill(store: Store, *batches: int, run: str = "run", size: int = 4) -> None:

@@ -74,6 +74,13 @@ for hook in hooked.hooks("forward"):
     assert_type(hook.priority, int)
     assert_type(hook.enabled, bool)
 
+assert_type(fh.Add(torch.ones(4), 2, output_index="sum"), fh.Add)
+assert_type(fh.Clamp(torch.ones(4), low=0.0), fh.Clamp)
+fh.Add([1.0])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+fh.Add(torch.ones(4), 3, 4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+fh.Add(torch.ones(4), foo="x")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+fh.Zero(1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
 norms = fh.detectors.NormDetector()
 assert_type(hooked.register_forward_hook(norms), fh.HookHandle)
 assert_type(hooked.register_forward_pre_hook(norms), fh.HookHandle)
@@ -86,8 +93,8 @@ hooked.hooks("sideways")  # type: ignore[arg-type]  # pyright: ignore[reportArgu
 assert_type(norms.merge(fh.detectors.NormDetector()), None)
 norms.merge(fh.detectors.CallCounter())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-with fh.LocalStore("folder") as local:
-    assert_type(local, fh.LocalStore)
+with fh.data.LocalStore("folder") as local:
+    assert_type(local, fh.data.LocalStore)
     assert_type(fh.collect(hooked, [torch.ones(4)], ["", nn.Linear], local), fh.Collected)
     assert_type(local.get("run", 0, ""), dict[str, Tensor])
 

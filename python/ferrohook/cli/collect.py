@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     model = models.load(options.model, trust=options.trust).eval()
     models.move(model, options.device)
     batches = _Batches(model, options)
-    with fh.LocalStore(options.store) as store, warnings_as_lines("collect"):
+    with fh.data.LocalStore(options.store) as store, warnings_as_lines("collect"):
         try:
             done = fh.collect(
                 model,

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if not Path(options.store).is_dir():
         msg = f"there is no folder {options.store}"
         raise UserError(msg)
-    with fh.LocalStore(options.store, read_only=True) as store, warnings_as_lines("verify"):
+    with fh.data.LocalStore(options.store, read_only=True) as store, warnings_as_lines("verify"):
         damaged = store.verify(options.run, progress=True)
         runs = store.runs() if options.run is None else [options.run]
         batches = sum(len(store.batches(each)) for each in runs)

@@ -88,7 +88,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
 
     Examples:
         >>> a, b = plan_a.prepare(model).open(), plan_b.prepare(model).open()
-        >>> with fh.generating([a, None, b]):
+        >>> with fh.rows.generating([a, None, b]):
         ...     model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"))
         >>> a.acts["model.layers.3"]  # (positions, width)
     """

@@ -101,9 +101,10 @@ def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
     site = _site(x, places)
-    if site is not None and not site.serves(x):
-        return
-    if misfit(x, kept, dim) is not None:
+    if site is not None:
+        if not site.serves(x):
+            return
+    elif misfit(x, kept, dim) is not None:
         calls.fill_(MISFIT)
         return
     call = x.shape[dim] * _ROWS + 1

@@ -97,6 +97,8 @@ class Sites:
         self._served: dict[int, _Served] = {}
         """Members, by their place in the batch."""
         self._wanted: list[Wanted] = []
+        self._expected: tuple[int | None, int, torch.dtype] = (None, width, self._table.dtype)
+        """Rows, width and dtype of outputs in the batch."""
         self._positions: list[int] | None = None
         self._version: int | None = None
         """Changes of the members' hooks that the tables know of; None while they are written."""
@@ -220,6 +222,7 @@ class Sites:
                 msg = "sites serve one batch at a time"
                 raise RowsError(msg)
             self._serving = batch
+        self._expected = batch.size, self._table.shape[-1], self._table.dtype
         # What an interrupted batch has left is nobody's.
         self._served, self._wanted, self._version = served, [], None
         self._settle([*programs.values()])
@@ -384,10 +387,14 @@ class Sites:
         if self._version != batch._version():
             self._collect()
             self._write(self._positions)
+        shape, (size, width, dtype) = x.shape, self._expected
+        fits = len(shape) > self.dim + 1 and shape[self.dim] == size and shape[-1] == width
+        if fits and x.dtype is dtype and x.layout is torch.strided:
+            return True  # of no other kind: most often
         reason = operators.misfit(x, self._table, self.dim)
-        if reason is None and x.shape[self.dim] == batch.size:
+        if reason is None and fits:
             return True
-        self._fail_at(site, reason or f"a tensor with {x.shape[self.dim]} rows")
+        self._fail_at(site, reason or f"a tensor with {shape[self.dim]} rows")
         return False
 
     def _fail_at(self, site: int, got: str) -> None:
@@ -426,9 +433,7 @@ class Sites:
             kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
             parts = kept.split([len(each.rows) for each in wanted], 1)
             for each, own in zip(wanted, parts, strict=True):
-                if each.number in live and not self._stores(
-                    each, ran, own if len(wanted) == 1 else own.clone()
-                ):
+                if each.number in live and not self._stores(each, ran, own):
                     live.discard(each.number)
 
     def _check_rows(self, ran: list[tuple[int, int]]) -> None:
@@ -441,22 +446,22 @@ class Sites:
     def _mark_ran(self, ran: list[tuple[int, int]] | None) -> None:
         """Marks the members whose sites ran; all on a GPU, which is not asked."""
         batch = cast("BatchBase", self._serving)
+        idle = {site for site, count in enumerate(ran or ()) if count == (0, 0)}
         for number, (_, program) in self._served.items():
-            if ran is None or any(ran[site] != (0, 0) for site in program.sites):
+            if not program.sites.issubset(idle):
                 batch._mark_ran(number)
 
     def _stores(self, wanted: Wanted, ran: list[tuple[int, int]], rows: Tensor) -> bool:
-        """Stores the rows of a request at its sites, or fails it and returns False."""
+        """Stores the rows of a request at all sites, or fails it and returns False."""
         number, request, (capture, sites, names, _), _, positions = wanted
         try:
             for site in sites:
                 self._check_calls(site, ran[site])
             # Tokens are put together by position; else the rows stand in their dimension.
-            shape = () if positions is not None else (None,) * self.dim
+            shape = (...,) if positions is not None else (None,) * self.dim
+            own = [each[shape] for each in rows.unbind()] if self.dim else rows.unbind()
             stored = [
-                (name, rows[site][shape])
-                for site, name in zip(sites, names, strict=True)
-                if ran[site][0]
+                (name, own[site]) for site, name in zip(sites, names, strict=True) if ran[site][0]
             ]
             store_rows(request.collector(capture), stored, positions)
         except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
@@ -545,7 +550,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         HookError: the model has open sites, or a module cannot be instrumented.
 
     Examples:
-        >>> with fh.sites(model, "layers.*", max_requests=64, max_rows=256):
+        >>> with fh.rows.sites(model, "layers.*", max_requests=64, max_rows=256):
         ...     compiled = torch.compile(model, fullgraph=True)
         ...     with fh.batch({a: slice(0, 4), b: slice(4, 9)}):
         ...         compiled(x)

@@ -66,7 +66,7 @@ def test_captures_of_prompts_by_the_engine(models: Any, capsys: pytest.CaptureFi
     stored = [
         {name: store.get("run", batch, name)["output"] for name in NAMES}
         for part in sorted(Path("out").glob("*/"))
-        for store in [fh.LocalStore(part, read_only=True)]
+        for store in [fh.data.LocalStore(part, read_only=True)]
         for batch in store.completed("run")
     ]
     assert len(stored) == 4

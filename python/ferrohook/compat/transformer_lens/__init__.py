@@ -1,0 +1,40 @@
+"""Hook points: identity modules that exist to be hooked, and models that are made of them.
+
+The names and the behaviour are TransformerLens', so that code written for it runs by changing an
+import. The migration page lists the differences.
+"""
+
+# A `HookPoint` instruments itself when it is created, so it is called, copied, saved and compiled
+# as any instrumented module. `add_hook` registers the `LensHandle` itself, which receives the
+# called point as an argument: copies need no care, and a point's lists of hooks are read from its
+# registry. `hooks` is a scope; with `reset_hooks_end=False` its hooks belong to a frame that
+# stands outermost in the context and is taken out with its last hook. `run_with_cache` registers
+# native recorders in a scope: one collector for all points, or one for each where a conversion or
+# a slice makes them differ. `wrap` registers a hook with each module that sends a tensor through a
+# point.
+
+from ferrohook.compat.transformer_lens.caching import PointCache as PointCache
+from ferrohook.compat.transformer_lens.hook_point import HookPoint as HookPoint
+from ferrohook.compat.transformer_lens.lens_hooks import AliasedHookPoint as AliasedHookPoint
+from ferrohook.compat.transformer_lens.lens_hooks import HookFunction as HookFunction
+from ferrohook.compat.transformer_lens.lens_hooks import LensHandle as LensHandle
+from ferrohook.compat.transformer_lens.lens_hooks import TensorConversion as TensorConversion
+from ferrohook.compat.transformer_lens.names import NamesFilter as NamesFilter
+from ferrohook.compat.transformer_lens.names import SetupError as SetupError
+from ferrohook.compat.transformer_lens.root import HookedRootModule as HookedRootModule
+from ferrohook.compat.transformer_lens.slices import Slice as Slice
+from ferrohook.compat.transformer_lens.slices import SliceInput as SliceInput
+
+__all__ = [
+    "AliasedHookPoint",
+    "HookFunction",
+    "HookPoint",
+    "HookedRootModule",
+    "LensHandle",
+    "NamesFilter",
+    "PointCache",
+    "SetupError",
+    "Slice",
+    "SliceInput",
+    "TensorConversion",
+]

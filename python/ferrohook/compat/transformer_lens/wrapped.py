@@ -1,0 +1,208 @@
+"""`HookedRootModule.wrap`: hook points on the modules of an existing model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
+
+from ferrohook._core import Attachment
+from ferrohook.compat.transformer_lens.hook_point import HookPoint
+from ferrohook.errors import HookError
+from ferrohook.groups import HandleGroup
+from ferrohook.instrumentation import attach, find_registry, registry_of
+from ferrohook.selection import select
+from ferrohook.tensors import map_tensors, tensors_in
+from ferrohook.wrapper import TransparentWrapper, wrapper_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from ferrohook.selection import Selector
+    from ferrohook.typed import Phase
+
+Points: TypeAlias = "dict[tuple[str, str], HookPoint]"
+"""Hook points by module name and kind (`hook_in` or `hook_out`)."""
+
+
+class _PointHook:
+    """A hook on a module that passes its tensor through a hook point."""
+
+    phase: Phase
+    __call__: Callable[..., Any]
+
+    def __init__(self, point: HookPoint) -> None:
+        self.point = point
+
+    def through(self, value: Any) -> Any:
+        """Calls the point with the first tensor; returns the changed value or None."""
+        first = next(tensors_in(value), None)
+        if first is None:
+            return None
+        new = self.point(first)
+        if new is first:
+            return None
+
+        def convert(tensor: Tensor) -> Any:
+            return new if tensor is first else tensor
+
+        return map_tensors(convert, value)
+
+
+class _InputPointHook(_PointHook):
+    phase = "forward_pre"
+
+    def __call__(self, _module: Any, args: Any, kwargs: Any) -> Any:
+        return self.through((args, kwargs))
+
+
+class _OutputPointHook(_PointHook):
+    phase = "forward"
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        return self.through(output)
+
+
+_KINDS: dict[str, type[_PointHook]] = {"hook_in": _InputPointHook, "hook_out": _OutputPointHook}
+
+
+def make_points(model: nn.Module, points: Mapping[Any, str | Iterable[str]] | Selector) -> Points:
+    """Creates the hook points for modules of a model, see `HookedRootModule.wrap`."""
+    wanted = points if isinstance(points, Mapping) else {None: tuple(_KINDS)}
+    created: Points = {}
+    for key, kinds in wanted.items():
+        selector = key if isinstance(points, Mapping) else points
+        for name, module in select(model, selector, called=True).items():
+            if isinstance(module, HookPoint):
+                continue  # already one
+            for kind in _check_kinds(kinds):
+                created.setdefault((name, kind), HookPoint())
+    return created
+
+
+def _check_kinds(kinds: str | Iterable[str]) -> list[str]:
+    listed = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Iterable) else list(kinds)
+    for kind in listed:
+        if kind not in _KINDS:
+            msg = f"a module gets the hook points 'hook_in', 'hook_out' or both, got {kind!r}"
+            raise ValueError(msg)
+    return listed
+
+
+class WrappedModel(TransparentWrapper):
+    """A wrapper around a model, with hook points that hooks on its modules call.
+
+    The model is instrumented, the wrapper never: they share the `__dict__` with the registry.
+    """
+
+    # Slots: the `__dict__` is the model's.
+    __slots__ = ("_attached", "_created_points", "_model", "hook_dict", "mod_dict")
+    _own_slots = __slots__
+
+    _model: nn.Module | None
+    _created_points: Points
+    mod_dict: dict[str, nn.Module]
+    hook_dict: dict[str, HookPoint]
+    _attached: HandleGroup
+
+    def __init__(self, model: nn.Module, points: Points) -> None:
+        modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
+        attached = HandleGroup(model)
+        try:
+            attach(modules, attached.attachment)
+            self._adopt(model, points, attached)
+            for (name, kind), point in points.items():
+                hook = _KINDS[kind](point)
+                module = {_joined(name, kind): modules[name]}
+                attached._register(module, hook.phase, hook, with_kwargs=True)
+        except BaseException:
+            attached.remove()
+            raise
+
+    def _adopt(self, model: nn.Module, points: Points, attached: HandleGroup) -> None:
+        self._share(model)
+        self._model, self._created_points, self._attached = model, points, attached
+        self.setup()
+
+    if not TYPE_CHECKING:  # type checkers use nn.Module's
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (nn.Module's)
+            return self.inner(*args, **kwargs)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            HookError: `into_inner` was called.
+        """
+        if self._model is None:
+            msg = "this model was given back by into_inner: wrap it again"
+            raise HookError(msg)
+        return self._model
+
+    def into_inner(self) -> nn.Module:
+        """Restores and returns the model; later use of the wrapper raises `HookError`."""
+        model = self.inner
+        self._attached.remove()
+        self._model = None
+        self._share(None)
+        del self.hook_dict, self.mod_dict
+        return model
+
+    def setup(self) -> None:
+        """Refreshes `mod_dict` and `hook_dict`, hook points of the model itself included."""
+        modules = {name: module for name, module in self.inner.named_modules() if name}
+        points = {name: it for name, it in modules.items() if isinstance(it, HookPoint)}
+        for (name, kind), point in self._created_points.items():
+            point.name = _joined(name, kind)
+            if point.name in modules:
+                msg = f"cannot make the hook point {point.name!r}: the model has a module there"
+                raise HookError(msg)
+            points[point.name] = point
+        self.mod_dict, self.hook_dict = modules | points, points
+
+    def __repr__(self) -> str:
+        return self._shown(
+            "HookedRootModule", "points", ", ".join(_joined(*key) for key in self._created_points)
+        )
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        # Hooks are run-time state and are not saved.
+        return wrapper_class(self), (self.inner, self._created_points)
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied._adopt(self.inner, self._created_points, self._attached)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        # Copies the hooks on its modules too, which then call the copied points.
+        model = copy.deepcopy(self.inner, memo)
+        points: Points = copy.deepcopy(self._created_points, memo)
+        modules = {"": model} | {name: model.get_submodule(name) for name, _ in points}
+        # A model without hooks is copied uninstrumented.
+        bare = {name: module for name, module in modules.items() if find_registry(module) is None}
+        attach(bare, Attachment())
+        names = {id(point): _joined(*key) for key, point in points.items()}
+        handles = {
+            names[id(hook.point)]: handle
+            for module in modules.values()
+            for hook, handle in registry_of(module).handles()
+            if isinstance(hook, _PointHook) and id(hook.point) in names
+        }
+        attached = HandleGroup(model)
+        attached._adopt(modules.values(), handles)
+        copied._adopt(model, points, attached)
+        return copied
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        msg = "wrap the model inside DataParallel's replicas: put DataParallel around the model"
+        raise HookError(msg)
+
+
+def _joined(name: str, kind: str) -> str:
+    return f"{name}.{kind}" if name else kind

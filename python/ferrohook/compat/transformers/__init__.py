@@ -1,0 +1,46 @@
+"""Outputs of layers that a model declares, added to the output of its forward, and class patching.
+
+Names and behaviour are those of transformers' `capture_outputs` and `monkey_patching`; any
+`nn.Module` class can declare its records.
+"""
+
+# The first recording of a model makes an installation: a native hook (`RecordedLayer`) behind all
+# others on each declared layer. The model's other modules are instrumented too: PyTorch's way to
+# call them costs more, and a forward that alternates between both evicts each from the processor's
+# caches. A call of the model is the tag of a frame. A layer asks its context for the innermost
+# call, so a sub-model keeps its parent from recording it, and hands that the output. On a thread
+# without a call the owner is found by the tensors that calls know (`attribution.py`), or the output
+# is dropped with an `UnattributedWarning`. A traced call has a twin in Python (`tracing.py`): its
+# lists become outputs of the graph, and layers find it through a thread-local variable, which
+# Dynamo can follow. An installation is never changed: each recording call compares the modules with
+# it, and makes a new one where they differ.
+
+from ferrohook.compat.transformers.declarations import OutputRecorder as OutputRecorder
+from ferrohook.compat.transformers.defaults import (
+    merge_with_config_defaults as merge_with_config_defaults,
+)
+from ferrohook.compat.transformers.forwards import capture_outputs as capture_outputs
+from ferrohook.compat.transformers.layers import uninstall as uninstall
+from ferrohook.compat.transformers.patching import apply_patches as apply_patches
+from ferrohook.compat.transformers.patching import clear_patch_mapping as clear_patch_mapping
+from ferrohook.compat.transformers.patching import get_patch_mapping as get_patch_mapping
+from ferrohook.compat.transformers.patching import patch_output_recorders as patch_output_recorders
+from ferrohook.compat.transformers.patching import register_patch_mapping as register_patch_mapping
+from ferrohook.compat.transformers.patching import (
+    unregister_patch_mapping as unregister_patch_mapping,
+)
+from ferrohook.errors import UnattributedWarning as UnattributedWarning
+
+__all__ = [
+    "OutputRecorder",
+    "UnattributedWarning",
+    "apply_patches",
+    "capture_outputs",
+    "clear_patch_mapping",
+    "get_patch_mapping",
+    "merge_with_config_defaults",
+    "patch_output_recorders",
+    "register_patch_mapping",
+    "uninstall",
+    "unregister_patch_mapping",
+]

@@ -1,0 +1,213 @@
+"""Recorded layers: the hooks of one model's layers, and their installation."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrohook._core import InstallationBase, RecordedLayerBase
+from ferrohook.arguments import expect_module
+from ferrohook.compat.transformers.attribution import find_owner
+from ferrohook.compat.transformers.declarations import HIDDEN, LayerKey, plan_of
+from ferrohook.compat.transformers.tracing import TRACED, first_of
+from ferrohook.conversion import converter
+from ferrohook.host_copies import HostCopies
+from ferrohook.instrumentation import attach, make_class
+from ferrohook.tensors import map_tensors
+from ferrohook.traced import never_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from ferrohook._core import Call
+    from ferrohook.compat.transformers.declarations import OutputRecorder, Target
+
+# Never held while user code runs. Recursive, as a finaliser may run while it is held.
+_LOCK = RLock()
+# By the ids of their models.
+_INSTALLATIONS: dict[int, Installation] = {}
+
+
+class Installation(InstallationBase):
+    """Recorded layers of one model, for one state of its modules and declarations.
+
+    It is looked up by the model's id and keeps no module alive; copies and pickles exclude it.
+    """
+
+    def __init__(
+        self, _modules: object, model: nn.Module, targets: dict[str, list[Target]]
+    ) -> None:
+        # Removes the entry with the model: a later model may get the same id.
+        forget = functools.partial(_forget, _INSTALLATIONS, sys.is_finalizing, id(model))
+        self.model = weakref.ref(model, forget)
+        # Identifies it, and its successors, in graphs.
+        self.number = str(id(model))
+        self.recorders = {key: [each.recorder for each in found] for key, found in targets.items()}
+        self.copies = HostCopies()
+
+    def attach(self, targets: dict[str, list[Target]]) -> None:
+        """Instruments the layers and registers their hooks.
+
+        Raises:
+            HookError: a layer cannot be instrumented.
+        """
+        modules: dict[str, nn.Module] = {}
+        keys: dict[int, list[LayerKey]] = {}
+        for key, found in targets.items():
+            for recorder, module in found:
+                if id(module) not in keys:
+                    modules[f"{key} {len(modules)}"] = module
+                initial = recorder.capture_initial_hidden_state if key == HIDDEN else None
+                convert = _conversion(recorder, self.copies)
+                layer_key = LayerKey(key, recorder.index, initial, convert)
+                keys.setdefault(id(module), []).append(layer_key)
+        attach(modules, self.attachment)
+        layers = {
+            id(module): RecordedLayer(self, keys[id(module)], type(module).__name__)
+            for module in modules.values()
+        }
+        for module in modules.values():
+            layer = layers[id(module)]
+            others = (layers.get(id(each)) for each in module.modules() if each is not module)
+            inside = [other for other in others if other is not None]
+            for other in inside:
+                other.enclosing.append(layer)
+            if inside:
+                self.attachment.register([module], "forward_pre", layer)
+            self.attachment.register([module], "forward", layer)
+
+
+def _conversion(recorder: OutputRecorder, copies: HostCopies) -> Callable[[Any], Any] | None:
+    """Makes the function that prepares a value for storage; None to store it as it is."""
+    device = None if recorder.device is None else torch.device(recorder.device)
+    convert = converter(copies, device, recorder.dtype, None, "ref")
+    if convert is None and not recorder.detach:
+        return None
+
+    def keep(tensor: Tensor) -> Tensor:
+        if recorder.detach and tensor.requires_grad:
+            tensor = tensor.detach()
+        return tensor if convert is None else convert(tensor)
+
+    return functools.partial(map_tensors, keep)
+
+
+# The names are arguments: at finalization a module's globals may be gone.
+def _forget(
+    installed: dict[int, Installation], ending: Callable[[], bool], key: int, _model: object
+) -> None:
+    installation = installed.pop(key, None)
+    if installation is not None and not ending():  # its layers may be another model's too
+        installation.retire()
+
+
+def installation_of(model: nn.Module) -> Installation | None:
+    """Looks up the installation of a model."""
+    return _INSTALLATIONS.get(id(model))
+
+
+def install(model: nn.Module, *, traced: bool = False) -> Installation:
+    """Returns the installation of a model, a new one if there is none or the model has changed.
+
+    `traced`: Dynamo traces the model, so only the classes of the layers change.
+    """
+    former = installation_of(model)
+    if former is not None and former.holds():
+        return former
+    with _LOCK:
+        former = installation_of(model)
+        if former is not None and former.holds():
+            return former
+        plan = plan_of(model)
+        installation = Installation(plan.modules, model, plan.targets)
+        try:
+            installation.attach(plan.targets)
+            # Best effort: PyTorch's own call costs more, and its code evicts that of the layers
+            # from the processor's caches.
+            recorded = {id(each.module) for found in plan.targets.values() for each in found}
+            others = [module for module, _ in plan.modules if id(module) not in recorded]
+            if not traced:
+                installation.attachment.instrument(others, make_class, explicit=False)
+            _INSTALLATIONS[id(model)] = installation
+        except BaseException:
+            installation.attachment.release()
+            raise
+    if former is not None:
+        former.retire()
+    return installation
+
+
+def uninstall(model: nn.Module) -> None:
+    """Releases the recorded layers of a model and its sub-models; recording installs them again.
+
+    Layers that nothing else instruments are plain modules again. In-flight calls on other threads
+    record to their end.
+
+    Raises:
+        HookTypeError: `model` is no `nn.Module`.
+    """
+    expect_module(model, "uninstall takes")
+    for module in model.modules():
+        installation = _INSTALLATIONS.pop(id(module), None)
+        if installation is not None:
+            installation.retire()
+
+
+class RecordedLayer(RecordedLayerBase):
+    """The hook of a recorded layer.
+
+    Its native half records for the in-flight call of the current context. Python finds the call of
+    a layer on a worker thread, whose context has none, and records where `torch.compile` traces.
+    """
+
+    def __init__(self, installation: Installation, keys: list[LayerKey], name: str) -> None:
+        self._installation = installation
+        self._number = installation.number
+        self._keys = keys
+        # Class of the layer.
+        self._name = name
+        # Recorded layers around it.
+        self.enclosing: list[RecordedLayer] = []
+        # By thread the call that it runs for, where the context has none.
+        self._running: dict[int, Call | None] = {}
+
+    def __call__(
+        self, _module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Records the layer's output in a trace of `torch.compile`."""
+        call = TRACED.call
+        if call is not None and call.number == self._number:
+            call.record(self._keys, args, kwargs, output)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the call for the layer and those inside, if the context has none."""
+        if TRACED.call is None:
+            self._running[get_ident()] = self._find_owner(args, kwargs)
+
+    def end(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Records the layer's output, if the context has no call."""
+        if TRACED.call is not None:
+            self(None, args, kwargs, output)
+            return
+        here = get_ident()
+        begun = here in self._running
+        call = self._running.pop(here) if begun else self._find_owner(args, kwargs)
+        if call is not None:
+            self.record(call, args, kwargs, output)
+
+    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        enclosing = [layer._running.get(get_ident()) for layer in self.enclosing]
+        model = self._installation.model()
+        return find_owner(model, self._name, first_of(args, kwargs), enclosing)
+
+
+# Dynamo would compile functions that the native call of a compiled region calls.
+never_trace(RecordedLayer, "begin", "native code calls it")
+never_trace(RecordedLayer, "end", "native code calls it")
