@@ -549,7 +549,7 @@ def test_a_slice_of_no_tokens_is_not_captured(requests: Callable[..., Any]) -> N
 def test_a_site_captures_rows_in_their_dimension(requests: Callable[..., Any]) -> None:
     model = nn.Sequential(nn.Identity())
     options: Any = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "dim": 1}
-    with fh.sites(model, "0", **options, dtype=torch.float32, device="cpu"):
+    with fh.rows.sites(model, "0", **options, dtype=torch.float32, device="cpu"):
         request = requests(model, fh.keep("0"))
         with fh.batch({request: [1, 2]}, dim=1, size=3):
             model(numbered(3)[None])

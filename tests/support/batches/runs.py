@@ -121,7 +121,7 @@ class Run:
         self.stack = contextlib.ExitStack()
         if case.sites:
             self.stack.enter_context(
-                fh.sites(
+                fh.rows.sites(
                     self.model,
                     ["a", "head"],
                     max_requests=8,
