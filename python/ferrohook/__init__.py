@@ -122,7 +122,7 @@ _NEEDS_TORCH = {
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
 }
-_MODULES = ("data", "detectors", "engines", "plot", "rows")
+_MODULES = ("data", "detectors", "engines", "plot", "rows", "service")
 
 
 def __getattr__(name: str) -> object:

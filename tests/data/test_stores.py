@@ -427,20 +427,20 @@ def test_a_fork_does_not_write(tmp_path: Path) -> None:
 
 def test_reprs_name_what_they_show(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
-    with fh.LocalStore(tmp_path) as store:
+    with fh.data.LocalStore(tmp_path) as store:
         assert repr(store) == f"<LocalStore of {tmp_path}, open>"
         fh.collect(model, [torch.ones(4, 2)] * 2, "0", store, progress=False)
-        data = fh.ActivationDataset(store, "0")
+        data = fh.data.ActivationDataset(store, "0")
         shown = "<ActivationDataset of 8 rows of 3 torch.float32, 'output' of '0' of run 'run'>"
         assert repr(data) == shown
-        stream = fh.ActivationStream(data, 4)
+        stream = fh.data.ActivationStream(data, 4)
         assert (
             repr(stream)
             == f"<ActivationStream of 2 batches of 4, at batch 0 of epoch 0, of {shown}>"
         )
     assert repr(store).endswith("closed>")
-    assert repr(fh.LocalStore(tmp_path, read_only=True)).endswith("read only>")
-    memory = fh.MemoryStore()
+    assert repr(fh.data.LocalStore(tmp_path, read_only=True)).endswith("read only>")
+    memory = fh.data.MemoryStore()
     fh.collect(model, [torch.ones(4, 2)], "0", memory, progress=False)
     assert repr(memory) == "<MemoryStore of 1 runs>"
 
@@ -449,4 +449,4 @@ def test_a_bare_batch_is_no_iterable_of_batches() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     for batch in torch.ones(4, 2), {"input": torch.ones(4, 2)}:
         with pytest.raises(fh.HookTypeError, match=r"iterable of batches, got .*pass \[it\]"):
-            fh.collect(model, batch, "0", fh.MemoryStore(), progress=False)
+            fh.collect(model, batch, "0", fh.data.MemoryStore(), progress=False)

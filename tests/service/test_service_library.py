@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -312,3 +313,9 @@ def test_missing_packages_are_named(package: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=f"{package}: pip install {package}"):
         importlib.import_module("ferrohook.service")
+
+
+def test_the_service_is_an_attribute_of_the_package() -> None:
+    code = "import ferrohook as fh; print(fh.service.Batcher.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "Batcher\n"
