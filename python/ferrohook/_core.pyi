@@ -403,6 +403,7 @@ def record_all(
     inputs: bool = False,
     part: object = None,
     place: _Place | None = None,
+    indices: list[int] | None = None,
 ) -> list[HookHandle]: ...
 def refuse_async(callable: Callable[..., Any], taker: str, /) -> None: ...  # noqa: A002 (the name in Rust)
 def register_all(hooks: Sequence[tuple[Any, PointHook]], phase: _Phase, scope: Frame) -> None: ...

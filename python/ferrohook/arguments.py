@@ -73,3 +73,16 @@ def check_copy(copy: object) -> None:
     if copy not in COPIES:
         msg = f"copy is checked, clone or ref, got {copy!r}"
         raise ValueError(msg)
+
+
+def check_encodes(text: str, name: str) -> None:
+    """Refuses a text that no file, header or JSON of UTF-8 can carry.
+
+    Raises:
+        ValueError: it has a surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        msg = f"{name}: {text!r} has a surrogate, which UTF-8 cannot encode"
+        raise ValueError(msg) from error

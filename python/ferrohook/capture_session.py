@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook._core import Attachment, Collector, Frame, HookHandle, RootCalls, record_all
 from ferrohook.arguments import at_least_one, check_copy, expect
 from ferrohook.conversion import check_index, converter
-from ferrohook.errors import SelectionError
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.host_copies import HostCopies
 from ferrohook.instrumentation import attach, registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.conversion import Index
 
 
-Keep: TypeAlias = 'Literal["last", "all"] | int'
+Calls: TypeAlias = 'Literal["last", "all"] | int'
 """Calls of each module that a capture stores."""
 
 
@@ -198,7 +198,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: str = "checked",
-    keep: Any = "last",
+    calls: Any = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -212,6 +212,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         expect(output_index, (), "output_index is an int, a key or the name of an attribute")
     if dtype is not None:
         expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        _check_converts(dtype)
     check_index(slice)
     copies = HostCopies()
     target = None if device is None else _available(device)
@@ -219,17 +220,25 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         inputs=inputs,
         output_index=output_index,
         stop=stop,
-        only_last=keep == "last",
+        only_last=calls == "last",
         copies=copies,
         collector={
             "detach": detach,
             "copy": copy,
-            "keep": _calls_to_keep(keep),
+            "keep": _calls_to_keep(calls),
             "convert": converter(copies, target, dtype, slice, copy),
             "grads": grads,
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
         },
     )
+
+
+def _check_converts(dtype: torch.dtype) -> None:
+    try:
+        torch.empty(1).to(dtype)
+    except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
+        msg = f"dtype is one that tensors of floating point convert to, got {dtype}"
+        raise HookTypeError(msg) from error
 
 
 def _available(device: torch.device | str) -> torch.device:
@@ -245,13 +254,13 @@ def _available(device: torch.device | str) -> torch.device:
         raise RuntimeError(msg) from error
 
 
-def _calls_to_keep(keep: Any) -> int | None:
-    if isinstance(keep, str):
-        if keep in _KEEP_NAMES:
-            return _KEEP_NAMES[keep]
-        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
+def _calls_to_keep(calls: Any) -> int | None:
+    if isinstance(calls, str):
+        if calls in _KEEP_NAMES:
+            return _KEEP_NAMES[calls]
+        msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
         raise ValueError(msg)
-    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
+    return at_least_one("calls", calls, "'last', 'all' or a number of calls")
 
 
 _KEEP_NAMES = {"last": 1, "all": None}

@@ -108,7 +108,7 @@ class Intervention(InterventionBase):
 
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies it, hashable: class, `output_index`, and values by content."""
-        return (type(self).__name__, self.output_index, *map(_content, self.values))
+        return (type(self).__name__, *map(content_of, (self.output_index, *self.values)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervention) and self.content() == other.content()
@@ -135,14 +135,6 @@ never_trace(Intervention, "_tables", "native code calls it")
 
 def _make(cls: type[Intervention], values: tuple[Any, ...], output_index: Any) -> Intervention:
     return cls(*values, output_index=output_index)
-
-
-def _content(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.requires_grad:
-        return id(value)  # it is trained, so its content changes
-    return content_of(value)
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +112,28 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
-def content_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what identifies the values of a tensor, hashable."""
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    return str(tensor.dtype), tuple(tensor.shape), data.view(torch.uint8).numpy().tobytes()
+def content_of(value: Any) -> Any:  # noqa: PLR0911 (one for each kind of value)
+    """Returns what identifies a value, hashable: equal for equal values of the same types.
+
+    `True` is not `1`, and `0.0` is not `-0.0`: as an index or a factor each has its own meaning. A
+    tensor that is trained is identified by itself.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            return ("trained", id(value))
+        data = value.detach().cpu().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), data.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, int | float):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, slice):
+        return ("slice", *map(content_of, (value.start, value.stop, value.step)))
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *map(content_of, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(content_of, value))
+    if isinstance(value, Mapping):
+        return tuple(sorted((name, content_of(each)) for name, each in value.items()))
+    return value
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

@@ -11,12 +11,13 @@ import contextvars
 import copy
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ class Keep:
 
     def limited(self, values: list[Any]) -> Any:
         """Calls that it stores."""
-        calls = self.options.get("keep", "last")
+        calls = self.options.get("calls", "last")
         if calls == "last":
             return values[-1]
         return values if calls == "all" else values[-calls:]
@@ -171,7 +172,7 @@ def keeps(draw: st.DrawFn, label: str) -> Keep:
     if draw(st.booleans()):
         options["slice"] = draw(st.sampled_from((0, slice(1), (..., slice(2)))))
     if draw(st.booleans()):
-        options["keep"] = draw(st.sampled_from(("all", 1, 3)))
+        options["calls"] = draw(st.sampled_from(("all", 1, 3)))
     if draw(st.booleans()):
         options["copy"] = draw(st.sampled_from(("clone", "ref")))
     return Keep(what, label, options)
@@ -182,7 +183,37 @@ def plans(draw: st.DrawFn, *, graph: bool = False) -> list[On | Keep]:
     entries: list[On | Keep] = draw(st.lists(changes(graph=graph), max_size=4))
     for number in range(draw(st.integers(0, 2))):
         entries.insert(draw(st.integers(0, len(entries))), draw(keeps(f"k{number}")))
+    assume(all(in_order(entries, place) for place in range(len(entries))))
     return entries
+
+
+def key_of(entry: On, rank: int) -> tuple[int, bool, int]:
+    """Sorts as hooks fire."""
+    return (-entry.priority, not entry.prepend, -rank if entry.prepend else rank)
+
+
+def neighbours(entries: list[On | Keep], place: int, name: str) -> tuple[list[Any], list[Any]]:
+    """The keys of the changes of a module ahead of a capture of it and behind it, as they stand."""
+    capture = entries[place]
+    assert isinstance(capture, Keep)
+    phase = "forward_pre" if capture.options.get("inputs") else "forward"
+    keys = [
+        (other, key_of(entry, other))
+        for other, entry in enumerate(entries)
+        if isinstance(entry, On) and entry.phase == phase and name in names_of(entry.what)
+    ]
+    return [key for other, key in keys if other < place], [
+        key for other, key in keys if other > place
+    ]
+
+
+def in_order(entries: list[On | Keep], place: int) -> bool:
+    """True for a change, and for a capture that stands where the changes run in their order."""
+    entry = entries[place]
+    if isinstance(entry, On):
+        return True
+    both = [neighbours(entries, place, name) for name in names_of(entry.what)]
+    return all(not behind or not ahead or max(ahead) < min(behind) for ahead, behind in both)
 
 
 PLANS = 3
@@ -230,36 +261,36 @@ class Run:
     def by_hand(self, stack: tuple[Opened, ...]) -> nn.Module:
         """A plain copy with the hooks of all that is open."""
         model = copy.deepcopy(self.plain)
-        hooks = [
-            ((-entry.priority, not entry.prepend, -rank if entry.prepend else rank), entry)
-            for opened in stack
-            for place, entry in enumerate(opened.entries)
-            if isinstance(entry, On)
-            for rank in [100 * opened.rank + place]
-        ]
-        for _, entry in sorted(hooks, key=lambda each: each[0]):
-            for name in names_of(entry.what):
-                module = model.get_submodule(name)
-                getattr(module, METHODS[entry.phase])(entry.plain())
+        hooks: list[tuple[Any, On | Keep, str, Opened]] = []
         for opened in stack:
-            for entry in opened.entries:
-                if isinstance(entry, Keep):
-                    self.keep_by_hand(model, entry, opened.kept)
+            for place, entry in enumerate(opened.entries):
+                rank = 100 * opened.rank + place
+                for name in names_of(entry.what):
+                    if isinstance(entry, On):
+                        key: Any = key_of(entry, rank)
+                    elif behind := neighbours(opened.entries, place, name)[1]:
+                        # Just ahead of the first change behind it; of its priority, or of the one
+                        # above if that change goes ahead of all of its own.
+                        priority, appended, _ = min(behind)
+                        key = (priority if appended else priority - 1, True, rank)
+                    else:
+                        key = (math.inf, True, rank)
+                    hooks.append((key, entry, name, opened))
+        for _, entry, name, opened in sorted(hooks, key=lambda each: each[0]):
+            if isinstance(entry, On):
+                getattr(model.get_submodule(name), METHODS[entry.phase])(entry.plain())
+            else:
+                self.keep_by_hand(model, entry, name, opened.kept)
         return model
 
     @staticmethod
-    def keep_by_hand(model: nn.Module, entry: Keep, kept: dict[str, list[Any]]) -> None:
-        for name in names_of(entry.what):
-            values = kept.setdefault(f"{entry.label}:{name}", [])
-
-            def take(value: Any, values: list[Any] = values) -> None:
-                values.append(entry.taken(value))
-
-            module = model.get_submodule(name)
-            if entry.options.get("inputs"):
-                module.register_forward_pre_hook(lambda _m, args, take=take: take(args[0]))
-            else:
-                module.register_forward_hook(lambda _m, _args, output, take=take: take(output))
+    def keep_by_hand(model: nn.Module, entry: Keep, name: str, kept: dict[str, list[Any]]) -> None:
+        values = kept.setdefault(f"{entry.label}:{name}", [])
+        module = model.get_submodule(name)
+        if entry.options.get("inputs"):
+            module.register_forward_pre_hook(lambda _m, args: values.append(entry.taken(args[0])))
+        else:
+            module.register_forward_hook(lambda _m, _args, out: values.append(entry.taken(out)))
 
     def check_call(self, seed: int, stack: tuple[Opened, ...]) -> None:
         expected = self.by_hand(stack)

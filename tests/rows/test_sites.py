@@ -225,6 +225,10 @@ def test_what_a_site_cannot_serve_is_refused(model: Model) -> None:
         (fh.Plan(fh.on("layers.0", fh.Add(torch.ones(1)))), "width"),
         (fh.Plan(fh.on("layers.0", fh.Add(v), phase="forward_pre")), "cannot be served"),
         (fh.Plan(fh.keep("layers.0.linear")), "no site"),
+        (
+            fh.Plan(fh.keep("layers.*"), fh.on("layers.0", fh.Add(torch.ones(WIDTH)))),
+            "keeps 'layers.0' before it changes it",
+        ),
         (fh.Plan(fh.keep("layers.0", inputs=True)), "cannot be served"),
     ]
     with fh.rows.sites(model, "layers.*", max_requests=1, max_rows=4, width=WIDTH) as sites:

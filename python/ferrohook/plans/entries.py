@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import Tensor
 
 from ferrohook._core import Registry, TypedHook
-from ferrohook.arguments import expect
+from ferrohook.arguments import check_encodes, expect
 from ferrohook.capture_session import options_of
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
@@ -19,7 +17,9 @@ from ferrohook.steering import Intervention
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
-    from ferrohook.capture_session import Keep as KeepCalls
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ferrohook.capture_session import Calls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
     from ferrohook.typed import OnError, Phase
@@ -69,7 +69,7 @@ class HookEntry(Entry):
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
         own = (self.what, self.hook, self.at, self.phase, self.options)
-        return ("on", *map(_content, own))
+        return ("on", *map(content_of, own))
 
     def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
         name = getattr(self.hook, "__qualname__", None) or repr(self.hook)
@@ -86,7 +86,7 @@ class KeepEntry(Entry):
     options: dict[str, Any]
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
-        return ("keep", *map(_content, (self.what, self.at, self.label, self.options)))
+        return ("keep", *map(content_of, (self.what, self.at, self.label, self.options)))
 
     def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
         phase = "forward_pre" if self.options.get("inputs") else "forward"
@@ -167,7 +167,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: Literal["checked", "clone", "ref"] = "checked",
-    keep: KeepCalls = "last",
+    calls: Calls = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -186,7 +186,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         dtype: see `capture`.
         slice: see `capture`.
         copy: see `capture`.
-        keep: see `capture`.
+        calls: see `capture`.
         grads: see `capture`.
         max_bytes: see `capture`; for each request.
         stop: see `capture`.
@@ -196,6 +196,8 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     """
     check_at(at)
     expect(label, (str, type(None)), "label is a str")
+    if label is not None:
+        check_encodes(label, "label")
     options: dict[str, Any] = {
         "inputs": inputs,
         "output_index": output_index,
@@ -204,7 +206,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "dtype": dtype,
         "slice": slice,
         "copy": copy,
-        "keep": keep,
+        "calls": calls,
         "grads": grads,
         "max_bytes": max_bytes,
         "stop": stop,
@@ -212,28 +214,13 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     options_of(**options)
     if device is not None:
         options["device"] = str(torch.device(device))
-    default = {"detach": True, "copy": "checked", "keep": "last"}
+    default = {"detach": True, "copy": "checked", "calls": "last"}
     chosen = {
         name: value
         for name, value in options.items()
         if value is not None and value is not default.get(name, False)
     }
     return KeepEntry(what, at, label, chosen)
-
-
-def _content(value: Any) -> Any:
-    """Returns a hashable value that is equal for equal values."""
-    if isinstance(value, Tensor):
-        return content_of(value)
-    if isinstance(value, slice):
-        return ("slice", value.start, value.stop, value.step)
-    if isinstance(value, tuple | list):
-        return (type(value).__name__, *map(_content, value))
-    if isinstance(value, set | frozenset):
-        return frozenset(map(_content, value))
-    if isinstance(value, Mapping):
-        return tuple(sorted((name, _content(each)) for name, each in value.items()))
-    return value
 
 
 def _shown(value: Any) -> str:

@@ -126,7 +126,7 @@ class Prepared:
                 msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
                 raise HookError(msg)
             names |= kept.keys()
-            self._keep(model, entry, kept)
+            self._keep(model, number, entry, kept, selected)
         self._templates = tuple(capture.template for capture in self._contents.captures)
 
     def _needs_positions(self) -> bool:
@@ -149,7 +149,14 @@ class Prepared:
         )
         self._contents.handles += zip(modules, handles, strict=True)
 
-    def _keep(self, model: nn.Module, entry: KeepEntry, modules: dict[str, nn.Module]) -> None:
+    def _keep(
+        self,
+        model: nn.Module,
+        number: int,
+        entry: KeepEntry,
+        modules: dict[str, nn.Module],
+        selected: list[dict[str, nn.Module]],
+    ) -> None:
         options = options_of(**entry.options)
         contents = self._contents
         mask = None if entry.at is None else self._mask(entry.at)
@@ -158,15 +165,22 @@ class Prepared:
         template = Collector(
             [*modules], stop=None if root is None else root.module, **options.collector
         )
-        record_all(
-            template,
-            [*modules.values()],
-            BEHIND_ALL,
-            self._frame,
-            inputs=options.inputs,
-            part=options.output_index,
-            place=place,
-        )
+        groups: dict[int, list[int]] = {}
+        for index, module in enumerate(modules.values()):
+            priority = _priority_of_keep(self.entries, selected, number, module)
+            groups.setdefault(priority, []).append(index)
+        everything = [*modules.values()]
+        for priority, indices in groups.items():
+            record_all(
+                template,
+                [everything[index] for index in indices],
+                priority,
+                self._frame,
+                inputs=options.inputs,
+                part=options.output_index,
+                place=place,
+                indices=indices,
+            )
         if root is not None:
             mark_calls(root, RootCalls(template, place), self._frame)
         places = {name: index for index, name in enumerate(modules)}
@@ -436,6 +450,41 @@ def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict
     except (SelectionError, HookTypeError) as error:
         msg = f"entry {number} of the plan: {error}"
         raise type(error)(msg) from error
+
+
+def _priority_of_keep(
+    entries: tuple[HookEntry | KeepEntry, ...],
+    selected: list[dict[str, nn.Module]],
+    number: int,
+    module: nn.Module,
+) -> int:
+    """Returns the priority by which a capture of a module sees the entries before it alone.
+
+    Raises:
+        HookError: entries behind it run before one ahead of it, by their priorities.
+    """
+    phase = "forward_pre" if entries[number].options.get("inputs") else "forward"
+    ahead: list[tuple[int, int]] = []
+    behind: list[tuple[int, int]] = []
+    for other, (entry, modules) in enumerate(zip(entries, selected, strict=True)):
+        changes = isinstance(entry, HookEntry) and entry.phase == phase
+        if changes and any(each is module for each in modules.values()):
+            rank = -other - 1 if entry.options.get("prepend") else other
+            (ahead if other < number else behind).append((-entry.options.get("priority", 0), rank))
+    if not behind:
+        return BEHIND_ALL
+    first = min(behind)
+    if ahead and max(ahead) > first:
+        name = next(name for name, each in selected[number].items() if each is module)
+        msg = (
+            f"entry {number} of the plan keeps {name!r} between entries that run in the other "
+            "order, by priority= or prepend=: let them run in the order in which they stand"
+        )
+        raise HookError(msg)
+    priority, rank = -first[0], first[1]
+    # Entries are registered in their order, so the capture goes ahead of those behind it, but for
+    # a prepended one.
+    return priority + 1 if rank < 0 else priority
 
 
 def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -> None:

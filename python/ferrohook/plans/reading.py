@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrohook.arguments import describe, expect
+from ferrohook.arguments import check_encodes, describe, expect
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep, on
 from ferrohook.plans.writing import FLAGS, VECTORS, VERSION
 from ferrohook.steering import INTERVENTIONS
@@ -185,6 +185,8 @@ class _Reader:
         for name, it in fields.items():
             if name in {"vector", "direction", "value"}:
                 fields[name] = self._tensor(it, f"{path}.{name}")
+            elif name == "output_index":
+                fields[name] = _part(_plain(it, f"{path}.{name}"), f"{path}.{name}")
             else:
                 fields[name] = _plain(it, f"{path}.{name}")
         with _named(path):
@@ -235,10 +237,11 @@ class _Reader:
         if made is None:
             msg = f"{path}: a path, a glob, a regex or a list of these, got {_short(value)}"
             raise ValueError(msg)
-        return made(
+        listed = [
             self._selector(each, f"{path}[{place}]", depth + 1)
             for place, each in enumerate(members)
-        )
+        ]
+        return _made(made, listed, path)
 
     def _regex(self, value: Mapping[str, Any], path: str) -> re.Pattern[str]:
         fields = _fields(value, path, {"regex", "flags"}, {"regex"})
@@ -307,6 +310,7 @@ def _text(value: Any, path: str, longest: int = _LONGEST) -> str:
     if not isinstance(value, str) or len(value) > longest:
         msg = f"{path}: a string of at most {longest} characters is expected, got {_short(value)}"
         raise ValueError(msg)
+    check_encodes(value, path)
     return value
 
 
@@ -322,6 +326,14 @@ def _plain(value: Any, path: str) -> Any:
     raise ValueError(msg)
 
 
+def _part(value: Any, path: str) -> Any:
+    """Validates the index, key or attribute of a part of an output."""
+    if isinstance(value, bool | float):
+        msg = f"{path}: an int, a string or null is expected, got {_short(value)}"
+        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
+    return value
+
+
 def _members(value: Any, path: str, depth: int) -> tuple[list[Any], Any]:
     """Returns the members of a list, tuple or set, and its class; None for anything else."""
     made: Any = list
@@ -334,6 +346,15 @@ def _members(value: Any, path: str, depth: int) -> tuple[list[Any], Any]:
         msg = f"{path}: lists are nested at most {_DEEPEST} deep"
         raise ValueError(msg)
     return value, made
+
+
+def _made(made: Any, members: list[Any], path: str) -> Any:
+    """Makes a list, tuple or set of its members."""
+    try:
+        return made(members)
+    except TypeError as error:
+        msg = f"{path}: a set has strings and numbers, no lists, slices or sets"
+        raise ValueError(msg) from error
 
 
 def _slice(value: Mapping[str, Any], path: str) -> slice:
@@ -354,6 +375,8 @@ def _read_option(name: str, value: Any, path: str) -> Any:
     if name == "at" and isinstance(value, Mapping):
         return _slice(value, path)
     plain = _plain(value, path)
+    if name == "output_index":
+        return _part(plain, path)
     if name != "dtype" or plain is None:
         return plain
     if plain not in _DTYPES:
@@ -369,7 +392,7 @@ def _read_index(value: Any, path: str, depth: int = 0) -> Any:
         return _slice(value, path)
     members, made = _members(value, path, depth)
     if made is not None:
-        index = made(_read_index(each, path, depth + 1) for each in members)
+        index = _made(made, [_read_index(each, path, depth + 1) for each in members], path)
         if made is list and _repeats(index):  # would make the tensor larger
             msg = f"{path}: a list of indices has none twice"
             raise ValueError(msg)

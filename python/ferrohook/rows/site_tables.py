@@ -277,7 +277,7 @@ class Sites:
         paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
         vectors = torch.full_like(self._table[:, 0], NOBODY)
         ats: dict[int, At] = {}
-        kept = []
+        kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))
         for number, entry in enumerate(prepared.entries):
             modules = select(model, entry.what, called=True)
@@ -290,6 +290,9 @@ class Sites:
                 vector = entry.hook._cast(vectors.dtype, vectors.device)
                 for name, module in modules.items():
                     site = paths[id(module)]
+                    if any(site in each.sites for each in kept):
+                        msg = f"the plan keeps {name!r} before it changes it: sites keep last"
+                        raise HookError(msg)
                     if ats.setdefault(site, entry.at) != entry.at:
                         msg = f"the plan changes {name!r} at several positions: sites do at one"
                         raise HookError(msg)

@@ -332,8 +332,10 @@ impl Registry {
                 };
                 faithful &= hook.faithful;
                 match hook.operator {
-                    Some(key) => self.operators.lay(phase, key, hook.callback.unbind()),
-                    None => rows.push((hook.callback, hook.kind, hook.with_kwargs)),
+                    Some(key) if !hook.in_place => {
+                        self.operators.lay(phase, key, hook.callback.unbind());
+                    }
+                    _ => rows.push((hook.callback, hook.kind, hook.with_kwargs)),
                 }
             }
             if operators {

@@ -84,6 +84,10 @@ def test_random_requests(models: Any, engine: Any) -> None:
             ),
             "at several positions",
         ),
+        (
+            fh.Plan(fh.keep("model.layers.1"), fh.on("model.layers.1", fh.Add(torch.ones(WIDTH)))),
+            "keeps 'model.layers.1' before it changes it",
+        ),
     ],
 )
 def test_a_plan_that_a_graph_cannot_serve_is_refused(

@@ -246,10 +246,17 @@ def _check_compiled(entry: HookEntry | KeepEntry) -> None:
 
 def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
     ats: dict[str, Any] = {}
+    kept: set[str] = set()
     for entry in entries:
         at: Any = entry.at
-        names: Any = entry.what if isinstance(entry, HookEntry) else ()  # a list, as rewritten
+        names: Any = entry.what  # a list, as rewritten
+        if isinstance(entry, KeepEntry):
+            kept.update(names)
+            continue
         for name in names:
+            if name in kept:
+                msg = f"the plan keeps {name!r} before it changes it: a compiled engine keeps last"
+                raise ValueError(msg)
             if ats.setdefault(name, at) != at:
                 msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
                 raise ValueError(msg)

@@ -1,5 +1,7 @@
 //! `Recorder`: the native hook that records the input or the output of a module.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use ferrohook_core::{Inside, Phase};
 use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -29,6 +31,8 @@ pub struct Recorder {
     pub inputs: bool,
     /// Records `value[part]`, or the attribute of that name; None: the whole value.
     pub part: Option<Py<PyAny>>,
+    /// Number of its own place among the hooks; None: behind them all.
+    pub place: Option<u64>,
 }
 
 #[pymethods]
@@ -50,6 +54,7 @@ impl Recorder {
             index,
             inputs,
             part,
+            place: None,
         };
         Ok((recorder, NativeHook::of::<Self>()))
     }
@@ -86,8 +91,17 @@ impl Recorder {
         }
     }
 
-    /// Returns the key of the operator for the recorded part: the same only for equal parts.
+    /// Returns the key of the operator for the recorded part: the same only for equal parts, recorded
+    /// behind all hooks.
     pub fn key(&self, py: Python<'_>) -> PyResult<String> {
+        let key = self.key_of_part(py)?;
+        Ok(match self.place {
+            Some(place) => format!("{key} at place {place}"),
+            None => key,
+        })
+    }
+
+    fn key_of_part(&self, py: Python<'_>) -> PyResult<String> {
         let Some(part) = &self.part else {
             return Ok(String::new());
         };
@@ -206,13 +220,14 @@ pub fn store_rows(
 }
 
 /// Registers recorders of the inputs (`inputs`) or outputs of instrumented modules, or of the
-/// `part` of them, under the collector's names, in order.
+/// `part` of them, under the collector's names: those with these indices, or all in order.
 ///
 /// Raises:
 ///     HookError: a module is not instrumented, or the scope was left; those before it are
 ///         recorded.
 #[pyfunction]
-#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None, place = None))]
+#[pyo3(signature = (collector, modules, priority, scope, inputs = false, part = None, place = None, indices = None))]
+#[expect(clippy::too_many_arguments, reason = "the options, by keyword")]
 pub fn record_all(
     collector: &Bound<'_, Collector>,
     modules: Vec<Bound<'_, PyAny>>,
@@ -221,14 +236,21 @@ pub fn record_all(
     inputs: bool,
     part: Option<&Bound<'_, PyAny>>,
     place: Option<Bound<'_, PyAny>>,
+    indices: Option<Vec<usize>>,
 ) -> PyResult<Vec<Py<HookHandle>>> {
+    static PLACES: AtomicU64 = AtomicU64::new(0);
     let py = collector.py();
     let phase = Recorder::phase_of(inputs);
     let (placement, options) = (priority.place(false), OnError::Raise.into());
-    let hooks = modules.into_iter().enumerate().map(|(index, module)| {
+    let behind_all = priority.0 == i64::MIN;
+    // Relaxed: the numbers order nothing.
+    let own_place = (!behind_all).then(|| PLACES.fetch_add(1, Ordering::Relaxed));
+    let indices = indices.unwrap_or_else(|| (0..modules.len()).collect());
+    let hooks = indices.into_iter().zip(modules).map(|(index, module)| {
         let part = part.cloned().map(Bound::unbind);
         let place = place.as_ref().map(PyAnyMethods::extract).transpose()?;
-        let recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
+        let mut recorder = Recorder::new(collector.clone().unbind(), index, inputs, part, place)?;
+        recorder.0.place = own_place;
         Ok((module, Bound::new(py, recorder)?.into_any(), None))
     });
     register_each(hooks, phase, placement, options, Some(&scope)).collect()

@@ -256,6 +256,7 @@ impl Native for Recorder {
             with_kwargs: false,
             faithful: this.source.collector.get().records_in_graph(),
             operator: Some(key),
+            in_place: this.place.is_some(),
         }))
     }
 }

@@ -71,8 +71,10 @@ pub struct Traced<'py> {
     pub with_kwargs: bool,
     /// True if a graph with it behaves like an eager call.
     pub faithful: bool,
-    /// Key of the operator that stands in the graph for hooks of this form.
+    /// Key of the operator that stands in the graph for hooks of this form, behind all others.
     pub operator: Option<String>,
+    /// True if the operator stands at the hook's own place, for it alone.
+    pub in_place: bool,
 }
 
 impl<'py> Traced<'py> {
@@ -84,6 +86,7 @@ impl<'py> Traced<'py> {
             with_kwargs,
             faithful: true,
             operator: None,
+            in_place: false,
         }
     }
 }

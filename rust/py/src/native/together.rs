@@ -256,6 +256,7 @@ impl Native for InterventionBase {
             with_kwargs: false,
             faithful: true,
             operator: None,
+            in_place: false,
         }))
     }
 }

@@ -115,6 +115,7 @@ impl Native for TypedHook {
             with_kwargs: false,
             faithful: true,
             operator: None,
+            in_place: false,
         }))
     }
 }

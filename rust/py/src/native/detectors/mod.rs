@@ -247,6 +247,7 @@ impl Native for NativeDetector {
             with_kwargs: false,
             faithful: false,
             operator: None,
+            in_place: false,
         }))
     }
 }

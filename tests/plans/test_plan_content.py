@@ -1,0 +1,162 @@
+"""Plans compare by content with its types, and hostile texts are refused by ValueError alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+
+TEXTS: list[dict[str, Any]] = [
+    {"type": "keep", "what": ["a", {"tuple": ["b*"]}], "slice": [{"slice": [0, None, 2]}, "..."]},
+    {"type": "keep", "what": {"set": ["a", "b"]}, "label": "x", "keep": 3, "dtype": "float16"},
+    {"type": "keep", "what": None, "slice": [True, False], "at": {"slice": [1, -1, None]}},
+    {"type": "on", "what": "a", "hook": {"type": "Scale", "factor": 2.0, "output_index": 0}},
+    {
+        "type": "on",
+        "what": "a",
+        "at": "prompt",
+        "hook": {
+            "type": "Add",
+            "vector": {"dtype": "float32", "shape": [1], "base64": "AACAPw=="},
+            "output_index": "sum",
+        },
+        "priority": 3,
+        "on_error": "ignore",
+    },
+]
+HOSTILE: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    1.0,
+    -0.0,
+    2**63,
+    1e400,
+    float("nan"),
+    "",
+    "...",
+    "\ud800",
+    "a" * 2000,
+    [],
+    [[1]],
+    [[[[[[[[[[0]]]]]]]]]],
+    {},
+    {"set": [[1]]},
+    {"set": [{"slice": [0, None, None]}]},
+    {"set": ["a", "a"]},
+    {"tuple": {"set": []}},
+    {"slice": [0, 1]},
+    {"slice": [None, None, 0]},
+    {"regex": "("},
+    {"regex": {"set": []}},
+    {"tensor": []},
+    {"type": []},
+    "qint8",
+    "bits8",
+    "meta",
+]
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Returns the paths of all parts of a value."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path, *itertools.chain.from_iterable(nodes(each, (*path, key)) for key, each in items)]
+
+
+def mutated(draw: random.Random) -> Any:
+    """Makes a text of a plan with some of its parts replaced."""
+    plan: Any = {"version": 1, "entries": copy.deepcopy(draw.sample(TEXTS, draw.randint(1, 3)))}
+    for _ in range(draw.randint(1, 3)):
+        *path, last = draw.choice(nodes(plan)[1:])
+        parent = plan
+        for key in path:
+            parent = parent[key]
+        kind = draw.random()
+        if kind < 0.6:
+            parent[last] = copy.deepcopy(draw.choice(HOSTILE))
+        elif kind < 0.8:
+            parent[last] = {draw.choice(["set", "tuple", "slice", "regex", "type"]): parent[last]}
+        elif isinstance(parent, dict):
+            parent[draw.choice(["type", "at", "slice", "output_index", "label", "x"])] = parent.pop(
+                last
+            )
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mutated_texts_raise_nothing_but_value_errors(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311 (reproducible)
+    accepted = 0
+    for _ in range(400):
+        text = mutated(draw)
+        try:
+            plan = fh.Plan.from_json(text if draw.random() < 0.5 else json.dumps(text), regex=True)
+        except ValueError:
+            continue
+        accepted += 1
+        again = fh.Plan.from_json(plan.to_json(), regex=True)
+        assert again == plan
+        assert again.to_json() == plan.to_json()
+    assert accepted > 10
+
+
+INDICES: list[Any] = [
+    [True, False],
+    [1, 0],
+    (True, False),
+    (1, 0),
+    [1, False],
+    True,
+    1,
+    0,
+    False,
+    slice(0, 1),
+    slice(False, True),
+    slice(0, 1, 1),
+    [[1, 0]],
+    [[True, False]],
+    None,
+    ...,
+]
+
+
+def test_plans_with_indices_of_other_types_are_not_equal() -> None:
+    plans = []
+    for index in INDICES:
+        try:
+            plans.append(fh.Plan(fh.keep("0", slice=index)))
+        except (TypeError, ValueError):
+            continue  # refused
+    assert len(plans) > 8
+    for one, other in itertools.combinations(plans, 2):
+        assert one != other
+        assert len({one, other}) == 2
+    factors = [fh.Plan(fh.on("0", fh.Scale(factor))) for factor in (0.0, -0.0, 1.0)]
+    assert len({*factors}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.bits8])
+def test_dtypes_that_nothing_converts_to_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(fh.HookTypeError, match="convert"):
+        fh.keep("0", dtype=dtype)
+
+
+def test_a_label_with_a_surrogate_is_refused() -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        fh.keep("0", label="\ud800")
