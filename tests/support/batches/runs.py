@@ -170,7 +170,7 @@ class Run:
         return {
             "inputs": keep.inputs,
             "output_index": keep.part,
-            "keep": keep.calls,
+            "calls": keep.calls,
             "slice": keep.cut,
             "copy": keep.copy,
         }
