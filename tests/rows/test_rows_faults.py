@@ -488,3 +488,69 @@ def test_devices_are_compared_without_a_lock(
             assert torch.equal(model(numbered(4)).as_subclass(Tensor), first)
     Elsewhere.met = None
     assert met
+
+
+# --- found by the random machine --------------------------------------------------------------
+
+
+def test_a_refused_batch_leaves_its_other_members_as_they_were(
+    requests: Callable[..., Any],
+) -> None:
+    model = nn.Sequential(nn.Identity())
+    closed, other = (requests(model, fh.on("0", fh.Zero())) for _ in range(2))
+    batch = fh.batch({other: 0, closed: 1}, size=2)
+    closed.close()
+    with pytest.raises(fh.RowsError, match="closed"):
+        batch.__enter__()
+    with other:
+        assert not model(numbered(2)).any()
+
+
+def test_a_capture_that_is_interrupted_as_it_begins_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Identity())
+    capture = fh.capture(model, "0")
+
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(capture.tag), "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fh.batch({capture: 0}, size=2).__enter__()
+    with pytest.raises(fh.RowsError, match="closed"):
+        fh.batch({capture: 0}, size=2).__enter__()
+
+
+def test_captures_of_gathered_padded_rows_have_the_positions_of_their_columns(
+    requests: Callable[..., Any],
+) -> None:
+    model = Head()
+    request = requests(model, fh.keep("head"))
+    model.rows = torch.tensor([2])
+    x = numbered(3)[:, None] * torch.tensor([1.0, 10.0])[None, :, None]
+    for positions in ([1, 2], [-1, 0]):
+        table = torch.tensor([[-1, -1], [-1, -1], positions])
+        with fh.batch({request: 2}, positions=table, gathered={"head": model.rows}):
+            model(x)
+    assert request.positions("head") == [0, 1, 2]
+    assert request.acts["head"][:, 0].tolist() == [30, 3, 30]
+
+
+def test_a_slice_of_no_tokens_is_not_captured(requests: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Identity())
+    request = requests(model, fh.keep("0", at=5, slice=(..., slice(0, 2))))
+    with fh.batch({request: 0}, positions=torch.tensor([0])):
+        model(numbered(1))
+    assert not request.acts
+
+
+def test_a_site_captures_rows_in_their_dimension(requests: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Identity())
+    options: Any = {"max_requests": 1, "max_rows": 4, "width": WIDTH, "dim": 1}
+    with fh.rows.sites(model, "0", **options, dtype=torch.float32, device="cpu"):
+        request = requests(model, fh.keep("0"))
+        with fh.batch({request: [1, 2]}, dim=1, size=3):
+            model(numbered(3)[None])
+        assert torch.equal(request.acts["0"], numbered(3)[None, 1:])

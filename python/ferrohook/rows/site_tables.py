@@ -460,7 +460,9 @@ class Sites:
         try:
             for site in sites:
                 self._check_calls(site, ran[site])
-            own = rows.unbind()
+            # Tokens are put together by position; else the rows stand in their dimension.
+            shape = (...,) if positions is not None else (None,) * self.dim
+            own = [each[shape] for each in rows.unbind()] if self.dim else rows.unbind()
             stored = [
                 (name, own[site]) for site, name in zip(sites, names, strict=True) if ran[site][0]
             ]

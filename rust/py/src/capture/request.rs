@@ -310,6 +310,9 @@ impl Source {
             }
             (positions, _) => positions.cloned(),
         };
+        if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
+            return Ok(());
+        }
         let at = map_tensors(value, &mut |tensor| match &mask {
             Some(mask) => tensor.get_item(mask),
             None => tensor.call_method1(intern!(py, "flatten"), (0, 1)),

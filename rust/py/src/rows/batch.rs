@@ -342,6 +342,15 @@ impl BatchBase {
                 let _ = error.value(py).setattr("member", frame);
             })?;
         }
+        // A batch that is refused begins none. One that was interrupted as it began is closed, as in
+        // entering it alone: it would record nothing.
+        for member in &this.members {
+            let frame = member.frame.bind(py);
+            Frame::begin(frame).inspect_err(|_| {
+                this.part(this.members.len());
+                drop(frame.get().close(py));
+            })?;
+        }
         let mut frames = this.members.iter().map(|it| it.frame.get());
         let python = frames.any(Frame::runs_python);
         this.python.store(python, Ordering::Relaxed);
@@ -510,8 +519,11 @@ impl BatchBase {
         let of_batch = TokenPositions { values, dim };
         match layout.own_rows(member) {
             None => Some(of_batch),
-            Some(own) if dim.is_some() => of_batch.at(&own.places, dim),
-            Some(_) => None,
+            Some(own) => match positions.columns {
+                None => of_batch.at(&own.places, dim),
+                // As for several padded rows of a member: whose columns they are is not known.
+                Some(_) => (own.places.len() == 1).then_some(of_batch),
+            },
         }
     }
 

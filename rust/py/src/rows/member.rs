@@ -73,7 +73,7 @@ impl Membership {
             state.joined = true;
         }
         this.changes().count_for(Some(epoch));
-        Frame::begin(frame).inspect_err(|_| Self::part(this))
+        Ok(())
     }
 
     /// Has sites serve the plan of a member, which gets no hook of its own until it parts.
