@@ -113,7 +113,7 @@ def check(model: nn.Module, call: Callable[[], Any], steered: str) -> None:
     handle.remove()
     assert not same(changed, plain)
 
-    with fh.capture(model, [*expected], keep="all", copy="clone") as acts:
+    with fh.capture(model, [*expected], calls="all", copy="clone") as acts:
         assert same(call(), plain)
     captured = {name: [tensors(value) for value in acts[name]] for name in expected}
     assert equal_outputs(captured, expected)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook._core import Frame
-    from ferrohook.capture_session import Keep
+    from ferrohook.capture_session import Calls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
     from ferrohook.tables import Row
@@ -56,7 +56,7 @@ class ActivationCache(Mapping[str, Any]):
     """Captured activations by module name, in the order in which the modules first ran.
 
     A value is a module's output (or input) in its own structure, its tensors converted as the
-    options of `capture` say. With `keep="all"` or an int it is a list: one entry per call.
+    options of `capture` say. With `calls="all"` or an int it is a list: one entry per call.
 
     Copies and pickles include the values, cut from autograd's graph; a value that was changed in
     place raises `StaleActivationError` there.
@@ -322,7 +322,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: Literal["checked", "clone", "ref"] = "checked",
-    keep: Keep = "last",
+    calls: Calls = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -349,7 +349,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             write in place; `clone` copies; `ref` stores a reference without that check. `checked`
             copies inference tensors, which have no version, and tensors in compiled regions, where
             buffers are reused.
-        keep: calls of each module to store: the `last` one, `all`, or an int for that many of the
+        calls: calls of each module to store: the `last` one, `all`, or an int for that many of the
             latest.
         grads: capture the tensors' gradients too, in `ActivationCache.grads`.
         max_bytes: limit for all tensors together. The call that would exceed it raises
@@ -359,7 +359,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     Raises:
         SelectionError: `what` matches nothing, or containers alone, which are never called.
         HookTypeError: an option has the wrong type.
-        ValueError: an unknown `copy` or `keep`, or a `max_bytes`, a `keep` or a step of `slice`
+        ValueError: an unknown `copy` or `calls`, or a `max_bytes`, `calls` or a step of `slice`
             below 1.
         RuntimeError: `device` is not a device or not available.
         HookError: when entered, if a module cannot be instrumented; or entered for the second time,
@@ -379,7 +379,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         dtype=dtype,
         slice=slice,
         copy=copy,
-        keep=keep,
+        calls=calls,
         grads=grads,
         max_bytes=max_bytes,
         stop=stop,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ferrohook.conversion import Index
 
 
-Keep: TypeAlias = 'Literal["last", "all"] | int'
+Calls: TypeAlias = 'Literal["last", "all"] | int'
 """Calls of each module that a capture stores."""
 
 
@@ -198,7 +198,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: str = "checked",
-    keep: Any = "last",
+    calls: Any = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -220,12 +220,12 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
         inputs=inputs,
         output_index=output_index,
         stop=stop,
-        only_last=keep == "last",
+        only_last=calls == "last",
         copies=copies,
         collector={
             "detach": detach,
             "copy": copy,
-            "keep": _calls_to_keep(keep),
+            "keep": _calls_to_keep(calls),
             "convert": converter(copies, target, dtype, slice, copy),
             "grads": grads,
             "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
@@ -254,13 +254,13 @@ def _available(device: torch.device | str) -> torch.device:
         raise RuntimeError(msg) from error
 
 
-def _calls_to_keep(keep: Any) -> int | None:
-    if isinstance(keep, str):
-        if keep in _KEEP_NAMES:
-            return _KEEP_NAMES[keep]
-        msg = f"keep is 'last', 'all' or a number of calls, got {keep!r}"
+def _calls_to_keep(calls: Any) -> int | None:
+    if isinstance(calls, str):
+        if calls in _KEEP_NAMES:
+            return _KEEP_NAMES[calls]
+        msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
         raise ValueError(msg)
-    return at_least_one("keep", keep, "'last', 'all' or a number of calls")
+    return at_least_one("calls", calls, "'last', 'all' or a number of calls")
 
 
 _KEEP_NAMES = {"last": 1, "all": None}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 
-Detectors: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
+What: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
 Mask: TypeAlias = "str | Callable[[Any], Tensor]"
 
 
@@ -56,7 +56,7 @@ _in_progress: WeakKeyDictionary[Store, dict[str, object]] = WeakKeyDictionary()
 def collect(  # noqa: PLR0913 (the options by keyword)
     model: nn.Module,
     batches: Iterable[Any],
-    detectors: Detectors,
+    what: What,
     store: Store,
     *,
     run: str = "run",
@@ -89,7 +89,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         model: any module.
         batches: the model's inputs. A batch is a mapping of keyword arguments, a tuple or list of
             positional arguments, or the only argument. Batches are numbered in order.
-        detectors: modules whose outputs to store, see `select`; or detectors of
+        what: modules whose outputs to store, see `select`; or detectors of
             `ferrohook.compat.mi_crow`; or a list, tuple or set of both. A module's output is stored
             as `output`, the tensors of a structure as `output.0` or `output.name`, and those of
             the module's second call in a batch with `output#1` instead of `output`. A detector's
@@ -130,7 +130,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     _check_plan(model, plan)
     captured = {"inputs": inputs, "output_index": output_index, "slice": slice, "dtype": dtype}
     options = _not_default({**captured, "mask": mask})
-    sources = _sources(model, detectors, store, captured, options)
+    sources = _sources(model, what, store, captured, options)
     if plan is not None:
         options["plan"] = Plan(*plan.entries)
     call = forward or _batch_caller(model)
@@ -259,18 +259,18 @@ def _not_default(options: dict[str, Any]) -> dict[str, Any]:
 
 def _sources(
     model: nn.Module,
-    detectors: Any,
+    what: Any,
     store: Store,
     captured: dict[str, Any],
     chosen: dict[str, Any],
 ) -> list[Source]:
-    several = isinstance(detectors, list | tuple | AbstractSet)
-    listed = list(detectors) if several else [detectors]
+    several = isinstance(what, list | tuple | AbstractSet)
+    listed = list(what) if several else [what]
     sources = [source_of(each, model, store) for each in listed if isinstance(each, Collectable)]
     selectors = [each for each in listed if not isinstance(each, Collectable)]
     if selectors or not sources:  # selecting nothing is an error
-        what = selectors if several else detectors
-        sources.append(CapturedOutputs(model, what, **captured))
+        selected = selectors if several else what
+        sources.append(CapturedOutputs(model, selected, **captured))
     elif chosen:
         msg = f"{min(chosen)} is an option of selected modules: detectors have their own options"
         raise HookError(msg)

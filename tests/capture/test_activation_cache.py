@@ -58,7 +58,7 @@ def test_stack(acts: fh.ActivationCache) -> None:
 
 def test_stack_takes_all_calls() -> None:
     model = Twice()
-    with fh.capture(model, "shared", keep="all") as acts:
+    with fh.capture(model, "shared", calls="all") as acts:
         model(torch.zeros(1))
     assert acts.stack("shared").tolist() == [[0], [2]]
 
@@ -124,7 +124,7 @@ def test_the_repr_shows_parts_of_structures() -> None:
 def test_the_repr_shows_the_call_of_each_row(tmp_path: Path) -> None:
     model = Twice()
     model.once.forward = lambda x: (x, x)  # type: ignore[assignment, method-assign, return-value]
-    with fh.capture(model, ["shared", "once"], keep="all", grads=True) as acts:
+    with fh.capture(model, ["shared", "once"], calls="all", grads=True) as acts:
         model.shared(torch.zeros(1))
         model.shared(torch.zeros(2))
         model.once(torch.zeros(3))
@@ -163,7 +163,7 @@ def test_to_preserves_structures_and_shares_tensors_on_the_device(x: Tensor) -> 
 
 
 def test_save_and_load_restore_every_entry(tmp_path: Path, model: nn.Sequential, x: Tensor) -> None:
-    with fh.capture(model, grads=True, keep="all") as acts:
+    with fh.capture(model, grads=True, calls="all") as acts:
         for _ in range(2):
             model(x).sum().backward()
     path = tmp_path / "acts.safetensors"

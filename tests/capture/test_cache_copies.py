@@ -48,7 +48,7 @@ def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 def test_a_duplicate_answers_as_the_cache(
     model: nn.Sequential, x: Tensor, duplicate: Callable[[Any], Any]
 ) -> None:
-    with fh.capture(model, keep="all", grads=True) as acts:
+    with fh.capture(model, calls="all", grads=True) as acts:
         for _ in range(2):
             model(x).sum().backward()
     copied = duplicate(acts)

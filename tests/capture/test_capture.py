@@ -64,7 +64,7 @@ def test_inputs_are_the_arguments_of_the_call() -> None:
         ((), {"a": 3, "b": 4}, {"a": 3, "b": 4}),
         ((), {}, ()),
     ]
-    with fh.capture(module, "", inputs=True, keep="all") as acts:
+    with fh.capture(module, "", inputs=True, calls="all") as acts:
         for args, kwargs, _ in calls:
             module(*args, **kwargs)
     assert acts[""] == [expected for *_, expected in calls]
@@ -263,7 +263,7 @@ def test_a_change_of_the_base_of_a_view_raises() -> None:
 def test_a_tensor_inside_a_structure_is_checked(structure: Any) -> None:
     t = torch.zeros(2)
     module = Returning(lambda: structure(a=[Data(t)]))
-    with fh.capture(module, "", keep="all") as acts:
+    with fh.capture(module, "", calls="all") as acts:
         module()
         t.add_(1)
         module()
@@ -273,7 +273,7 @@ def test_a_tensor_inside_a_structure_is_checked(structure: Any) -> None:
 
 @pytest.mark.parametrize("copy", ["checked", "clone", "ref"])
 def test_inference_mode(model: nn.Sequential, x: Tensor, copy: Any) -> None:
-    with torch.inference_mode(), fh.capture(model, copy=copy, keep="all") as acts:
+    with torch.inference_mode(), fh.capture(model, copy=copy, calls="all") as acts:
         out = model(x)
         expected = out.clone()
         out.add_(1)

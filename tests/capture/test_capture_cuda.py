@@ -55,7 +55,7 @@ def test_a_write_after_the_capture_does_not_reach_the_copy(
     on_gpu: tuple[nn.Sequential, Tensor],
 ) -> None:
     model, x = on_gpu
-    with torch.no_grad(), fh.capture(model, "0", device="cpu", keep="all") as acts:
+    with torch.no_grad(), fh.capture(model, "0", device="cpu", calls="all") as acts:
         for factor in range(1, 6):
             out = model(factor * x)
             out.zero_()

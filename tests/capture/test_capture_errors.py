@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"keep": "first"}, ValueError, "keep is 'last', 'all' or a number of calls, got 'first'"),
-        ({"keep": 0}, ValueError, "keep is at least 1, got 0"),
-        ({"keep": -1}, ValueError, "keep is at least 1"),
-        ({"keep": True}, fh.HookTypeError, "keep is 'last', 'all' or a number .* got bool"),
-        ({"keep": 1.0}, fh.HookTypeError, "got float"),
-        ({"keep": None}, fh.HookTypeError, "got NoneType"),
+        (
+            {"calls": "first"},
+            ValueError,
+            "calls is 'last', 'all' or a number of calls, got 'first'",
+        ),
+        ({"calls": 0}, ValueError, "calls is at least 1, got 0"),
+        ({"calls": -1}, ValueError, "calls is at least 1"),
+        ({"calls": True}, fh.HookTypeError, "calls is 'last', 'all' or a number .* got bool"),
+        ({"calls": 1.0}, fh.HookTypeError, "got float"),
+        ({"calls": None}, fh.HookTypeError, "got NoneType"),
         ({"max_bytes": 0}, ValueError, "max_bytes is at least 1, got 0"),
         ({"max_bytes": True}, fh.HookTypeError, "max_bytes is an int, got bool"),
         ({"max_bytes": 2.0**30}, fh.HookTypeError, "max_bytes is an int, got float"),
@@ -91,7 +95,7 @@ def test_an_empty_selection_is_refused(model: nn.Sequential, what: Any) -> None:
 
 
 def test_integers_of_any_size_are_accepted(model: nn.Sequential, x: Tensor) -> None:
-    with fh.capture(model, "0", keep=2**80, max_bytes=2**80) as acts:
+    with fh.capture(model, "0", calls=2**80, max_bytes=2**80) as acts:
         model(x)
     assert len(acts["0"]) == 1
 

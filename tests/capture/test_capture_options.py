@@ -107,7 +107,7 @@ def test_a_slice_that_does_not_fit_fails_the_call(model: nn.Sequential, x: Tenso
 
 def test_slice_dtype_copy_and_keep_combine(model: nn.Sequential, x: Tensor) -> None:
     with fh.capture(
-        model, ["0", "2"], slice=(slice(None), -1), dtype=torch.float64, copy="clone", keep=2
+        model, ["0", "2"], slice=(slice(None), -1), dtype=torch.float64, copy="clone", calls=2
     ) as acts:
         for factor in (1, 2, 3):
             model(factor * x)
@@ -116,26 +116,26 @@ def test_slice_dtype_copy_and_keep_combine(model: nn.Sequential, x: Tensor) -> N
     assert torch.equal(acts["2"][0], model(2 * x)[:, -1].double())
 
 
-# keep
+# calls
 
 
 @pytest.mark.parametrize(
-    ("keep", "expected"),
+    ("calls", "expected"),
     [("last", 12.0), ("all", [0.0, 2.0, 10.0, 12.0]), (1, [12.0]), (3, [2.0, 10.0, 12.0])],
 )
-def test_keep_selects_the_calls_of_a_module(keep: Any, expected: Any) -> None:
+def test_calls_selects_the_calls_of_a_module(calls: Any, expected: Any) -> None:
     model = Twice()
-    with fh.capture(model, keep=keep) as acts:
+    with fh.capture(model, calls=calls) as acts:
         model(torch.tensor(0.0))
         model(torch.tensor(10.0))
     kept = acts["shared"]
-    assert (kept if keep == "last" else [each.item() for each in kept]) == expected
+    assert (kept if calls == "last" else [each.item() for each in kept]) == expected
     assert list(acts) == ["shared", "once", ""]
 
 
-def test_keep_frees_the_outputs_of_older_calls() -> None:
+def test_calls_frees_the_outputs_of_older_calls() -> None:
     module = Returning(lambda: torch.empty(1))
-    with fh.capture(module, "", keep=3) as acts:
+    with fh.capture(module, "", calls=3) as acts:
         freed = [weakref.ref(module()) for _ in range(50)]
     assert [each() is not None for each in freed] == [False] * 47 + [True] * 3
     assert len(acts[""]) == 3
@@ -159,7 +159,7 @@ def test_grads_equal_those_of_autograd(model: nn.Sequential, x: Tensor) -> None:
 
 def test_grads_arrive_after_leaving_and_match_their_calls(model: nn.Sequential) -> None:
     x = torch.ones(1, 3)
-    with fh.capture(model, "0", grads=True, keep="all") as acts:
+    with fh.capture(model, "0", grads=True, calls="all") as acts:
         outs = [model(x), model(2 * x)]
     outs[0].sum().backward()
     first, second = acts.grads["0"]
@@ -251,7 +251,7 @@ def test_a_budget_of_exactly_the_captured_bytes_suffices(model: nn.Sequential, x
         for _ in range(3):
             model(x)
     assert acts.nbytes == 240
-    with fh.capture(model, "0", max_bytes=3 * 80, keep="all") as acts:
+    with fh.capture(model, "0", max_bytes=3 * 80, calls="all") as acts:
         for _ in range(3):
             model(x)
         with pytest.raises(fh.CaptureBudgetError):

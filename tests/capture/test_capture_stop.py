@@ -98,7 +98,7 @@ def test_a_forward_without_one_selected_module_runs_to_its_end(
 
 def test_nested_captures_stop_their_own_models(x: Tensor) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Identity())
-    with fh.capture(model, ["0.0", ""], keep="all") as outer:
+    with fh.capture(model, ["0.0", ""], calls="all") as outer:
         with fh.capture(model[0], "0", stop=True) as inner:
             assert model[0](x) is fh.STOPPED
         assert isinstance(model(x), Tensor)
@@ -109,7 +109,7 @@ def test_nested_captures_stop_their_own_models(x: Tensor) -> None:
 
 
 def test_stop_restarts_its_count_in_each_call(model: nn.Sequential, x: Tensor) -> None:
-    with fh.capture(model, ["0", "1"], stop=True, keep="all") as acts:
+    with fh.capture(model, ["0", "1"], stop=True, calls="all") as acts:
         for _ in range(3):
             assert model(x) is fh.STOPPED
     assert [len(calls) for calls in acts.values()] == [3, 3]
@@ -137,7 +137,7 @@ def test_modules_run_on_worker_threads_count_for_stop(x: Tensor) -> None:
             return self.last(self.own(x) + helped)  # type: ignore[no-any-return]
 
     model = Forking()
-    with fh.capture(model, ["helped", "own"], stop=True, keep="all") as acts:
+    with fh.capture(model, ["helped", "own"], stop=True, calls="all") as acts:
         assert model(x) is fh.STOPPED
         assert model(x) is fh.STOPPED
     assert [len(calls) for calls in acts.values()] == [2, 2]

@@ -42,7 +42,7 @@ def test_the_warning_in_a_thread_pool_names_wrap(model: nn.Sequential, x: Tensor
     ):
         [*pool.map(model, [x, x])]
     # As the warning says.
-    c = fh.capture(model, ["0", "1"], keep="all")
+    c = fh.capture(model, ["0", "1"], calls="all")
     with c as acts, ThreadPoolExecutor(1) as pool:
         [*pool.map(c.wrap(model), [x, x])]
     assert len(acts["0"]) == len(acts["1"]) == 2
@@ -129,7 +129,7 @@ def test_exceptions_in_the_model_leave_nothing_behind(model: nn.Sequential, x: T
     "options",
     [
         {},
-        {"copy": "clone", "keep": "all"},
+        {"copy": "clone", "calls": "all"},
         {"slice": 0, "dtype": torch.float64},
         {"grads": True},
         {"grads": True, "inputs": True, "dtype": torch.float64},

@@ -414,15 +414,15 @@ def test_only_this_contexts_calls_are_collected(
         ({"batches": 3}, "batches is an iterable of batches"),
         ({"store": "folder"}, "store is a Store"),
         ({"forward": 3}, "forward is a callable or None, got int"),
-        ({"detectors": 3}, "select takes a path"),
-        ({"detectors": [nn.ReLU(), "0"]}, "name of a module"),
+        ({"what": 3}, "select takes a path"),
+        ({"what": [nn.ReLU(), "0"]}, "name of a module"),
     ],
 )
 def test_wrong_arguments_are_refused(
     model: nn.Sequential, changed: dict[str, Any], told: str
 ) -> None:
     store = MemoryStore()
-    given = {"model": model, "batches": [1], "detectors": "0", "store": store} | changed
+    given = {"model": model, "batches": [1], "what": "0", "store": store} | changed
     with pytest.raises(fh.HookTypeError, match=told):
         fh.collect(**given)
     for wrong in ("nothing", []):

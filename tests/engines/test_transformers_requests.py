@@ -187,7 +187,7 @@ BAD = {
     ),
     "gradients": (fh.Plan(fh.keep(LAYER, grads=True)), HookError, "no gradients"),
     "an early end": (fh.Plan(fh.keep(LAYER, stop=True)), HookError, "end the forward of others"),
-    "calls": (fh.Plan(fh.keep(LAYER, keep="all")), HookError, "put together by position"),
+    "calls": (fh.Plan(fh.keep(LAYER, calls="all")), HookError, "put together by position"),
     "no plan": ("layers", HookTypeError, "plan is a Plan or a Prepared, got str"),
     "another model's": (
         fh.Plan(fh.keep("0")).prepare(nn.Sequential(nn.Linear(2, 2))),

@@ -93,7 +93,7 @@ captures = st.fixed_dictionaries(
         "dtype": st.sampled_from([*FLOATS, torch.int64]),
         "slice": index | st.lists(index | st.none(), max_size=3).map(tuple),
         "copy": st.sampled_from(["checked", "clone", "ref"]),
-        "keep": st.sampled_from(["last", "all"]) | st.integers(1, 9),
+        "calls": st.sampled_from(["last", "all"]) | st.integers(1, 9),
         "max_bytes": st.integers(1, 2**40),
         "stop": st.booleans(),
     },
@@ -145,7 +145,7 @@ def test_the_format_of_version_1_is_read() -> None:
                 },
                 "at": {"slice": [1, None, None]},
             },
-            {"type": "keep", "slice": {"tuple": ["...", 0]}, "dtype": "bfloat16", "keep": "all"},
+            {"type": "keep", "slice": {"tuple": ["...", 0]}, "dtype": "bfloat16", "calls": "all"},
         ],
     }
     assert fh.Plan.from_json(json.dumps(text), regex=True) == fh.Plan(
@@ -154,7 +154,7 @@ def test_the_format_of_version_1_is_read() -> None:
             fh.Add(torch.tensor([1.0, -2.0]), 3, output_index="sum"),
             at=slice(1, None),
         ),
-        fh.keep(slice=(..., 0), dtype=torch.bfloat16, keep="all"),
+        fh.keep(slice=(..., 0), dtype=torch.bfloat16, calls="all"),
     )
 
 
@@ -292,7 +292,7 @@ HOSTILE = [
     ({"type": "keep", "slice": {"tuple": 3}}, "entries[1].slice: "),
     ({"type": "keep", "max_bytes": 0}, "entries[1]: max_bytes is at least 1"),
     ({"type": "keep", "copy": "deep"}, "entries[1]: copy is checked, clone or ref"),
-    ({"type": "keep", "keep": {}}, "entries[1].keep: "),
+    ({"type": "keep", "calls": {}}, "entries[1].calls: "),
 ]
 
 

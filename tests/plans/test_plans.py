@@ -40,7 +40,7 @@ def some() -> fh.Plan:
         fh.on("head", triple, on_error="ignore"),
         fh.on(re.compile("act"), ignore, phase="forward_pre", prepend=True),
         fh.keep("blocks.*.linear", dtype=torch.float16, slice=(..., slice(2))),
-        fh.keep("act", label="in", inputs=True, keep="all"),
+        fh.keep("act", label="in", inputs=True, calls="all"),
     )
 
 
@@ -74,7 +74,7 @@ def test_equality_and_hash_are_by_content() -> None:
 
 
 def test_options_that_are_the_default_make_no_difference() -> None:
-    assert fh.keep("act", copy="checked", keep="last") == fh.keep("act")
+    assert fh.keep("act", copy="checked", calls="last") == fh.keep("act")
     assert fh.on("act", triple, phase="forward", priority=0) == fh.on("act", triple)
 
 
@@ -129,7 +129,7 @@ def test_the_table() -> None:
     assert "forward_pre" in lines[4]
     assert "dtype=torch.float16" in lines[5]
     assert lines[6].split()[:5] == ["act", "keep", "as", "'in'", "forward_pre"]
-    assert "keep='all'" in lines[6]
+    assert "calls='all'" in lines[6]
     assert repr(fh.Plan()).split() == lines[0].split()
 
 
@@ -220,7 +220,7 @@ def test_a_request_without_calls_costs_no_more_with_more_modules() -> None:
 
 def test_gradients_are_kept() -> None:
     model = Net(WIDTH)
-    with fh.Plan(fh.keep("act", grads=True, keep="all")).prepare(model) as prepared:
+    with fh.Plan(fh.keep("act", grads=True, calls="all")).prepare(model) as prepared:
         with prepared.open() as request:
             model(X).sum().backward()
         grads = request.acts.grads["act"]

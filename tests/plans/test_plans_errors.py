@@ -20,9 +20,9 @@ import ferrohook as fh
 from ferrohook._core import frames
 from support.hooks import ignore
 from support.internals import in_no_scope, instrumented
+from support.interrupts import interrupted, state
 from support.plans import Net, Tokens
 from support.threads import in_thread
-from test_interrupts import interrupted, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ def test_the_note_of_a_failing_function_names_entry_and_module() -> None:
         (lambda: fh.on("act", fh.ForwardHook(ignore), at=0), fh.HookTypeError, "at takes"),
         (lambda: fh.keep("act", at="never"), ValueError, "never"),
         (lambda: fh.keep("act", label=7), fh.HookTypeError, "label is a str"),
-        (lambda: fh.keep("act", keep="some"), ValueError, "some"),
+        (lambda: fh.keep("act", calls="some"), ValueError, "some"),
         (lambda: fh.keep("act", max_bytes=0), ValueError, "max_bytes"),
         (lambda: fh.keep("act", inputs=1), fh.HookTypeError, "inputs"),
         (lambda: fh.Plan().prepare("model"), fh.HookTypeError, "prepare takes"),
@@ -308,7 +308,7 @@ def test_the_error_is_that_of_the_request_alone() -> None:
 
 def test_a_plan_opened_twice_in_one_context() -> None:
     model = nn.Sequential(nn.Identity())
-    plan = fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH))), fh.keep("0", keep="all"))
+    plan = fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH))), fh.keep("0", calls="all"))
     with plan.prepare(model) as prepared, prepared.open() as outer:
         assert model(X).tolist() == (X + 1).tolist()
         with prepared.open() as inner:
@@ -346,7 +346,7 @@ def test_an_interrupt_restores_the_model(act: Callable[[nn.Module, fh.Plan], Non
         fh.on("embed", fh.Scale(2.0)),
         fh.on("blocks.*", ignore),
         fh.keep("head"),
-        fh.keep("act", inputs=True, stop=False, keep="all"),
+        fh.keep("act", inputs=True, stop=False, calls="all"),
     )
     act(Net(WIDTH), plan)
     plain = state(Net(WIDTH))

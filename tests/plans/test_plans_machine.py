@@ -115,7 +115,7 @@ class Keep:
 
     def limited(self, values: list[Any]) -> Any:
         """Calls that it stores."""
-        calls = self.options.get("keep", "last")
+        calls = self.options.get("calls", "last")
         if calls == "last":
             return values[-1]
         return values if calls == "all" else values[-calls:]
@@ -172,7 +172,7 @@ def keeps(draw: st.DrawFn, label: str) -> Keep:
     if draw(st.booleans()):
         options["slice"] = draw(st.sampled_from((0, slice(1), (..., slice(2)))))
     if draw(st.booleans()):
-        options["keep"] = draw(st.sampled_from(("all", 1, 3)))
+        options["calls"] = draw(st.sampled_from(("all", 1, 3)))
     if draw(st.booleans()):
         options["copy"] = draw(st.sampled_from(("clone", "ref")))
     return Keep(what, label, options)

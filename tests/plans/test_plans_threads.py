@@ -184,7 +184,7 @@ def test_activations_of_a_dropped_request_are_freed() -> None:
 
 def test_a_request_serves_many_threads_at_a_time() -> None:
     model = Chain()
-    plan = fh.Plan(fh.on("layers.1", fh.Add(torch.tensor([5.0]))), fh.keep("layers.1", keep="all"))
+    plan = fh.Plan(fh.on("layers.1", fh.Add(torch.tensor([5.0]))), fh.keep("layers.1", calls="all"))
     with plan.prepare(model) as prepared, prepared.open() as request:
 
         def work() -> float:
@@ -221,7 +221,7 @@ def test_stop_ends_the_calls_of_its_request_alone() -> None:
 
 def test_a_byte_budget_is_each_requests_own() -> None:
     model = Chain()
-    prepared = fh.Plan(fh.keep("layers.0", keep="all", max_bytes=20)).prepare(model)
+    prepared = fh.Plan(fh.keep("layers.0", calls="all", max_bytes=20)).prepare(model)
 
     def work(thread: int) -> int:
         with prepared.open() as request:
@@ -237,7 +237,7 @@ def test_a_byte_budget_is_each_requests_own() -> None:
 
 def test_the_captures_of_a_request_share_a_budget() -> None:
     model = Chain()
-    entries = (fh.keep("layers.0", keep="all"), fh.keep("layers.1", keep=1, grads=True))
+    entries = (fh.keep("layers.0", calls="all"), fh.keep("layers.1", calls=1, grads=True))
     prepared = fh.Plan(*entries).prepare(model, max_bytes=40)
 
     def work(thread: int) -> int:

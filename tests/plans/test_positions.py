@@ -110,7 +110,7 @@ def test_positions_in_generate(
     expected = generate(plain, side, use_cache=use_cache)
     plan = fh.Plan(
         fh.on(name, fh.Scale(-3.0), at=at),
-        fh.keep(name, at=at, keep="all", copy="clone", inputs=False, label="after"),
+        fh.keep(name, at=at, calls="all", copy="clone", inputs=False, label="after"),
     )
     with plan.prepare(model) as prepared, prepared.open() as request:
         tokens = generate(model, side, use_cache=use_cache)
@@ -140,7 +140,7 @@ def test_padding_with_a_static_cache(pair: tuple[Any, str]) -> None:
     model, name = pair
     ids, mask = prompts("left")
     options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": mask}
-    plan = fh.Plan(fh.keep(name, at="prompt", keep="all", copy="clone"))
+    plan = fh.Plan(fh.keep(name, at="prompt", calls="all", copy="clone"))
     kept = []
     with plan.prepare(model) as prepared:
         for cache in ("dynamic", "static"):
@@ -154,7 +154,7 @@ def test_padding_with_a_static_cache(pair: tuple[Any, str]) -> None:
 
 def test_two_generations_in_one_request(pair: tuple[Any, str]) -> None:
     model, name = pair
-    plan = fh.Plan(fh.keep(name, at="last_prompt", keep="all"))
+    plan = fh.Plan(fh.keep(name, at="last_prompt", calls="all"))
     with plan.prepare(model) as prepared, prepared.open() as request:
         for _ in range(2):
             generate(model, "left", use_cache=True)

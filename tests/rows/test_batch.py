@@ -101,7 +101,9 @@ def _ablated(h: Tensor, direction: Tensor) -> Tensor:
 
 def test_the_same_requests_in_batch_after_batch(model: Net) -> None:
     v = torch.randn(WIDTH)
-    with fh.Plan(fh.on("layers.0", fh.Add(v)), fh.keep("layers.0", keep="all")).prepare(model) as p:
+    with fh.Plan(fh.on("layers.0", fh.Add(v)), fh.keep("layers.0", calls="all")).prepare(
+        model
+    ) as p:
         a, b = p.open(), p.open()
         for step in range(3):
             x = torch.randn(4, WIDTH)

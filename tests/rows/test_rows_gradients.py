@@ -129,7 +129,7 @@ def test_trained_and_fixed_vectors_share_a_module() -> None:
 
 def test_captured_rows_keep_the_graph() -> None:
     model = Net(WIDTH).double()
-    plan = fh.Plan(fh.keep("act", detach=False, keep="all"))
+    plan = fh.Plan(fh.keep("act", detach=False, calls="all"))
     requests = [plan.prepare(model).open() for _ in ROWS]
     x = torch.randn(SIZE, WIDTH, dtype=torch.float64, requires_grad=True)
     with fh.batch(dict(zip(requests, ROWS, strict=True))):

@@ -80,7 +80,7 @@ def test_captures_own_their_memory(
 
 
 def test_a_capture_in_a_batch_owns_its_memory(model: nn.Sequential) -> None:
-    captures = fh.capture(model, "0", keep="all"), fh.capture(model, "0")
+    captures = fh.capture(model, "0", calls="all"), fh.capture(model, "0")
     with fh.batch({captures[0]: slice(0, 2), captures[1]: slice(2, 4)}, size=4):
         model(torch.randn(4, WIDTH))
     assert numbers_in_storage(captures[0].acts["0"][0]) == 2 * WIDTH

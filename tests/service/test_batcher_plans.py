@@ -218,7 +218,7 @@ def test_a_repeated_request_is_opened_again(model: Model, send_all: Any) -> None
             msg = "together"
             raise ArithmeticError(msg)
 
-    every = fh.Plan(fh.keep("second", keep="all"))
+    every = fh.Plan(fh.keep("second", calls="all"))
     with fh.register(model, "constant", fail_together, phase="forward_pre"):
         assert [each.shared for each in send_all(every, add(1))] == [2, 2]
     with fh.register(model, "", fail_together, phase="forward_pre"):

@@ -152,7 +152,7 @@ class Keep:
         return {
             "inputs": self.inputs,
             "output_index": self.part,
-            "keep": self.calls,
+            "calls": self.calls,
         }
 
     @property

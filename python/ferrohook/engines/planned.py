@@ -91,8 +91,8 @@ class PreparedPool:
             return "it computes no gradients"
         if entry.options.get("stop"):
             return "stop=True would end the forward of others"
-        if "keep" in entry.options:
-            return "steps are put together by position, so keep= has no meaning"
+        if "calls" in entry.options:
+            return "steps are put together by position, so calls= has no meaning"
         if not keeps_rows(entry.options.get("slice", ...), self._dim):
             return f"slice= keeps all of dimension {self._dim}, whose rows are put together"
         if self._running is not None:

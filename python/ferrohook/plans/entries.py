@@ -19,7 +19,7 @@ from ferrohook.tensors import content_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ferrohook.capture_session import Keep as KeepCalls
+    from ferrohook.capture_session import Calls
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
     from ferrohook.typed import OnError, Phase
@@ -171,7 +171,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     dtype: torch.dtype | None = None,
     slice: Index = None,  # noqa: A002 (what the field calls it)
     copy: Literal["checked", "clone", "ref"] = "checked",
-    keep: KeepCalls = "last",
+    calls: Calls = "last",
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
@@ -190,7 +190,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         dtype: see `capture`.
         slice: see `capture`.
         copy: see `capture`.
-        keep: see `capture`.
+        calls: see `capture`.
         grads: see `capture`.
         max_bytes: see `capture`; for each request.
         stop: see `capture`.
@@ -210,7 +210,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
         "dtype": dtype,
         "slice": slice,
         "copy": copy,
-        "keep": keep,
+        "calls": calls,
         "grads": grads,
         "max_bytes": max_bytes,
         "stop": stop,
@@ -218,7 +218,7 @@ def keep(  # noqa: PLR0913 (the options of `capture`)
     options_of(**options)
     if device is not None:
         options["device"] = str(torch.device(device))
-    default = {"detach": True, "copy": "checked", "keep": "last"}
+    default = {"detach": True, "copy": "checked", "calls": "last"}
     chosen = {
         name: value
         for name, value in options.items()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 transformers = pytest.importorskip("transformers")
-architectures = pytest.importorskip("test_architectures")
+architectures = pytest.importorskip("instrumentation.test_architectures")
 their_capturing = pytest.importorskip("transformers.utils.output_capturing")
 
 

@@ -195,7 +195,7 @@ def test_a_task_that_outlives_its_call_records_nothing_more() -> None:
 def test_scopes_and_captures_work_during_recording() -> None:
     model = Model()
     states, _ = expected(model)
-    with fh.capture(model, "layers.*", keep="all") as acts:
+    with fh.capture(model, "layers.*", calls="all") as acts:
         output = model(X, output_hidden_states=True)
         assert same(output["hidden_states"], states)
     assert torch.equal(acts["layers.0"][0], states[1])

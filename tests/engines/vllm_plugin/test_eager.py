@@ -363,7 +363,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
         (entry(type="keep", what="model.layers.1", stop=True), "not 'stop'"),
-        (entry(type="keep", what="model.layers.1", keep="all"), "not 'keep'"),
+        (entry(type="keep", what="model.layers.1", calls="all"), "not 'calls'"),
         (entry(type="keep", what="model.layers.1", inputs=True), r"name one of \[1, 2\]"),
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (

@@ -171,7 +171,7 @@ def one_scope_for_all_calls(model: Stack, thread: int, right: list[Right]) -> in
     with (
         fh.scope() as scope,
         fh.register(model, steered_layer(thread), steering, scope=scope) as group,
-        fh.capture(model, "layers.*", keep="all") as acts,
+        fh.capture(model, "layers.*", calls="all") as acts,
     ):
         outputs = [model(make_input(thread, call)) for call in range(CALLS)]
     assert steering.calls == group.calls == CALLS
@@ -458,7 +458,7 @@ def test_backward_hooks_fire_in_the_scope_of_the_forward_on_any_thread(
 OPTIONS: dict[str, dict[str, Any]] = {
     "checked": {},
     "clone": {"copy": "clone"},
-    "all": {"keep": "all"},
+    "all": {"calls": "all"},
     "gradients": {"grads": True},
     "attached": {"detach": False},
     "attached gradients": {"detach": False, "grads": True},

@@ -11,7 +11,7 @@ import pytest
 from ferrohook import torch_version
 from support.interpreters import run_fresh
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def stand_in(folder: Path, version: str, *, installed: bool) -> str:

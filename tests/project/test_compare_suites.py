@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from types import ModuleType
 
-SCRIPT = Path(__file__).parents[1] / "script" / "compare_suites.py"
+SCRIPT = Path(__file__).parents[2] / "script" / "compare_suites.py"
 PROJECT = "pytest"  # any installed distribution
 
 ALIKE = """

@@ -306,7 +306,7 @@ def test_a_plan_is_captured_with_its_changes() -> None:
     plan = fh.Plan(
         fh.on("0", fh.Add(torch.ones(3))),
         fh.keep(re.compile("^0$"), label="late", dtype=torch.float16),
-        fh.keep("*", keep="all"),
+        fh.keep("*", calls="all"),
     )
     torch.manual_seed(1)
     assert main(capture_by(plan)) == 0

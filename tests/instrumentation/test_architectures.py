@@ -399,7 +399,7 @@ def test_a_capture_of_all_modules_equals_torch_hooks(name: str, inputs: bool) ->
         with fh.instrument(model):
             with (
                 Warned() as warned,
-                fh.capture(model, copy="clone", keep="all", inputs=inputs) as acts,
+                fh.capture(model, copy="clone", calls="all", inputs=inputs) as acts,
             ):
                 output = bits(model(**batch), inside=True)
             again = bits(model(**batch), inside=True)
@@ -475,7 +475,7 @@ def test_generate_with_a_cache_while_captured(name: str) -> None:
     with (
         fh.register(model, "", measure, phase="forward_pre", with_kwargs=True),
         Warned(),
-        fh.capture(model, copy="clone", keep="all") as acts,
+        fh.capture(model, copy="clone", calls="all") as acts,
     ):
         tokens = model.generate(**batch, **options)
 

@@ -21,7 +21,7 @@ from benches.harness import QUICK, Effort, Group, Ratio, Row, Sampler, expect, m
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def sides() -> dict[str, Sampler]:

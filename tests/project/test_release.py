@@ -21,7 +21,7 @@ import ferrohook as fh
 
 yaml: Any = pytest.importorskip("yaml")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def read(name: str) -> str:
