@@ -98,7 +98,8 @@ def test_an_unknown_model_runner_is_refused() -> None:
 
 @pytest.mark.parametrize("again", ["a", ["a"], "*", {"b", "a"}])
 def test_a_module_kept_twice_under_one_name_is_refused_at_the_door(again: Any) -> None:
-    modules = Modules({name: ModuleInfo("tensor", WIDTH, 16) for name in ("a", "b")}, {})
+    table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "a", "b")}
+    modules = Modules(table, {})
     for label in (None, "x"):
         first = fh.keep("a", label=label)
         with pytest.raises(ValueError, match=r"entries\[1\]: it keeps '(x:)?a' again: .* a label"):
