@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 80  # of a code block in the theme
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
-FRONTS = ("detectors", "interventions", "patching", "plot", "points", "recording", "service")
+COMPAT = ("compat.mi_crow", "compat.transformer_lens", "compat.transformers")
+FRONTS = (*COMPAT, "data", "detectors", "plot", "rows", "service")
 EXAMPLE = re.compile(r"^ *((?:>>>|\.\.\.) .*)$", re.MULTILINE)
 
 
