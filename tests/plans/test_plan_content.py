@@ -15,7 +15,7 @@ import ferrohook as fh
 
 TEXTS: list[dict[str, Any]] = [
     {"type": "keep", "what": ["a", {"tuple": ["b*"]}], "slice": [{"slice": [0, None, 2]}, "..."]},
-    {"type": "keep", "what": {"set": ["a", "b"]}, "label": "x", "keep": 3, "dtype": "float16"},
+    {"type": "keep", "what": {"set": ["a", "b"]}, "label": "x", "calls": 3, "dtype": "float16"},
     {"type": "keep", "what": None, "slice": [True, False], "at": {"slice": [1, -1, None]}},
     {"type": "on", "what": "a", "hook": {"type": "Scale", "factor": 2.0, "output_index": 0}},
     {
@@ -114,6 +114,58 @@ def test_mutated_texts_raise_nothing_but_value_errors(seed: int) -> None:
         assert again == plan
         assert again.to_json() == plan.to_json()
     assert accepted > 10
+
+
+@pytest.mark.parametrize("entry", TEXTS, ids=range(len(TEXTS)))
+def test_texts_that_are_mutated_are_accepted_as_they_are(entry: dict[str, Any]) -> None:
+    fh.Plan.from_json({"version": 1, "entries": [entry]})
+
+
+class Unread(list[Any]):
+    """A list whose members nobody may look at."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        pytest.fail("the members of a list that is too long were read")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"what": Unread(5000)},
+        {"what": ["a", {"tuple": Unread(5000)}]},
+        {"what": {"regex": "a", "flags": Unread(5000)}},
+        {"slice": Unread(2**17)},
+        {"slice": [{"tuple": Unread(2**17)}]},
+        {"slice": {"slice": Unread(5000)}},
+        {"at": {"slice": Unread(5000)}},
+        {
+            "type": "on",
+            "hook": {
+                "type": "Add",
+                "vector": {"dtype": "float32", "base64": "", "shape": Unread(5000)},
+            },
+        },
+    ],
+)
+def test_a_list_is_refused_at_its_length(fields: dict[str, Any]) -> None:
+    entry = {"type": "keep", "what": "a"} | fields
+    with pytest.raises(ValueError, match=r"^entries\[0\]\."):
+        fh.Plan.from_json({"version": 1, "entries": [entry]}, regex=True)
+
+
+def test_the_indices_of_all_entries_are_counted() -> None:
+    half = {"type": "keep", "what": "a", "slice": [*range(2**15)]}
+    entries = [half, half | {"label": "x"}]
+    assert len(fh.Plan.from_json({"version": 1, "entries": entries}).entries) == 2
+    with pytest.raises(ValueError, match=r"entries\[2\].slice: .* more than 65,536: use slices"):
+        fh.Plan.from_json({"version": 1, "entries": [*entries, half | {"label": "y"}]})
 
 
 INDICES: list[Any] = [

@@ -392,17 +392,18 @@ def test_metrics_count_calls_times_and_errors(client: httpx.Client) -> None:
 
 
 def test_the_hooks_endpoint_lists_registered_hooks(client: httpx.Client, encoder: Encoder) -> None:
+    def observe(_module: torch.nn.Module, _args: object, _output: object) -> None:
+        pass
+
     for _ in range(3):
         embed(client)
-    with fh.register(
-        encoder.model, "pooler", test_the_hooks_endpoint_lists_registered_hooks
-    ) as group:
+    with fh.register(encoder.model, "pooler", observe) as group:
         group.disable()
         modules = {module["name"]: module for module in client.get("/hooks").json()["modules"]}
     assert list(modules) == [name for name, _ in encoder.model.named_modules()]
     assert modules["pooler"]["type"] == "BertPooler"
     shown = [(hook["phase"], hook["hook"], hook["enabled"]) for hook in modules["pooler"]["hooks"]]
-    name = "test_the_hooks_endpoint_lists_registered_hooks"
+    name = observe.__qualname__
     assert ("forward", name, False) in shown
     assert ("forward_pre", "CallCounter", True) in shown
     layer = modules["encoder.layer.0"]

@@ -85,6 +85,10 @@ class KeepEntry(Entry):
     label: str | None
     options: dict[str, Any]
 
+    def name_of(self, path: str) -> str:
+        """Returns the name of a module's activations in `acts`."""
+        return path if self.label is None else f"{self.label}:{path}"
+
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
         return ("keep", *map(content_of, (self.what, self.at, self.label, self.options)))
 

@@ -121,7 +121,7 @@ class Prepared:
             if isinstance(entry, HookEntry):
                 self._register(number, entry, modules, attachment)
                 continue
-            kept = {_kept_name(entry, name): module for name, module in modules.items()}
+            kept = {entry.name_of(name): module for name, module in modules.items()}
             if twice := names & kept.keys():
                 msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
                 raise HookError(msg)
@@ -438,10 +438,6 @@ def _close(frame: weakref.ref[Frame], _model: object) -> None:
 
 def _combined(parts: list[Activations]) -> Mapping[str, Any]:
     return {} if not parts else parts[0] if len(parts) == 1 else _Combined(parts)
-
-
-def _kept_name(entry: KeepEntry, name: str) -> str:
-    return name if entry.label is None else f"{entry.label}:{name}"
 
 
 def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:

@@ -35,6 +35,8 @@ _LONGEST_REGEX: Final = 256
 _DEEPEST: Final = 8
 """Lists within lists, at most."""
 _MOST_DIMENSIONS: Final = 8
+_MOST_INDICES: Final = 2**16
+"""Members of the lists in `slice=` of all entries, at most."""
 _DIGITS: Final = 19
 _INT64: Final = 2**63
 
@@ -164,16 +166,19 @@ class _Reader:
         self._lookup = lookup
         self._bytes = 0
         self._selectors = 0
+        self._indices = 0
 
     def entry(self, value: Any, path: str) -> HookEntry | KeepEntry:
         kind = _type(value, path, _ENTRIES)
         allowed = {"type", *_ENTRIES[kind]}
         fields = _fields(value, path, allowed, {"what", "hook"} if kind == "on" else set())
+        self._count_selectors(1, f"{path}.what")
         own = {"what": self._selector(fields.get("what"), f"{path}.what")}
         if kind == "on":
             own["hook"] = self._hook(fields["hook"], f"{path}.hook")
         for name in fields.keys() - {"type", "what", "hook"}:
-            own[name] = _read_option(name, fields[name], f"{path}.{name}")
+            it, place = fields[name], f"{path}.{name}"
+            own[name] = self._index(it, place) if name == "slice" else _read_option(name, it, place)
         with _named(path):
             return on(**own) if kind == "on" else keep(**own)
 
@@ -222,11 +227,13 @@ class _Reader:
             raise ValueError(msg)
         return made
 
-    def _selector(self, value: Any, path: str, depth: int = 0) -> Any:
-        self._selectors += 1
+    def _count_selectors(self, count: int, path: str) -> None:
+        self._selectors += count
         if self._selectors > self._limits.max_selectors:
             msg = f"{path}: the plan has more than max_selectors={self._limits.max_selectors:,}"
             raise ValueError(msg)
+
+    def _selector(self, value: Any, path: str, depth: int = 0) -> Any:
         if value is None and not depth:
             return None
         if isinstance(value, str):
@@ -237,6 +244,7 @@ class _Reader:
         if made is None:
             msg = f"{path}: a path, a glob, a regex or a list of these, got {_short(value)}"
             raise ValueError(msg)
+        self._count_selectors(len(members), path)
         listed = [
             self._selector(each, f"{path}[{place}]", depth + 1)
             for place, each in enumerate(members)
@@ -250,11 +258,34 @@ class _Reader:
             raise ValueError(msg)
         pattern = _text(fields["regex"], f"{path}.regex", _LONGEST_REGEX)
         flags = fields.get("flags", [])
-        if not isinstance(flags, list) or not all(map(_is_flag, flags)):
+        fits = isinstance(flags, list) and len(flags) <= len(FLAGS)
+        if not fits or not all(map(_is_flag, flags)):
             msg = f"{path}.flags: a list of {', '.join(map(str, FLAGS))}, got {_short(flags)}"
             raise ValueError(msg)
         with _named(path):
             return re.compile(pattern, sum(FLAGS[each] for each in {*flags}))
+
+    def _index(self, value: Any, path: str, depth: int = 0) -> Any:
+        if value == "...":
+            return ...
+        if isinstance(value, Mapping) and "slice" in value:
+            return _slice(value, path)
+        members, made = _members(value, path, depth)
+        if made is not None:
+            self._indices += len(members)
+            if self._indices > _MOST_INDICES:
+                msg = f"{path}: the plan's indices are more than {_MOST_INDICES:,}: use slices"
+                raise ValueError(msg)
+            index = _made(made, [self._index(each, path, depth + 1) for each in members], path)
+            if made is list and _repeats(index):  # would make the tensor larger
+                msg = f"{path}: a list of indices has none twice"
+                raise ValueError(msg)
+            return index
+        plain = _plain(value, path)
+        if isinstance(plain, str | float):
+            msg = f'{path}: ints, "...", slices and lists are expected, got {_short(plain)}'
+            raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
+        return plain
 
 
 _ENTRIES: Final = {
@@ -359,19 +390,17 @@ def _made(made: Any, members: list[Any], path: str) -> Any:
 
 def _slice(value: Mapping[str, Any], path: str) -> slice:
     bounds = _fields(value, path, {"slice"}, {"slice"})["slice"]
-    of_ints = isinstance(bounds, list) and all(
+    fits = isinstance(bounds, list) and len(bounds) == 3  # noqa: PLR2004 (start, stop, step)
+    if not fits or not all(
         _plain(each, path) is None or (isinstance(each, int) and not isinstance(each, bool))
         for each in bounds
-    )
-    if not of_ints or len(bounds) != 3:  # noqa: PLR2004 (start, stop, step)
+    ):
         msg = f'{path}: {{"slice": [start, stop, step]}} of ints or null is expected'
         raise ValueError(msg)
     return slice(*bounds)
 
 
 def _read_option(name: str, value: Any, path: str) -> Any:
-    if name == "slice":
-        return _read_index(value, path)
     if name == "at" and isinstance(value, Mapping):
         return _slice(value, path)
     plain = _plain(value, path)
@@ -383,25 +412,6 @@ def _read_option(name: str, value: Any, path: str) -> Any:
         msg = f"{path}: the name of a dtype such as float16 is expected, got {_short(plain)}"
         raise ValueError(msg)
     return _DTYPES[plain]
-
-
-def _read_index(value: Any, path: str, depth: int = 0) -> Any:
-    if value == "...":
-        return ...
-    if isinstance(value, Mapping) and "slice" in value:
-        return _slice(value, path)
-    members, made = _members(value, path, depth)
-    if made is not None:
-        index = _made(made, [_read_index(each, path, depth + 1) for each in members], path)
-        if made is list and _repeats(index):  # would make the tensor larger
-            msg = f"{path}: a list of indices has none twice"
-            raise ValueError(msg)
-        return index
-    plain = _plain(value, path)
-    if isinstance(plain, str | float):
-        msg = f'{path}: ints, "...", slices and lists are expected, got {_short(plain)}'
-        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
-    return plain
 
 
 def _repeats(index: list[Any]) -> bool:

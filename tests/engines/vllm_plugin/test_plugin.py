@@ -96,6 +96,17 @@ def test_an_unknown_model_runner_is_refused() -> None:
         runners.attach(object(), config())
 
 
+@pytest.mark.parametrize("again", ["a", ["a"], "*", {"b", "a"}])
+def test_a_module_kept_twice_under_one_name_is_refused_at_the_door(again: Any) -> None:
+    table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "a", "b")}
+    modules = Modules(table, {})
+    for label in (None, "x"):
+        first = fh.keep("a", label=label)
+        with pytest.raises(ValueError, match=r"entries\[1\]: it keeps '(x:)?a' again: .* a label"):
+            modules.rewritten(fh.Plan(first, fh.keep(again, label=label)))
+        assert modules.rewritten(fh.Plan(first, fh.keep(again, label="other")))
+
+
 def test_captures_travel_as_safetensors() -> None:
     acts = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(2, 1, dtype=torch.bfloat16)}
     positions = {"a": torch.tensor([0, 1, 5]), "b": torch.tensor([3, 4])}

@@ -156,9 +156,14 @@ class Modules:
             ValueError: the plan has what an engine does not serve; names the entry.
         """
         entries: list[HookEntry | KeepEntry] = []
+        names: set[str] = set()
         for number, entry in enumerate(plan.entries):
             try:
                 entries += self._rewritten(entry)
+                if isinstance(entry, KeepEntry):
+                    kept = {*map(entry.name_of, self.selected(entry.what))}
+                    _check_names(names & kept)
+                    names |= kept
             except ValueError as error:
                 msg = f"entries[{number}]: {error}"
                 raise ValueError(msg) from None
@@ -204,6 +209,12 @@ class Modules:
                 size = sum(_bytes(info, name, entry.options) for name, info in found.items())
                 sizes.append((entry, size))
         return sizes
+
+
+def _check_names(twice: Collection[str]) -> None:
+    if twice:
+        msg = f"it keeps {min(twice)!r} again: give one of the two a label"
+        raise ValueError(msg)
 
 
 def _check_options(entry: KeepEntry) -> None:

@@ -449,7 +449,7 @@ class Worker:
             expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
             expected = expected[expected >= since]
             for path in modules.selected(entry.what):
-                name = path if entry.label is None else f"{entry.label}:{path}"
+                name = entry.name_of(path)
                 found = torch.tensor(result.positions(name), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
                     if result.error is not None:
