@@ -51,6 +51,7 @@ __all__ = [
     "refuse_async",
     "register_all",
     "release_copy",
+    "remember_merged",
     "store_rows",
 ]
 
