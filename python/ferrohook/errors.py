@@ -25,7 +25,7 @@ class StaleActivationError(HookError):
     """Captured activation that was changed in place after the capture."""
 
 
-class RowsError(HookError):
+class RowsError(HookError, ValueError):
     """Rows of a batch that are invalid, or that cannot be found in a tensor."""
 
     member: Any = None
