@@ -19,6 +19,7 @@ from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import batch
 from ferrohook.selection import select
+from ferrohook.steering import Intervention
 from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class PreparedPool:
         self._checked.add(prepared)
 
     def _refusal(self, entry: HookEntry | KeepEntry) -> str:
+        if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
+            values = [each for each in entry.hook.values if each is not None]
+            numbers = [torch.as_tensor(each) for each in values]
+            if not all(bool(each.isfinite().all()) for each in numbers):
+                return "its hook has NaN or infinities"
         backward = isinstance(entry, HookEntry) and "backward" in entry.phase
         if backward or entry.options.get("grads"):
             return "it computes no gradients"
@@ -321,6 +327,17 @@ class PlannedRequests:
         """Returns the failure of a request, None without one."""
         member = self._members.get(request_id)
         return None if member is None else member.failure
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Fails a request that has not failed yet."""
+        member = self._members.get(request_id)
+        if member is not None and member.failure is None:
+            member.failure = error
+
+    def changes(self, request_id: str) -> bool:
+        """Returns True if the plan of a request may change its rows."""
+        member = self._members.get(request_id)
+        return member is not None and member.changes
 
     def shares(self, request_id: str, *, write: bool) -> bool:
         """Returns True if a request may read keys and values of others, or write its own for them.
