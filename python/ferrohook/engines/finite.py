@@ -53,6 +53,11 @@ def without_non_finite(
     return tensor, frozenset(found)
 
 
+def is_finite(rows: Tensor) -> bool:
+    """Returns False if a number is NaN or infinite, by one reduction."""
+    return bool(torch.linalg.vector_norm(rows, torch.inf).isfinite())
+
+
 def lost_rows(logits: Tensor) -> list[int]:
     """Returns the rows of logits (rows, vocabulary) from which no token can be drawn.
 

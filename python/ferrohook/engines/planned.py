@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.rows import Batch
+
+
+_REFUSED: Final = {
+    "grads": "it computes no gradients",
+    "stop": "stop=True would end the forward of others",
+    "calls": "steps are put together by position, so calls= has no meaning",
+}
+"""Reasons for options that an engine has not."""
 
 
 class PreparedPool:
@@ -92,13 +100,11 @@ class PreparedPool:
             numbers = [torch.as_tensor(each) for each in values]
             if not all(bool(each.isfinite().all()) for each in numbers):
                 return "its hook has NaN or infinities"
-        backward = isinstance(entry, HookEntry) and "backward" in entry.phase
-        if backward or entry.options.get("grads"):
-            return "it computes no gradients"
-        if entry.options.get("stop"):
-            return "stop=True would end the forward of others"
-        if "calls" in entry.options:
-            return "steps are put together by position, so calls= has no meaning"
+        if isinstance(entry, HookEntry) and "backward" in entry.phase:
+            return _REFUSED["grads"]
+        for option, reason in _REFUSED.items():
+            if option in entry.options:
+                return reason
         if not keeps_rows(entry.options.get("slice", ...), self._dim):
             return f"slice= keeps all of dimension {self._dim}, whose rows are put together"
         if self._running is not None:
