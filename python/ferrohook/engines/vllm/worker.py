@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import logging
+import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -104,6 +105,8 @@ class Worker:
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the runner."""
         self._ranks = Ranks.of(config)
+        self._secret = secrets.token_hex(32)
+        """Key of salts, which all API servers ask for."""
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
 
@@ -406,11 +409,12 @@ class Worker:
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
     def describe(self) -> bytes:
-        """Returns the table of the modules, or the reason why plans are refused."""
+        """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
             reason = explain(self.refused) if self.refused else "the model is not loaded"
             return json.dumps({"refused": reason}).encode()
-        return json.dumps({"modules": self.served.modules.to_json()}).encode()
+        described = {"modules": self.served.modules.to_json(), "secret": self._secret}
+        return json.dumps(described).encode()
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
