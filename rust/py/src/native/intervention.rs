@@ -315,33 +315,56 @@ impl<'py> Change<'_, 'py> {
         merge(self.describe, mask, &changed, x)
     }
 
+    /// Changes a tensor by the vector or the numbers of the intervention.
     pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let this = self.intervention.get();
+        let numbers = this.numbers.bind(self.py());
+        let vectors = usize::from(this.dims.is_some());
+        self.by(x, |place| match place.checked_sub(vectors) {
+            None => self.vector(x),
+            Some(place) => numbers.get_item(place),
+        })
+    }
+
+    /// Changes a tensor by operands: the vector or factor, then the bounds, each for all of `x` or a
+    /// row of it.
+    pub fn by(
+        &self,
+        x: &Bound<'py, PyAny>,
+        operand: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
         let this = self.intervention.get();
-        let number = |place| this.numbers.bind(py).get_item(place);
         match this.operation {
-            Operation::Scale => x.mul(number(0)?),
+            Operation::Scale => x.mul(operand(0)?),
             Operation::Zero => torch::zeros_like(x),
-            Operation::Add if this.has_rows => x.add(self.expanded(x)?),
-            Operation::Add => x.add(self.vector(x)?),
-            Operation::Replace => self.expanded(x)?.call_method0(intern!(py, "clone")),
+            Operation::Add if this.has_rows => x.add(self.expanded(&operand(0)?, x)?),
+            Operation::Add => x.add(operand(0)?),
+            Operation::Replace => {
+                let value = self.expanded(&operand(0)?, x)?;
+                value.call_method0(intern!(py, "clone"))
+            }
             Operation::Ablate => {
-                let direction = self.vector(x)?;
+                let direction = operand(0)?;
                 x.sub(along(x, &direction)?.mul(&direction)?)
             }
             Operation::Clamp => {
-                let direction = self.vector(x)?;
+                let direction = operand(0)?;
                 let before = along(x, &direction)?;
-                let after = before.call_method1(intern!(py, "clamp"), (number(0)?, number(1)?))?;
+                let bounds = (operand(1)?, operand(2)?);
+                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
                 x.add(after.sub(before)?.mul(&direction)?)
             }
         }
     }
 
-    /// Returns the vector in the shape of `x`.
-    fn expanded(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// Returns a vector in the shape of `x`.
+    fn expanded(
+        &self,
+        vector: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
-        let vector = self.vector(x)?;
         let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
         expanded.map_err(|cause| {
             let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
@@ -351,7 +374,7 @@ impl<'py> Change<'_, 'py> {
             let message = format!(
                 "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
                 (self.describe)(),
-                shape(&vector),
+                shape(vector),
                 shape(x)
             );
             let error = hook_type_error(py, message);
@@ -438,10 +461,7 @@ pub fn merge<'py>(
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
 // Not a product of matrices: autocast runs those in lower precision.
-pub fn along<'py>(
-    x: &Bound<'py, PyAny>,
-    direction: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
+fn along<'py>(x: &Bound<'py, PyAny>, direction: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     x.mul(direction)?
         .call_method1(intern!(x.py(), "sum"), (-1, true))
 }
