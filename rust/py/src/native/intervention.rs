@@ -9,13 +9,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::PyTuple;
 
-use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::torch;
-use crate::torch::tensors::{part_of, with_part};
+use crate::torch::tensors::{part_of, summed, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -256,10 +255,12 @@ impl<'py> Change<'_, 'py> {
             return Err(self.error(expected, value));
         };
         let part = part.bind(self.py());
-        if let Ok(tuple) = value.cast::<PyTuple>()
-            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
-        {
-            return self.sum(tuple, tensor);
+        if let Some((hidden, residual)) = summed(value, part) {
+            // The hidden state alone takes what is added to the sum.
+            let adds = self.intervention.get().operation == Operation::Add;
+            let changed = tensor(&hidden, (!adds).then_some(&residual))?;
+            let first = 0_usize.into_pyobject(self.py())?.into_any();
+            return with_part(value, &first, &changed);
         }
         let found = part_of(value, part).map_err(|cause| {
             let part = part
@@ -278,28 +279,6 @@ impl<'py> Change<'_, 'py> {
             return Err(self.error("changes a tensor: its output_index names", &found));
         }
         with_part(value, part, &tensor(&found, None)?)
-    }
-
-    /// Changes the sum of hidden state and residual.
-    fn sum(
-        &self,
-        value: &Bound<'py, PyTuple>,
-        tensor: &ChangeTensor<'_, 'py>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let (hidden, residual) = match (value.get_item(0), value.get_item(1)) {
-            (Ok(hidden), Ok(residual)) if value.len() == 2 => (hidden, residual),
-            _ => {
-                let expected = "changes the sum of two tensors, hidden state and residual, of";
-                return Err(self.error(expected, value));
-            }
-        };
-        let adds = self.intervention.get().operation == Operation::Add;
-        let changed = tensor(&hidden, (!adds).then_some(&residual))?;
-        with_part(
-            value,
-            &0_usize.into_pyobject(self.py())?.into_any(),
-            &changed,
-        )
     }
 
     /// Changes a tensor, where the mask is true.
