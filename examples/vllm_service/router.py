@@ -29,6 +29,8 @@ COMPLETIONS = {"/v1/completions", "/v1/chat/completions"}
 CAPABILITIES = "/v1/ferrohook/capabilities"
 # Ids of responses name the server: captures are where they were taken.
 CAPTURES = re.compile(r"/v1/ferrohook/captures/\w+-(?P<name>[\w-]+)\.\w+(/stream)?")
+HEADER = "X-Ferrohook-Captures"
+"""Header with the token of a request's captures, of answers and of those who fetch them."""
 ABORTED = re.compile(rb'"finish_reason":\s*"abort"')
 
 
@@ -83,7 +85,9 @@ class Router:
                 answer = await self._any("GET", path, plan=path == CAPABILITIES)
             case "GET" if (found := CAPTURES.fullmatch(path)) is not None:
                 if (server := self._servers.get(found["name"])) is not None:
-                    answer = await self._ask(server, "GET", f"{path}?{request.url.query}")
+                    token = request.headers.get(HEADER)
+                    query = f"{path}?{request.url.query}"
+                    answer = await self._ask(server, "GET", query, token=token)
                 answer = answer or failure(502, f"{found['name']} does not answer; it had {path}")
             case "POST" if path in COMPLETIONS:
                 answer = await self._complete(path, await request.body())
@@ -151,18 +155,23 @@ class Router:
         kind = "that serves plans " if plan else ""
         return refused or failure(503, f"no replica {kind}answers: try again in a minute")
 
-    async def _ask(self, server: Server, method: str, path: str, body: str = "") -> Response | None:
+    async def _ask(
+        self, server: Server, method: str, path: str, body: str = "", token: str | None = None
+    ) -> Response | None:
         """Returns the answer of a server; None if it died before the answer began."""
         request_id = f"{server.name}.{uuid.uuid4().hex}"
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        if token is not None:
+            headers[HEADER] = token
         request = self._client.build_request(
             method, server.url + path, content=body, headers=server.headers | headers
         )
         try:
             answer = await self._client.send(request, stream=True)
             kind = answer.headers.get("content-type", "")
+            own = {HEADER: answer.headers[HEADER]} if HEADER in answer.headers else None
             if answer.is_success and kind.startswith("text/event-stream"):
-                return StreamingResponse(self._events(server, answer), media_type=kind)
+                return StreamingResponse(self._events(server, answer), headers=own, media_type=kind)
             if answer.is_success and "/stream" in path:
                 return StreamingResponse(_frames(answer), media_type=kind)
             content = await answer.aread()
@@ -174,7 +183,7 @@ class Router:
         if answer.status_code == httpx.codes.UNAUTHORIZED or aborted(content):
             self._lose(server)
             return None
-        return Response(content, answer.status_code, media_type=kind)
+        return Response(content, answer.status_code, headers=own, media_type=kind)
 
     async def _events(self, server: Server, answer: httpx.Response) -> AsyncIterator[bytes]:
         """Yields the events of a streamed text; the last one is an error if it is not whole."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from ferrohook import engines as engines
     from ferrohook import plot as plot
     from ferrohook import rows as rows
-    from ferrohook.activations import STOPPED as STOPPED
     from ferrohook.activations import ActivationCache as ActivationCache
-    from ferrohook.activations import capture as capture
+    from ferrohook.capture_session import STOPPED as STOPPED
+    from ferrohook.capture_session import capture as capture
     from ferrohook.collecting import Collected as Collected
     from ferrohook.collecting import collect as collect
     from ferrohook.groups import HandleGroup as HandleGroup
@@ -111,7 +111,8 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
-    "activations": ("STOPPED", "ActivationCache", "capture"),
+    "activations": ("ActivationCache",),
+    "capture_session": ("STOPPED", "capture"),
     "collecting": ("Collected", "collect"),
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),

@@ -1,22 +1,18 @@
-"""`capture`: the activations of modules of a model, for one context."""
+"""`ActivationCache`: captured activations by module name."""
 
 from __future__ import annotations
 
-import enum
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from ferrohook import shards
-from ferrohook.capture_session import Activations, CaptureSession, not_captured, options_of
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
-from ferrohook.scopes import Scope
-from ferrohook.selection import select, select_names
+from ferrohook.captured import Captured, not_captured
+from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.selection import select_names
 from ferrohook.tables import as_frame, as_html, as_text, rows_of
 from ferrohook.tensors import map_tensors, nbytes, tensors_in
 
@@ -26,24 +22,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
-    from ferrohook._core import Frame
-    from ferrohook.capture_session import Calls
-    from ferrohook.conversion import Index
-    from ferrohook.selection import Selector
+    from ferrohook._core import Collector
+    from ferrohook.recorders import Recorders
     from ferrohook.tables import Row
-
-
-class _Stopped(enum.Enum):
-    STOPPED = enum.auto()
-
-    def __repr__(self) -> str:
-        return "ferrohook.STOPPED"
-
-    __str__ = __repr__
-
-
-STOPPED: Final = _Stopped.STOPPED
-"""Return value of a model's call that `capture(stop=True)` ended early."""
 
 
 class _NoGradients(dict[str, Any]):
@@ -130,7 +111,7 @@ class ActivationCache(Mapping[str, Any]):
     def _peek(self, name: str) -> Any:
         # For sizes and shapes alone, so stale tensors are fine.
         source = self._activations
-        return source.peek(name) if isinstance(source, Activations) else source[name]
+        return source.peek(name) if isinstance(source, Captured) else source[name]
 
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
         """Stacks the tensors of several modules along a new first dimension.
@@ -236,152 +217,15 @@ class ActivationCache(Mapping[str, Any]):
         return as_html([*self.rows(stale=True)], self._model, self.__getitem__)
 
 
-def begin_capture(session: CaptureSession, scope: Frame) -> ActivationCache:
-    """Captures the calls in a scope, until it is left; the activations stay readable."""
+def cache_of(
+    recorded: Iterable[tuple[Recorders, Collector]], model: nn.Module | None
+) -> ActivationCache:
+    """Makes the cache of what recorders of a model stored into collectors."""
+    pairs = [*recorded]
+    grads = [each.part(at, grads=True) for each, at in pairs if each.options.collector["grads"]]
     return ActivationCache(
-        *session.begin(scope), model=session.model._get_name(), per_call=session.per_call
+        Captured([each.part(at) for each, at in pairs]),
+        Captured(grads) if grads else None,
+        model="" if model is None else model._get_name(),
+        per_call=bool(pairs) and not any(each.options.only_last for each, _ in pairs),
     )
-
-
-class _CaptureTag:
-    """The tag of a capture's frame."""
-
-    ONCE = "a capture is entered once: call capture() again for another"
-
-    def __init__(self, session: CaptureSession) -> None:
-        self.session = session
-
-    def begin(self, frame: Frame) -> ActivationCache:
-        return begin_capture(self.session, frame)
-
-    def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
-        if fine and (silent := self.session.silent()):
-            # If none ran, the calls may have been made in other threads.
-            in_threads = CAPTURE_IN_THREADS if silent == self.session.names else ""
-            text = explain(self.session.model, silent, in_threads=in_threads)
-            warnings.warn(text, NeverFiredWarning, stacklevel=2)
-
-
-class Capture(Scope):
-    """A scope that captures, see `capture`; its `with` statement gives the activations."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def tag(self) -> _CaptureTag: ...  # noqa: D102 (for checkers)
-        def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
-
-    @property
-    def acts(self) -> ActivationCache:
-        """The activations of a capture that is in batches instead of being entered.
-
-        Raises:
-            HookError: it was in none yet.
-        """
-        acts: ActivationCache | None = self._begun
-        if acts is None:
-            msg = "this capture was in no batch: `with capture as acts:` gives the activations"
-            raise HookError(msg)
-        return acts
-
-    def __getitem__(self, name: object) -> NoReturn:
-        msg = f"`with capture as acts:` gives the activations, then acts[{name!r}]"
-        raise HookTypeError(msg)
-
-    def _no_mapping(self, *_args: object) -> NoReturn:
-        msg = (
-            f"{self!r} is no mapping of activations: `with capture as acts:` captures the calls "
-            "inside the block, and gives one"
-        )
-        raise HookTypeError(msg)
-
-    __iter__ = __len__ = __contains__ = _no_mapping
-
-    def __bool__(self) -> bool:
-        return True  # not by `__len__`
-
-    def __repr__(self) -> str:
-        state = "not entered: it captures inside `with`"
-        if self.closed:
-            state = "left"
-        elif self._entered is not None or self._begun is not None:
-            state = "entered"
-        session = self.tag.session
-        names, model = len(session.names), session.model._get_name()
-        return f"<Capture of {names} module{'s'[: names != 1]} of {model}, {state}>"
-
-
-def capture(  # noqa: PLR0913 (all but the first two by keyword)
-    model: nn.Module,
-    what: Selector = None,
-    *,
-    inputs: bool = False,
-    output_index: object = None,
-    detach: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    slice: Index = None,  # noqa: A002 (what the field calls it)
-    copy: Literal["checked", "clone", "ref"] = "checked",
-    calls: Calls = "last",
-    grads: bool = False,
-    max_bytes: int | None = None,
-    stop: bool = False,
-) -> Capture:
-    """Captures the activations of modules of a model, for the calls of this context.
-
-    A context manager that returns an `ActivationCache`, readable inside the block and after it.
-    Modules are instrumented for the duration of the block. Hooks run first: the capture sees their
-    result. Leaving warns with `NeverFiredWarning` of modules that never ran.
-
-    Args:
-        model: any module.
-        what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
-        inputs: capture inputs instead of outputs: the single positional argument or the tuple of
-            them, or the dict of keywords if there are no positional arguments.
-        output_index: key, index or attribute of the captured value, to capture that part alone;
-            `"sum"` for the sum of the hidden state and residual that a layer returns as a pair.
-        detach: detach the tensors from autograd's graph.
-        device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
-            into pinned memory; reading waits for them.
-        dtype: cast floating-point tensors to this dtype.
-        slice: part of each tensor to capture, as in `tensor[slice]`.
-        copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
-            write in place; `clone` copies; `ref` stores a reference without that check. `checked`
-            copies inference tensors, which have no version, and tensors in compiled regions, where
-            buffers are reused.
-        calls: calls of each module to store: the `last` one, `all`, or an int for that many of the
-            latest.
-        grads: capture the tensors' gradients too, in `ActivationCache.grads`.
-        max_bytes: limit for all tensors together. The call that would exceed it raises
-            `CaptureBudgetError`; earlier activations stay readable.
-        stop: end each call of the model once all modules have run; the call returns `STOPPED`.
-
-    Raises:
-        SelectionError: `what` matches nothing, or containers alone, which are never called.
-        HookTypeError: an option has the wrong type.
-        ValueError: an unknown `copy` or `calls`, or a `max_bytes`, `calls` or a step of `slice`
-            below 1.
-        RuntimeError: `device` is not a device or not available.
-        HookError: when entered, if a module cannot be instrumented; or entered for the second time,
-            or left in a context that did not enter it.
-
-    Examples:
-        >>> with fh.capture(model, "layers.*.mlp", max_bytes=2**30) as acts:
-        ...     model(ids)
-        >>> acts["layers.0.mlp"].shape
-    """
-    modules = select(model, what, called=True)
-    options = options_of(
-        inputs=inputs,
-        output_index=output_index,
-        detach=detach,
-        device=device,
-        dtype=dtype,
-        slice=slice,
-        copy=copy,
-        calls=calls,
-        grads=grads,
-        max_bytes=max_bytes,
-        stop=stop,
-    )
-    return Capture(_CaptureTag(CaptureSession(model, modules, options)))

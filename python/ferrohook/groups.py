@@ -17,9 +17,8 @@ from ferrohook._core import (
     NativeHook,
     TypedHook,
 )
-from ferrohook.activations import begin_capture
-from ferrohook.activations import capture as _capture
 from ferrohook.arguments import expect, expect_module
+from ferrohook.capture_session import capture as _capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
@@ -344,7 +343,7 @@ def run(
     if isinstance(plan, Prepared) and plan.model is not model:
         msg = f"the plan was not prepared for this {model._get_name()}"
         raise HookError(msg)
-    session = None if capture is None else _capture(model, capture).tag.session
+    session = None if capture is None else _capture(model, capture).tag
     acts: ActivationCache | None = None
     nothing = contextlib.nullcontext()
     with plan.prepare(model) if isinstance(plan, Plan) else nothing as own_plan:
@@ -358,7 +357,7 @@ def run(
                 register(model, what, hook, scope=own) for what, hook in (hooks or {}).items()
             ]
             if session is not None:
-                acts = begin_capture(session, own)
+                acts = session.begin(own)
             output = model(*args, **kwargs)
             texts = [group._warning_text(silent) for group in groups if (silent := group._silent())]
     if session is not None and (silent := session.silent()):

@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from ferrohook.activations import capture
+from ferrohook.capture_session import capture
 from ferrohook.errors import HookError
 from ferrohook.tensors import tensors_by_path
 
@@ -70,13 +70,13 @@ class CapturedOutputs(Source):
     def __init__(self, model: nn.Module, what: Selector, **options: Any) -> None:
         # Clones, as the rest of the forward may write in place.
         fixed: Any = {"calls": "all", "copy": "clone", "device": "cpu"}
-        self._session = capture(model, what, **options, **fixed).tag.session
+        self._session = capture(model, what, **options, **fixed).tag
         self._value = "input" if options.get("inputs") else "output"
         self._ran: set[str] = set()
 
     def attach(self, scope: Scope) -> None:
         """Captures the calls in a scope."""
-        self._activations, _ = self._session.begin(scope)
+        self._activations = self._session.begin(scope)
 
     def take(self, mask: Tensor | None = None) -> dict[str, dict[str, Tensor]]:
         """Returns the tensors of each value by their paths in it, cut to the rows of a mask."""

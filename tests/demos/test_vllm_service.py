@@ -14,7 +14,7 @@ applications = pytest.importorskip("starlette.applications")
 
 from starlette.routing import Route
 
-from examples.vllm_service.router import Router
+from examples.vllm_service.router import HEADER, Router
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -65,7 +65,9 @@ class Fake:
         if path == "/v1/ferrohook/capabilities":
             return httpx.Response(self.capabilities, json={"of": self.name})
         if path.startswith("/v1/ferrohook/captures/"):
-            return httpx.Response(200, content=f"{self.name} {path} {request.url.query.decode()}")
+            token = request.headers.get(HEADER, "no token")
+            content = f"{self.name} {path} {request.url.query.decode()} {token}"
+            return httpx.Response(200, content=content)
         self.taken.append((json.loads(request.content), request.headers))
         return self.answer()
 
@@ -253,8 +255,11 @@ def test_captures_come_from_the_server_that_has_them() -> None:
             while not fake.taken:
                 await service.complete()
             path = f"/v1/ferrohook/captures/chatcmpl-{fake.taken[0][1]['X-Request-Id']}"
-            answer = await service.client.get(f"{path}?index=1")
-            assert answer.text == f"{fake.name} {path} index=1"
+            fake.answer = lambda: httpx.Response(200, headers={HEADER: "secret"}, json={})
+            answer = await service.client.get(f"{path}?index=1", headers={HEADER: "secret"})
+            assert answer.text == f"{fake.name} {path} index=1 secret"
+            assert (await service.client.get(path)).text.endswith("no token")
+            assert (await service.complete()).headers.get(HEADER, "secret") == "secret"
             assert (await service.client.get(f"{path}/stream")).text.startswith(fake.name)
         fakes[1].up = False
         answer = await service.client.get(path)

@@ -7,6 +7,7 @@ import os
 import random
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -82,6 +83,14 @@ def start(folder: Path, **options: Any) -> Any:
         "block_size": 32,
     }
     return LLM(model=str(folder), **(defaults | options))
+
+
+def start_compiled(folder: Path, **options: Any) -> Any:
+    """Starts an engine that runs Dynamo's graph, without Inductor and a warm-up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_CI_ENV", "1")
+        patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+        return start(folder, enforce_eager=False, **options)
 
 
 def stop(llm: Any) -> None:

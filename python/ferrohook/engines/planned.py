@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import batch
 from ferrohook.selection import select
+from ferrohook.steering import Intervention
 from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.rows import Batch
+
+
+_REFUSED: Final = {
+    "grads": "it computes no gradients",
+    "stop": "stop=True would end the forward of others",
+    "calls": "steps are put together by position, so calls= has no meaning",
+}
+"""Reasons for options that an engine has not."""
 
 
 class PreparedPool:
@@ -86,13 +95,16 @@ class PreparedPool:
         self._checked.add(prepared)
 
     def _refusal(self, entry: HookEntry | KeepEntry) -> str:
-        backward = isinstance(entry, HookEntry) and "backward" in entry.phase
-        if backward or entry.options.get("grads"):
-            return "it computes no gradients"
-        if entry.options.get("stop"):
-            return "stop=True would end the forward of others"
-        if "calls" in entry.options:
-            return "steps are put together by position, so calls= has no meaning"
+        if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
+            values = [each for each in entry.hook.values if each is not None]
+            numbers = [torch.as_tensor(each) for each in values]
+            if not all(bool(each.isfinite().all()) for each in numbers):
+                return "its hook has NaN or infinities"
+        if isinstance(entry, HookEntry) and "backward" in entry.phase:
+            return _REFUSED["grads"]
+        for option, reason in _REFUSED.items():
+            if option in entry.options:
+                return reason
         if not keeps_rows(entry.options.get("slice", ...), self._dim):
             return f"slice= keeps all of dimension {self._dim}, whose rows are put together"
         if self._running is not None:
@@ -321,6 +333,17 @@ class PlannedRequests:
         """Returns the failure of a request, None without one."""
         member = self._members.get(request_id)
         return None if member is None else member.failure
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Fails a request that has not failed yet."""
+        member = self._members.get(request_id)
+        if member is not None and member.failure is None:
+            member.failure = error
+
+    def changes(self, request_id: str) -> bool:
+        """Returns True if the plan of a request may change its rows."""
+        member = self._members.get(request_id)
+        return member is not None and member.changes
 
     def shares(self, request_id: str, *, write: bool) -> bool:
         """Returns True if a request may read keys and values of others, or write its own for them.

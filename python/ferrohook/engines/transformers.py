@@ -32,6 +32,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ferrohook.arguments import expect_module
+from ferrohook.engines.finite import failure, lost_rows, without_non_finite
 from ferrohook.engines.planned import PlannedRequests, PreparedPool
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
@@ -40,6 +41,9 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
+    from ferrohook.engines.steps import Span, Step
     from ferrohook.plans import Plan, Prepared
 
 CAPABILITIES = Capabilities(
@@ -366,22 +370,63 @@ class Attached:
         return goes_on
 
     def _generation_step(self, original: Callable[[], None]) -> None:
-        if not self._planned:
+        if not self._planned and not self._rejected:
             original()
             return
         processor = self.manager.batch_processor
         step = read_step(processor)
+        changed = [
+            span
+            for span in step.spans
+            if self._planned.changes(span.request_id) or span.request_id in self._rejected
+        ]
         gathered: dict[Any, Any] = {}
         if self._other_dims:
             every = torch.arange(step.rows)
             gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
             gathered |= dict.fromkeys(self._head, head_rows(step))
-        with self._planned.running(step, gathered):
+        apart = self._apart(step, changed) if changed else contextlib.nullcontext()
+        with self._planned.running(step, gathered), apart:
             original()
         for span in step.spans:
             if self._planned.failure_of(span.request_id) is not None:
                 self._reject(span.request_id)
+
+    @contextlib.contextmanager
+    def _apart(self, step: Step, changed: list[Span]) -> Iterator[None]:
+        """Fails the requests whose plans make rows NaN or infinite, before others read them.
+
+        The keys of all requests of a step stand in one tensor: a mask hides those of others, but
+        NaN plus a mask is NaN.
+        """
+        processor = self.manager.batch_processor
+        cache, runner = processor.cache, processor.model_runner
+
+        def update(
+            key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            keys, in_keys = without_non_finite(key_states, changed, 2)
+            values, in_values = without_non_finite(value_states, changed, 2)
+            for request_id in in_keys | in_values:
+                self._planned.fail(request_id, failure(f"keys or values of layer {layer_idx}"))
+            return type(cache).update(cache, keys, values, layer_idx, *args, **kwargs)
+
+        def sample(scores: Tensor, *others: Any) -> None:
+            drawn = [span for span in step.spans if span.wants_logits]
+            lost = [row for row in lost_rows(scores[0, : len(drawn)]) if drawn[row] in changed]
+            for row in lost:
+                self._planned.fail(drawn[row].request_id, failure("logits"))
+            if lost:  # drawing from them would raise, for all
+                scores = scores.clone()
+                scores[0, lost] = 0
+            type(runner)._sample(runner, scores, *others)
+
+        cache.update, runner._sample = update, sample
+        try:
+            yield
+        finally:
+            del cache.update, runner._sample
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
         if self._complete(output):

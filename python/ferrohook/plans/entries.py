@@ -10,17 +10,17 @@ import torch
 
 from ferrohook._core import Registry, TypedHook
 from ferrohook.arguments import check_encodes, expect
-from ferrohook.capture_session import options_of
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
+from ferrohook.recorders import options_of
 from ferrohook.steering import Intervention
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ferrohook.capture_session import Calls
     from ferrohook.conversion import Index
+    from ferrohook.recorders import Calls
     from ferrohook.selection import Selector
     from ferrohook.typed import OnError, Phase
 

@@ -6,63 +6,38 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
-    Collector,
     Frame,
     HookHandle,
     MaskedHook,
     ModuleTree,
     PlanGuard,
     RequestBase,
-    RootCalls,
-    record_all,
 )
-from ferrohook.activations import ActivationCache
-from ferrohook.capture_session import (
-    Activations,
-    Options,
-    Recorded,
-    RecordedGradients,
-    RecordedSteps,
-    mark_calls,
-    not_captured,
-    options_of,
-)
+from ferrohook.activations import ActivationCache, cache_of
+from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
-from ferrohook.instrumentation import attach, registry_of
+from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.positions import At, mask_of, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.recorders import PlaceInPlan, Recorders, options_of
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 from ferrohook.steering import Intervention
 from ferrohook.traced import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ferrohook._core import Collector
     from ferrohook.plans.positions import Prompt
-
-
-class _Place(NamedTuple):
-    """Place of a capture in a plan, as the core takes it."""
-
-    capture: int
-    mask: int | None
-
-
-class _Capture(NamedTuple):
-    """A capture of a plan."""
-
-    places: dict[str, int]
-    """Indices of the names in its collectors."""
-    options: Options
-    template: Collector
 
 
 class _Contents:
@@ -71,7 +46,7 @@ class _Contents:
     def __init__(self, model: nn.Module, frame: Frame) -> None:
         # No request is opened for a model that is gone.
         self.model = weakref.ref(model, functools.partial(_close, weakref.ref(frame)))
-        self.captures: list[_Capture] = []
+        self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
         # Read by the core when a request ends: True once every hook has fired, and once a warning
@@ -127,7 +102,7 @@ class Prepared:
                 raise HookError(msg)
             names |= kept.keys()
             self._keep(model, number, entry, kept, selected)
-        self._templates = tuple(capture.template for capture in self._contents.captures)
+        self._templates = tuple(capture.collector for capture in self._contents.captures)
 
     def _needs_positions(self) -> bool:
         return any(entry.at is not None for entry in self.entries)
@@ -157,34 +132,18 @@ class Prepared:
         modules: dict[str, nn.Module],
         selected: list[dict[str, nn.Module]],
     ) -> None:
-        options = options_of(**entry.options)
-        contents = self._contents
+        captures = self._contents.captures
         mask = None if entry.at is None else self._mask(entry.at)
-        place = _Place(len(contents.captures), mask)
-        root = registry_of(model) if options.stop else None
-        template = Collector(
-            [*modules], stop=None if root is None else root.module, **options.collector
-        )
-        groups: dict[int, list[int]] = {}
-        for index, module in enumerate(modules.values()):
-            priority = _priority_of_keep(self.entries, selected, number, module)
-            groups.setdefault(priority, []).append(index)
-        everything = [*modules.values()]
-        for priority, indices in groups.items():
-            record_all(
-                template,
-                [everything[index] for index in indices],
-                priority,
+        captures.append(
+            Recorders.begin(
+                model,
+                modules,
+                options_of(**entry.options),
                 self._frame,
-                inputs=options.inputs,
-                part=options.output_index,
-                place=place,
-                indices=indices,
+                priority_of=functools.partial(_priority_of_keep, self.entries, selected, number),
+                place=PlaceInPlan(len(captures), mask),
             )
-        if root is not None:
-            mark_calls(root, RootCalls(template, place), self._frame)
-        places = {name: index for index, name in enumerate(modules)}
-        contents.captures.append(_Capture(places, options, template))
+        )
 
     def _mask(self, at: At) -> int:
         """Returns the index of positions among those of the plan."""
@@ -298,20 +257,9 @@ class Request(RequestBase, Scope):
     @property
     def acts(self) -> ActivationCache:
         """The activations that the plan keeps, of this request; readable after it is closed."""
-        captures = [*enumerate(self._plan.captures)]
-        kept = [self._view(place, capture, Recorded) for place, capture in captures]
-        grads = [
-            self._view(place, capture, RecordedGradients)
-            for place, capture in captures
-            if capture.options.collector["grads"]
-        ]
-        per_call = all(not capture.options.only_last for _, capture in captures)
-        model = self._plan.model()
-        return ActivationCache(
-            _combined(kept),
-            _combined(grads) if grads else None,
-            model="" if model is None else model._get_name(),
-            per_call=bool(captures) and per_call,
+        captures = enumerate(self._plan.captures)
+        return cache_of(
+            ((capture, self._collector(place)) for place, capture in captures), self._plan.model()
         )
 
     @property
@@ -347,13 +295,6 @@ class Request(RequestBase, Scope):
             for name, index in capture.places.items()
             if index not in self._collector(place).ran()
         ]
-
-    def _view(self, place: int, capture: _Capture, recorded: type[Recorded]) -> Activations:
-        options = capture.options
-        if recorded is Recorded and options.only_last:
-            recorded = RecordedSteps
-        values = recorded(self._collector(place), options.copies)
-        return Activations(capture.places, values, only_last=options.only_last)
 
     @property
     def entries(self) -> tuple[HookEntry | KeepEntry, ...]:
@@ -405,39 +346,9 @@ class Request(RequestBase, Scope):
         return f"<Request {self.id}, {state}>"
 
 
-class _Combined(Mapping[str, Any]):
-    """Activations of several captures."""
-
-    def __init__(self, parts: list[Activations]) -> None:
-        self._parts = parts
-
-    def _part(self, name: object) -> Activations:
-        return next((part for part in self._parts if name in part), self._parts[0])
-
-    def __getitem__(self, name: str) -> Any:
-        return self._part(name)[name]
-
-    def peek(self, name: str) -> Any:
-        """Returns a value without the check for writes in place."""
-        return self._part(name).peek(name)
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in part for part in self._parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for part in self._parts for name in part)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-
 def _close(frame: weakref.ref[Frame], _model: object) -> None:
     if (open_frame := frame()) is not None:
         open_frame._close()
-
-
-def _combined(parts: list[Activations]) -> Mapping[str, Any]:
-    return {} if not parts else parts[0] if len(parts) == 1 else _Combined(parts)
 
 
 def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:

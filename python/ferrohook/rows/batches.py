@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ferrohook._core import BatchBase
-from ferrohook.activations import Capture
 from ferrohook.arguments import at_least_one, expect
+from ferrohook.capture_session import Capture
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import masks_of, places_of
@@ -240,7 +240,7 @@ def models_of(members: Mapping[Any, Any]) -> list[nn.Module]:
         if isinstance(member, Request):
             model = member.model
         elif isinstance(member, Capture):
-            model = member.tag.session.model
+            model = member.tag.model
         if model is not None:
             models[id(model)] = model
     if len(models) < 2:  # noqa: PLR2004 (several)

@@ -13,7 +13,17 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from support.engines import Change, Job
-from support.vllm_engine import EOS, LAYERS, WIDTH, random_jobs, sampling, serve, start, state, stop
+from support.vllm_engine import (
+    EOS,
+    LAYERS,
+    WIDTH,
+    random_jobs,
+    sampling,
+    serve,
+    start_compiled,
+    state,
+    stop,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,20 +37,13 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support.engines, "EOS", EOS)
 
 
-def compiled(folder: Any, **options: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_CI_ENV", "1")  # Dynamo's graph without Inductor, no warm-up
-        patch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
-        return start(folder, enforce_eager=False, **options)
-
-
 @pytest.fixture(scope="module")
 def engine(models: Any) -> Iterator[Any]:
     config = {"ferrohook": {"sites": "model.layers.*"}}
     # Fresh memory is NaN: of such is the output of attention in the self-test.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        made = compiled(models["llama"][0], additional_config=config)
+        made = start_compiled(models["llama"][0], additional_config=config)
     finally:
         torch.use_deterministic_algorithms(False)
     yield made
@@ -106,7 +109,7 @@ def test_labels_and_dtypes(engine: Any) -> None:
 
 
 def test_without_sites_plans_are_refused(models: Any) -> None:
-    made = compiled(models["llama"][0])
+    made = start_compiled(models["llama"][0])
     try:
         prompt = {"prompt_token_ids": [5, 6]}
         made.generate(prompt, sampling(), use_tqdm=False)

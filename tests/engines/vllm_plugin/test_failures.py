@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
+from ferrohook.engines.vllm import requests
 from ferrohook.engines.vllm.captures import digest_of
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
@@ -127,3 +128,24 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
     served(llm, {"last": None})
     assert state(llm)["requests"] == 0
     assert worker._failed == {}
+
+
+def test_salts_cannot_be_forged(llm: Any) -> None:
+    """A client would poison or read what requests of a plan have cached."""
+    salts = []
+    engine = llm.llm_engine
+    for name, salt in (("first", None), ("second", "of the client"), ("third", None)):
+        prompt = {"prompt_token_ids": PROMPT, **({"cache_salt": salt} if salt else {})}
+        engine.add_request(name, prompt, sampling(STEERED.plan))
+        (request,) = engine.engine_core.engine_core.scheduler.waiting
+        salts.append(request.cache_salt)
+        engine.abort_request([name])
+    first, second, third = salts
+    assert first == third != second
+    plan, used = STEERED.plan.to_json(), {}
+    assert requests._digest(plan, used) not in first + second
+    for forged in (first, "ferrohook:", f"ferrohook:{requests._digest(plan, used)}"):
+        with pytest.raises(ValueError, match="made by ferrohook alone"):
+            engine.add_request(
+                "forged", {"prompt_token_ids": PROMPT, "cache_salt": forged}, sampling()
+            )

@@ -21,7 +21,8 @@ from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin
 from ferrohook.engines.vllm.captures import error_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
-from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.plugin import HEADER, connect_async
+from ferrohook.engines.vllm.requests import FIELD
 from ferrohook.engines.vllm.worker import Served, Worker
 from support.vllm_server import frames_of
 from support.vllm_shapes import config
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 WIDTH, PROMPT = 4, 3
+OWN = "token of the request a"
 
 
 class Engine:
@@ -57,13 +59,13 @@ class Engine:
             await waiting
         return [getattr(self.worker, name.removeprefix("ferrohook_"))(*args)]
 
-    async def send(self, plan: fh.Plan) -> None:
+    async def send(self, plan: fh.Plan, token: str | None = OWN) -> None:
         """Takes the request "a" of three tokens, as far as the worker's queue."""
         front_end = await connect_async(self)
         request = types.SimpleNamespace(
             request_id="a",
             sampling_params=types.SimpleNamespace(
-                extra_args={"ferrohook": plan.to_json()}, n=1, max_tokens=8
+                extra_args={"ferrohook": plan.to_json(), FIELD: token}, n=1, max_tokens=8
             ),
             resumable=False,
             prompt_token_ids=[5] * PROMPT,
@@ -102,7 +104,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 async def asked(engine: Engine, method: str, path: str, **sent: Any) -> httpx.Response:
-    """Asks the routes of a server that has the engine."""
+    """Asks the routes of a server that has the engine, with the token of its requests."""
+    sent.setdefault("headers", {HEADER: OWN})
     routes = http.Routes()
     await routes.init_state(engine, None, None)
     app = fastapi.FastAPI()
@@ -294,3 +297,62 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
 
     asyncio.run(run())
     assert [*engine.worker._vectors.values()]
+
+
+async def captured(engine: Engine, token: str | None = OWN) -> None:
+    await engine.send(KEEP, token)
+    engine.step(PROMPT)
+    await engine.finish()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 403), ({HEADER: "another"}, 404), ({HEADER: ""}, 404), ({HEADER: OWN}, 200)],
+)
+@pytest.mark.parametrize("path", ["captures/a", "captures/a/stream"])
+def test_captures_take_the_token_of_the_answer(
+    engine: Engine, path: str, headers: dict[str, str], status: int
+) -> None:
+    async def run() -> int:
+        await captured(engine)
+        return (await asked(engine, "GET", path, headers=headers)).status_code
+
+    assert asyncio.run(run()) == status
+
+
+def test_captures_without_a_token_are_for_nobody(engine: Engine) -> None:
+    """Such as those of a request that came by another route than completions and chats."""
+
+    async def run() -> list[int]:
+        await captured(engine, None)
+        tokens = ["None", "", OWN]
+        return [
+            (await asked(engine, "GET", "captures/a", headers={HEADER: token})).status_code
+            for token in tokens
+        ]
+
+    assert asyncio.run(run()) == [404, 404, 404]
+
+
+def test_whoever_sends_an_id_again_takes_nothing(engine: Engine) -> None:
+    async def run() -> tuple[httpx.Response, int]:
+        await captured(engine)
+        await engine.send(KEEP, "token of whoever sends it again")
+        other = {HEADER: "token of whoever sends it again"}
+        right = await asked(engine, "GET", "captures/a")
+        return right, (await asked(engine, "GET", "captures/a", headers=other)).status_code
+
+    right, other = asyncio.run(run())
+    assert right.status_code == httpx.codes.OK
+    assert unpacked(right.content).acts["0"].shape == (PROMPT, WIDTH)
+    assert other == httpx.codes.CONFLICT  # not finished: its own
+
+
+def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
+    engine.vllm_config.additional_config = {"ferrohook": {"captures_by_id": True}}
+
+    async def run() -> int:
+        await captured(engine)
+        return (await asked(engine, "GET", "captures/a", headers={})).status_code
+
+    assert asyncio.run(run()) == httpx.codes.OK

@@ -140,6 +140,7 @@ class RunnerV2:
         self.model = Layers().requires_grad_(False)
         self.req_states = fields(req_id_to_index={})
         self.outputs: list[torch.Tensor] = []
+        self.execute_model_state: Any = None
 
     def load_model(self) -> None: ...
 
@@ -164,7 +165,9 @@ class RunnerV2:
         batch = scheduler_output.input_batch
         if not dummy_run:
             batch = self.prepare_inputs(scheduler_output, None)
-        self.outputs.append(self.model(input_ids=batch.input_ids, positions=batch.positions))
+        output = self.model(input_ids=batch.input_ids, positions=batch.positions)
+        self.outputs.append(output)
+        self.execute_model_state = fields(hidden_states=output, slot_mappings_by_layer={})
 
     def sample_tokens(self, _grammar: Any) -> Any:
         return fields()

@@ -19,6 +19,8 @@ import safetensors.torch
 import ferrohook as fh
 import support.engines
 from ferrohook.engines.vllm.captures import Captured, error_of, unpacked
+from ferrohook.engines.vllm.plugin import HEADER
+from ferrohook.engines.vllm.requests import FIELD
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import KEY, NEW, Server, body, frames_of, serving, worker_of
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
 PROMPT = [*range(10, 60)]
+OWN = {HEADER: "a token that only this client knows"}
 VECTOR = torch.linspace(-2, 2, WIDTH)
 
 
@@ -62,13 +65,18 @@ async def streamed(client: httpx.AsyncClient, job: Job, name: str, pause: float)
     headers = {"X-Request-Id": name}
     async with client.stream("POST", "/v1/completions", json=sent, headers=headers) as response:
         assert response.status_code == httpx.codes.OK, await response.aread()
+        own = None
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                event = json.loads(line.removeprefix("data: "))
+                assert not tokens or FIELD not in event  # in the first one
+                own = event.get(FIELD, own)
+                for choice in event["choices"]:
                     tokens += choice.get("token_ids") or []
     acts = {}
     if job.kept:
-        captured = await client.get(f"/v1/ferrohook/captures/cmpl-{name}")
+        assert response.headers[HEADER] == own
+        captured = await client.get(f"/v1/ferrohook/captures/cmpl-{name}", headers={HEADER: own})
         assert captured.status_code == httpx.codes.OK, captured.text
         acts = unpacked(captured.content).acts
     return Answer(tokens, acts)
@@ -99,7 +107,7 @@ def test_captures_stream_beside_the_text(models: Any, server: str) -> None:
     async def frames(client: httpx.AsyncClient, name: str) -> list[Captured]:
         path = f"/v1/ferrohook/captures/cmpl-{name}/stream"
         while True:
-            async with client.stream("GET", path) as response:
+            async with client.stream("GET", path, headers=OWN) as response:
                 if response.status_code == httpx.codes.NOT_FOUND:
                     await asyncio.sleep(0.01)  # the request is on its way
                     continue
@@ -110,8 +118,10 @@ def test_captures_stream_beside_the_text(models: Any, server: str) -> None:
     async def run() -> tuple[list[int], list[Captured]]:
         async with httpx.AsyncClient(base_url=server, headers=KEY, timeout=120) as client:
             sent = body(job, max_tokens=150)
-            post = client.post("/v1/completions", json=sent, headers={"X-Request-Id": "stream"})
+            headers = {"X-Request-Id": "stream", **OWN}
+            post = client.post("/v1/completions", json=sent, headers=headers)
             response, found = await asyncio.gather(post, frames(client, "stream"))
+            assert response.json()[FIELD] == response.headers[HEADER] == OWN[HEADER]
             return response.json()["choices"][0]["token_ids"], found
 
     tokens, found = asyncio.run(run())
@@ -152,7 +162,8 @@ def test_a_plan_that_fails_tells_the_client_the_reason(client: httpx.Client) -> 
     message = answer.json()["error"]["message"]
     assert message.startswith("the plan of the request failed: ")
     assert "model.layers.1" in message
-    captured = client.get("/v1/ferrohook/captures/cmpl-failing")
+    token = {HEADER: answer.headers[HEADER]}
+    captured = client.get("/v1/ferrohook/captures/cmpl-failing", headers=token)
     assert captured.status_code == httpx.codes.UNPROCESSABLE_ENTITY
     assert message in captured.text
     # The other of two prompts, and one whose id is a prefix.
@@ -175,7 +186,9 @@ def test_a_plan_that_fails_in_a_streamed_answer(client: httpx.Client) -> None:
     assert "max_bytes" in last["error"]["message"]
     tokens = [token for it in texts for choice in it["choices"] for token in choice["token_ids"]]
     assert len(tokens) == 5
-    frames = frames_of(client.get("/v1/ferrohook/captures/cmpl-midway/stream").content)
+    token = {HEADER: response.headers[HEADER]}
+    path = "/v1/ferrohook/captures/cmpl-midway/stream"
+    frames = frames_of(client.get(path, headers=token).content)
     assert "max_bytes" in str(error_of(frames[-1]))
 
 
@@ -207,8 +220,9 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
     assert "never runs" in found["modules"]["lm_head"]["refused"]
-    answer = client.get("/v1/ferrohook/captures/nobody")
-    assert answer.status_code == httpx.codes.NOT_FOUND
+    path = "/v1/ferrohook/captures/nobody"
+    assert client.get(path).status_code == httpx.codes.FORBIDDEN
+    assert client.get(path, headers=OWN).status_code == httpx.codes.NOT_FOUND
     without_key = httpx.get(f"{server}/v1/ferrohook/capabilities")
     assert without_key.status_code == httpx.codes.UNAUTHORIZED
 
@@ -216,7 +230,7 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
 def test_a_cancelled_request_has_no_captures(running: Server, client: httpx.Client) -> None:
     assert client.get("/v1/ferrohook/capabilities").status_code == httpx.codes.OK
     job = Job(PROMPT, (), ("model.layers.0",))
-    headers = {"X-Request-Id": "cancelled"}
+    headers = {"X-Request-Id": "cancelled", **OWN}
     sent = body(job, stream=True, max_tokens=190, ignore_eos=True)
     worker = worker_of(running)
     worker.suspend()  # so that it does not finish the request first
@@ -233,7 +247,7 @@ def wait_for(client: httpx.Client, code: int) -> httpx.Response:
     """Asks for the captures of the cancelled request until the answer has a status."""
     deadline = time.monotonic() + 60
     while True:
-        answer = client.get("/v1/ferrohook/captures/cmpl-cancelled")
+        answer = client.get("/v1/ferrohook/captures/cmpl-cancelled", headers=OWN)
         if answer.status_code == code:
             return answer
         assert time.monotonic() < deadline, answer.text

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import httpx
 
 from ferrohook.engines.vllm.captures import error_of
+from ferrohook.engines.vllm.plugin import HEADER
 from support.engines import Job
 from support.vllm_server import KEY, body, frames_of, serving, worker_of
 
@@ -30,13 +31,14 @@ async def ended(server: Server, end: Any) -> tuple[httpx.Response | BaseExceptio
     sent = body(JOB, max_tokens=190, ignore_eos=True)
     async with httpx.AsyncClient(base_url=server.address, headers=KEY, timeout=60) as client:
         await client.post("/v1/completions", json=body(JOB))
-        headers = {"X-Request-Id": "ending"}
+        token = {HEADER: "a token that only this client knows"}
+        headers = {"X-Request-Id": "ending", **token}
         if end is kill_worker:  # it answers nobody any more
             worker_of(server).suspend()
         post = asyncio.ensure_future(client.post("/v1/completions", json=sent, headers=headers))
         path = "/v1/ferrohook/captures/cmpl-ending/stream"
         while True:
-            async with client.stream("GET", path) as response:
+            async with client.stream("GET", path, headers=token) as response:
                 if response.status_code == httpx.codes.NOT_FOUND:
                     await asyncio.sleep(0.01)  # the request is on its way
                     continue

@@ -25,6 +25,7 @@ import httpx
 
 import support.engines
 from ferrohook.engines.vllm.captures import unpacked
+from ferrohook.engines.vllm.plugin import HEADER
 from support.vllm_engine import ENVIRONMENT, EOS, Answer, random_jobs
 
 if TYPE_CHECKING:
@@ -152,7 +153,9 @@ async def ask(client: httpx.AsyncClient, job: Job, *, stream: bool) -> Answer | 
     ]
     acts = {}
     if job.kept:
-        captures = await client.get(f"/v1/ferrohook/captures/{found[0]['id']}")
+        token = {HEADER: answer.headers[HEADER]}
+        path = f"/v1/ferrohook/captures/{found[0]['id']}"
+        captures = await client.get(path, headers=token)
         if not captures.is_success:
             return str(captures.json()["error"]["message"])
         acts = unpacked(captures.content).acts

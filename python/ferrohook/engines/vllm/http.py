@@ -6,16 +6,20 @@ Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 import safetensors
 import safetensors.torch
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
-from ferrohook.engines.vllm.plugin import call, connect_async
+from ferrohook.engines.vllm.plugin import HEADER, call, connect_async
+from ferrohook.engines.vllm.requests import FIELD
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookError
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ferrohook.engines.vllm.requests import FrontEnd, Ticket
 
@@ -56,6 +61,7 @@ class Routes:
         router.get("/captures/{response_id}")(self.captures)
         router.get("/captures/{response_id}/stream")(self.stream)
         app.include_router(router)
+        app.add_middleware(_TokenHeader)
 
     async def _front_end(self) -> FrontEnd:
         if self._engine is None:
@@ -114,17 +120,19 @@ class Routes:
             if digest is not None:
                 await self._call("ferrohook_drop", digest)
 
-    async def captures(self, response_id: str, index: int = 0) -> Response:
+    async def captures(self, request: Request, response_id: str, index: int = 0) -> Response:
         """Returns what a finished request captured, as safetensors, once.
 
-        404 for an unknown id, 409 while it runs, 422 if its plan failed.
+        403 without its token, 404 for an unknown id or another's, 409 while it runs, 422 if its
+        plan failed.
 
         Args:
+            request: with the token of the answer in the header `X-Ferrohook-Captures`.
             response_id: `id` of vLLM's response.
             index: of the prompt, where the request had several.
         """
         front_end = await self._front_end()
-        ticket = _ticket(front_end, response_id, index)
+        ticket = _ticket(front_end, request, response_id, index)
         if ticket.tokens is None:
             raise HTTPException(409, "the request is not finished, or was cancelled")
         data = await self._take(front_end, ticket)
@@ -132,15 +140,15 @@ class Routes:
             raise HTTPException(422, error)
         return Response(data, media_type=_BINARY)
 
-    async def stream(self, response_id: str, index: int = 0) -> StreamingResponse:
+    async def stream(self, request: Request, response_id: str, index: int = 0) -> StreamingResponse:
         """Returns captures while the request runs: frames of safetensors, each behind its length.
 
         Length: 8 bytes, little-endian. A row comes once, as soon as its token is settled; the last
         frame has length 0. A frame before it with `error` in its metadata tells why rows are
-        missing. Rows that were streamed are not kept.
+        missing. Rows that were streamed are not kept. The token as in `captures`.
         """
         front_end = await self._front_end()
-        ticket = _ticket(front_end, response_id, index)
+        ticket = _ticket(front_end, request, response_id, index)
         return StreamingResponse(self._frames(front_end, ticket), media_type=_BINARY)
 
     async def _frames(self, front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
@@ -192,12 +200,41 @@ def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _ticket(front_end: FrontEnd, response_id: str, index: int) -> Ticket:
+def _ticket(front_end: FrontEnd, request: Request, response_id: str, index: int) -> Ticket:
+    """Returns the ticket of a response, to who has its token."""
+    token = request.headers.get(HEADER)
+    by_id = front_end.options.captures_by_id
+    if token is None and not by_id:
+        raise HTTPException(403, f"captures take the header {HEADER} of the answer")
+
+    def may(ticket: Ticket) -> bool:
+        if by_id:
+            return True
+        secret = (ticket.token or secrets.token_urlsafe()).encode()
+        return hmac.compare_digest(secret, str(token).encode())
+
     for request_id in (response_id, f"{response_id}-{index}"):
         try:
-            return front_end.find(request_id)
+            return front_end.find(request_id, may)
         except KeyError:
             continue
         except ValueError as error:
             raise HTTPException(409, str(error)) from error
     raise HTTPException(404, f"no request {response_id!r} captures, or its captures were fetched")
+
+
+class _TokenHeader:
+    """Middleware that gives answers to requests with a plan the token of their captures."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start" and (token := state.get(FIELD)):
+                MutableHeaders(scope=message)[HEADER] = token
+            await send(message)
+
+        await self._app(scope, receive, sent)

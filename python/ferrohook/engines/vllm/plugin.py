@@ -2,7 +2,8 @@
 
 Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
 and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` and `abort_requests`,
-`add_request` of both engines, `GenerateBaseServing._raise_if_error`. Engine:
+`add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
+`create_chat_completion` of the OpenAI server. Engine:
 `Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
 those of `runners`.
 """
@@ -10,26 +11,32 @@ those of `runners`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import json
 import logging
 import os
+import secrets
 import weakref
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.vllm.modules import Modules
-from ferrohook.engines.vllm.requests import NAME, FrontEnd, Options
+from ferrohook.engines.vllm.requests import FIELD, NAME, FrontEnd, Options, check_salt
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
 """Environment variable that lets an untried release of vLLM be used."""
+HEADER: Final = "X-Ferrohook-Captures"
+"""Header with the token of a request's captures: of the answer, and of who fetches them."""
+_SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _PATIENCE: Final = 1.0
 """Seconds between looks at an engine that has not answered."""
@@ -69,6 +76,9 @@ def register() -> None:
         module = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")
         name = {"completion": "CompletionRequest"}.get(path, "ChatCompletionRequest")
         _wrap(getattr(module, name), "to_beam_search_params", _beaming)
+        serving = importlib.import_module(f"vllm.entrypoints.openai.{path}.serving")
+        name = {"completion": "OpenAIServingCompletion"}.get(path, "OpenAIServingChat")
+        _wrap(getattr(serving, name), f"create_{path}", _answering)
 
 
 def front_end_of(engine: Any) -> FrontEnd:
@@ -128,7 +138,8 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
     options = Options.of(engine.vllm_config)
-    made = FrontEnd(Modules.from_json(described["modules"]), options, max(servers, 1))
+    modules, secret = Modules.from_json(described["modules"]), bytes.fromhex(described["secret"])
+    made = FrontEnd(modules, options, secret, max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
 
 
@@ -170,15 +181,16 @@ def _processing(original: Any) -> Any:
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        if _has_plan(params):
-            front_end = _front_ends.get(self)
-            if front_end is None:
-                msg = "a plan came by a way on which ferrohook does not see the engine"
-                raise BadPlanError(msg)
-            try:
+        try:
+            check_salt(request)
+            if _has_plan(params):
+                front_end = _front_ends.get(self)
+                if front_end is None:
+                    msg = "a plan came by a way on which ferrohook does not see the engine"
+                    raise BadPlanError(msg)
                 front_end.prepare(request)
-            except ValueError as error:
-                raise BadPlanError(str(error)) from error
+        except ValueError as error:
+            raise BadPlanError(str(error)) from error
         return request
 
     return process_inputs
@@ -247,6 +259,40 @@ def _raising(original: Any) -> Any:
         original(self, finish_reason, request_id)
 
     return _raise_if_error
+
+
+def _answering(original: Any) -> Any:
+    """Gives the response to a request with a plan the token of its captures."""
+
+    async def create(self: Any, request: Any, raw_request: Any = None, *args: Any) -> Any:
+        xargs = request.vllm_xargs or {}
+        if NAME not in xargs or raw_request is None:
+            return await original(self, request, raw_request, *args)
+        token = raw_request.headers.get(HEADER) or secrets.token_urlsafe(_SHORTEST)
+        if len(token) < _SHORTEST:
+            msg = f"a token of captures has at least {_SHORTEST} characters, got {len(token)}"
+            raise BadPlanError(msg)
+        request.vllm_xargs = {**xargs, FIELD: token}
+        raw_request.scope.setdefault("state", {})[FIELD] = token  # for the header
+        answer = await original(self, request, raw_request, *args)
+        if isinstance(answer, AsyncGenerator):
+            return _announced(answer, token)
+        setattr(answer, FIELD, token)
+        return answer
+
+    return create
+
+
+async def _announced(events: AsyncGenerator[str, None], token: str) -> AsyncIterator[str]:
+    """Yields the events of an answer, the first one with the token."""
+    announced = False
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if not announced and event.startswith("data: {"):
+                announced = True
+                data, end, rest = event.removeprefix("data: ").partition("\n")
+                event = f"data: {json.dumps(json.loads(data) | {FIELD: token})}{end}{rest}"  # noqa: PLW2901 (the same, with a field)
+            yield event
 
 
 def _finishing(original: Any) -> Any:

@@ -9,7 +9,7 @@ import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,7 +28,22 @@ if TYPE_CHECKING:
 
 NAME: Final = "ferrohook"
 """Key of a plan in `SamplingParams.extra_args`, and of the options in `additional_config`."""
+FIELD: Final = "ferrohook_captures"
+"""Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
 _MOST_TICKETS: Final = 10_000
+_SALT: Final = f"{NAME}:"
+"""Begin of the salts that are made here."""
+
+
+def check_salt(request: Any) -> None:
+    """Refuses a client's cache salt of the form of ours.
+
+    Raises:
+        ValueError: it has that form.
+    """
+    if request.cache_salt is not None and request.cache_salt.startswith(_SALT):
+        msg = f"a cache_salt that begins with {_SALT!r} is made by ferrohook alone: choose another"
+        raise ValueError(msg)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +56,14 @@ class Options:
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
+        captures_by_id: give captures over HTTP to whoever knows the id of the response, which
+            clients choose, instead of its token.
     """
 
     capture_bytes: int = 64 * 2**20
     results_bytes: int = 2**30
     sites: Any = None
+    captures_by_id: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Options:
@@ -69,6 +87,9 @@ class Options:
                     f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
                 )
                 raise ValueError(msg)
+        if not isinstance(found.get("captures_by_id", False), bool):
+            msg = f"captures_by_id of additional_config[{NAME!r}] is a bool"
+            raise ValueError(msg)  # noqa: TRY004 (one error for a bad option)
         return cls(**found)
 
 
@@ -79,7 +100,9 @@ class Ticket:
     key: str
     """Name of the captures in the worker; random, so nobody else's."""
     request_id: str
-    """Of the client."""
+    """Of the client, and not unique: clients choose it."""
+    token: str | None
+    """Secret of the client that sent the request over HTTP."""
     engine_id: str | None = None
     """Of the engine, once it is on its way there."""
     tokens: int | None = None
@@ -130,19 +153,24 @@ class Vectors(Mapping[str, "Tensor"]):
         return True  # asked for names, although it has none
 
 
+_SEVERAL: Final = "the plans of several requests of this id failed: choose ids that differ"
+
+
 class FrontEnd:
     """Plans of the requests of one engine, in the process that takes them.
 
     Args:
         modules: the modules of the worker's model.
         options: of the engine.
+        secret: key of the salts, of the engine: its API servers share it.
         servers: number of API servers.
     """
 
-    def __init__(self, modules: Modules, options: Options, servers: int = 1) -> None:
+    def __init__(self, modules: Modules, options: Options, secret: bytes, servers: int = 1) -> None:
         self.modules = modules
         self.options = options
         self.vectors = Vectors()
+        self._secret = secret
         self._servers = servers
         self._lock = threading.Lock()
         self._tickets: dict[str, list[Ticket]] = {}
@@ -179,19 +207,22 @@ class FrontEnd:
             # Positions that a cache has are run again, where they are wanted.
             if any(isinstance(it, KeepEntry) and _reaches_back(it.at) for it in plan.entries):
                 params.skip_reading_prefix_cache = True
-            self._issue(Ticket(key, request.request_id))
+            self._issue(Ticket(key, request.request_id, params.extra_args.get(FIELD)))
         if changes := [entry for entry in plan.entries if isinstance(entry, HookEntry)]:
             # Keys and values that a plan changed are for requests of the same plan alone; of the
             # same length of prompt, where the plan counts from its end.
-            salt = f"{NAME}:{digest}"
-            if any(_counts_from_prompt(entry.at) for entry in changes):
-                salt += f":{_prompt_length(request)}"
-            request.cache_salt = f"{request.cache_salt or ''}{salt}"
+            counts = any(_counts_from_prompt(entry.at) for entry in changes)
+            length = _prompt_length(request) if counts else None
+            content = json.dumps([request.cache_salt, digest, length]).encode()
+            # Keyed: nobody else can make it, and read or write these keys and values.
+            salt = hashlib.blake2b(content, key=self._secret, digest_size=16).hexdigest()
+            request.cache_salt = f"{_SALT}{salt}"
         # The worker learns of captures that nobody can fetch with the next request.
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         payload = {"plan": text, "vectors": used, "digest": digest, "key": key}
         payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
+        params.extra_args.pop(FIELD, None)
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
         if params.n > 1:
@@ -233,7 +264,8 @@ class FrontEnd:
     def failed(self, engine_id: str, request_id: str, reason: str) -> None:
         """Notes the failure of a request's plan."""
         with self._lock:
-            self._failures[request_id] = reason
+            # Clients choose the ids: of two with one, neither learns the other's reason.
+            self._failures[request_id] = _SEVERAL if request_id in self._failures else reason
             if len(self._failures) > _MOST_TICKETS:
                 self._failures.pop(next(iter(self._failures)))
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
@@ -253,15 +285,19 @@ class FrontEnd:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
 
-    def find(self, request_id: str) -> Ticket:
+    def find(self, request_id: str, may: Callable[[Ticket], bool] = bool) -> Ticket:
         """Returns the ticket of a client's request.
+
+        Args:
+            request_id: of the client.
+            may: tells whether who asks may have a ticket.
 
         Raises:
             KeyError: no request of the id captured, or it was cancelled, or they were fetched.
             ValueError: several have the id.
         """
         with self._lock:
-            tickets = self._tickets.get(request_id, [])
+            tickets = [*filter(may, self._tickets.get(request_id, []))]
         if not tickets:
             msg = f"no request {request_id!r} captures; or it was cancelled, or they were fetched"
             raise KeyError(msg)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
@@ -88,6 +89,8 @@ def _mark(output: Any, failed: dict[str, str]) -> None:
 
 
 def _attach_v1(runner: Any, worker: Worker) -> None:
+    forward_context = importlib.import_module("vllm.forward_context").get_forward_context
+
     def updating(original: Any) -> Callable[..., Any]:
         def _update_states(scheduler_output: Any) -> Any:
             result = original(scheduler_output)
@@ -114,7 +117,9 @@ def _attach_v1(runner: Any, worker: Worker) -> None:
             input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             with worker.running(positions.shape[-1]):
-                return original(input_ids, positions, *args, **kwargs)
+                output = original(input_ids, positions, *args, **kwargs)
+                worker.check(output, forward_context().slot_mapping)
+                return output
 
         return _model_forward
 
@@ -150,7 +155,10 @@ def _attach_v2(runner: Any, worker: Worker) -> None:
     def executing(original: Any) -> Callable[..., Any]:
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             with entered:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                if (state := runner.execute_model_state) is not None:
+                    worker.check(state.hidden_states, state.slot_mappings_by_layer)
+                return result
 
         return execute_model
 

@@ -8,12 +8,14 @@ import functools
 import importlib
 import json
 import logging
+import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import safetensors.torch
 import torch
 
+from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
@@ -103,6 +105,8 @@ class Worker:
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the runner."""
         self._ranks = Ranks.of(config)
+        self._secret = secrets.token_hex(32)
+        """Key of salts, which all API servers ask for."""
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
 
@@ -319,12 +323,15 @@ class Worker:
     @contextlib.contextmanager
     def running(self, rows: int) -> Iterator[None]:
         """Enters the batch of the settled step around its forward of `rows` rows."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
         if spans:
             self.steps += 1
             planned = self._loaded().planned
-            with planned.running(Step(spans, rows)):
-                yield
+            try:
+                with planned.running(Step(spans, rows)):
+                    yield
+            finally:
+                self._spans = []
             for span in spans:
                 error = planned.failure_of(span.request_id)
                 if error is not None and span.request_id not in self._failed:
@@ -338,6 +345,40 @@ class Worker:
                 self._failed.setdefault(request_id, admitted.digest if admitted else "")
         if self._failed:
             self._fail_sharers()
+
+    def check(self, output: Any, slots: Mapping[str, Tensor]) -> None:
+        """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
+
+        What they wrote in this step is zeroed: whoever gets the blocks next reads them behind a
+        mask, and NaN times zero is NaN.
+
+        Args:
+            output: of the model, behind its last norm, where NaN and infinities have become NaN.
+            slots: of each layer, the slots of the step's rows.
+        """
+        changed = [it for it in self._spans if self._loaded().planned.changes(it.request_id)]
+        if not changed:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        end = changed[-1].first_row + changed[-1].rows
+        if is_finite(hidden[changed[0].first_row : end]):
+            return
+        for span in changed:
+            rows = slice(span.first_row, span.first_row + span.rows)
+            if not is_finite(hidden[rows]):
+                self._loaded().planned.fail(span.request_id, failure("hidden states"))
+                hidden[rows] = 0
+                self._zero({layer: each[rows] for layer, each in slots.items()})
+
+    def _zero(self, slots: Mapping[str, Tensor]) -> None:
+        """Zeroes the blocks of some slots, which nobody shares: they were not full before."""
+        config = self._runner.kv_cache_config
+        for group in config.kv_cache_groups:
+            for layer in group.layer_names:
+                cache = self._config.compilation_config.static_forward_context[layer].kv_cache
+                if layer in slots and isinstance(cache, torch.Tensor):  # else it is no attention
+                    size = group.kv_cache_spec.block_size * config.num_blocks // cache.shape[0]
+                    cache[(slots[layer] // size).unique()] = 0
 
     def _fail(self, request_id: str, digest: str, error: BaseException) -> None:
         self._failed[request_id] = digest
@@ -368,11 +409,12 @@ class Worker:
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
     def describe(self) -> bytes:
-        """Returns the table of the modules, or the reason why plans are refused."""
+        """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
             reason = explain(self.refused) if self.refused else "the model is not loaded"
             return json.dumps({"refused": reason}).encode()
-        return json.dumps({"modules": self.served.modules.to_json()}).encode()
+        described = {"modules": self.served.modules.to_json(), "secret": self._secret}
+        return json.dumps(described).encode()
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""

@@ -1,0 +1,180 @@
+"""Native recorders of a capture on modules, for the calls of one scope, and their options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
+
+import torch
+
+from ferrohook._core import Collector, HookHandle, RootCalls, record_all
+from ferrohook.arguments import at_least_one, check_copy, expect
+from ferrohook.captured import Part, Recorded, RecordedGradients, RecordedSteps
+from ferrohook.conversion import check_index, converter
+from ferrohook.errors import HookTypeError
+from ferrohook.host_copies import HostCopies
+from ferrohook.instrumentation import registry_of
+from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from ferrohook._core import Frame
+    from ferrohook.conversion import Index
+
+
+Calls: TypeAlias = 'Literal["last", "all"] | int'
+"""Calls of each module that a capture stores."""
+
+
+class Options(NamedTuple):
+    """Validated options of a capture; see `capture`."""
+
+    inputs: bool
+    output_index: object
+    stop: bool
+    only_last: bool
+    copies: HostCopies
+    collector: dict[str, Any]
+    """Keyword arguments of the `Collector`."""
+
+
+def options_of(  # noqa: PLR0913 (the options of `capture`)
+    *,
+    inputs: bool = False,
+    output_index: object = None,
+    detach: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Index = None,  # noqa: A002 (what the field calls it)
+    copy: str = "checked",
+    calls: Any = "last",
+    grads: bool = False,
+    max_bytes: int | None = None,
+    stop: bool = False,
+) -> Options:
+    """Validates the options of a capture; see `capture` for them and for what is raised."""
+    check_copy(copy)
+    flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
+    for name, flag in flags.items():
+        expect(flag, bool, f"{name} is a bool")
+    if isinstance(output_index, bool):
+        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+    if dtype is not None:
+        expect(dtype, torch.dtype, "dtype is a torch.dtype")
+        _check_converts(dtype)
+    check_index(slice)
+    copies = HostCopies()
+    target = None if device is None else _available(device)
+    return Options(
+        inputs=inputs,
+        output_index=output_index,
+        stop=stop,
+        only_last=calls == "last",
+        copies=copies,
+        collector={
+            "detach": detach,
+            "copy": copy,
+            "keep": _calls_to_keep(calls),
+            "convert": converter(copies, target, dtype, slice, copy),
+            "grads": grads,
+            "max_bytes": None if max_bytes is None else at_least_one("max_bytes", max_bytes),
+        },
+    )
+
+
+def _check_converts(dtype: torch.dtype) -> None:
+    try:
+        torch.empty(1).to(dtype)
+    except (NotImplementedError, RuntimeError) as error:  # quantised, packed bits
+        msg = f"dtype is one that tensors of floating point convert to, got {dtype}"
+        raise HookTypeError(msg) from error
+
+
+def _available(device: torch.device | str) -> torch.device:
+    """Returns a device with its index ("cuda" is one of "cuda:0" and others)."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        msg = (
+            f"device={str(device)!r} of a capture is not available: torch sees {', '.join(found)} "
+            "here. An engine takes no device, its captures arrive on the CPU"
+        )
+        raise RuntimeError(msg) from error
+
+
+def _calls_to_keep(calls: Any) -> int | None:
+    if isinstance(calls, str):
+        if calls in _KEEP_NAMES:
+            return _KEEP_NAMES[calls]
+        msg = f"calls is 'last', 'all' or a number of calls, got {calls!r}"
+        raise ValueError(msg)
+    return at_least_one("calls", calls, "'last', 'all' or a number of calls")
+
+
+_KEEP_NAMES = {"last": 1, "all": None}
+
+
+class PlaceInPlan(NamedTuple):
+    """Place of a capture in a plan, as the core takes it."""
+
+    capture: int
+    mask: int | None
+
+
+class Recorders(NamedTuple):
+    """Recorders of a capture, or of a `keep` in a plan."""
+
+    places: dict[str, int]
+    """Index of each name in the collector."""
+    options: Options
+    collector: Collector
+    """Of a plan: the template of its requests' collectors."""
+    handles: dict[int, HookHandle]
+
+    @classmethod
+    def begin(  # noqa: PLR0913 (the last two are of plans)
+        cls,
+        model: nn.Module,
+        modules: dict[str, nn.Module],
+        options: Options,
+        scope: Frame,
+        *,
+        priority_of: Callable[[nn.Module], int] = lambda _module: BEHIND_ALL,
+        place: PlaceInPlan | None = None,
+    ) -> Self:
+        """Records the calls in a scope, until it is left, of modules that are instrumented."""
+        root = registry_of(model) if options.stop else None
+        collector = Collector(
+            [*modules], stop=None if root is None else root.module, **options.collector
+        )
+        everything = [*modules.values()]
+        groups: dict[int, list[int]] = {}
+        for index, module in enumerate(everything):
+            groups.setdefault(priority_of(module), []).append(index)
+        handles: dict[int, HookHandle] = {}
+        for priority, indices in groups.items():
+            registered = record_all(
+                collector,
+                [everything[index] for index in indices],
+                priority,
+                scope,
+                inputs=options.inputs,
+                part=options.output_index,
+                place=place,
+                indices=indices,
+            )
+            handles.update(zip(indices, registered, strict=True))
+        if root is not None:  # behind the recorders: where calls begin and end that may be stopped
+            calls = RootCalls(collector, place)
+            root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
+            root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
+        return cls({name: index for index, name in enumerate(modules)}, options, collector, handles)
+
+    def part(self, collector: Collector, *, grads: bool = False) -> Part:
+        """Returns the values in a collector, or their gradients."""
+        only_last = self.options.only_last
+        recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
+        return Part(self.places, recorded(collector, self.options.copies), only_last)

@@ -1,0 +1,90 @@
+"""vLLM in this process: plans that make rows NaN or infinite reach nobody else's."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import ferrohook as fh
+from support.vllm_engine import VOCABULARY, WIDTH, sampling, start, start_compiled, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUMBER = 72
+HOSTILE = range(0, NUMBER, 9)
+HOOKS = {
+    "scale": fh.on("model.layers.1", fh.Scale(1e38)),
+    "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
+    "add": fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0)),
+    "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
+    "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of which half begin alike; some are longer than a step."""
+    rng = random.Random(0)  # noqa: S311 (tests)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(64)]
+    return [
+        [*(shared if number % 2 else []), *(rng.randrange(3, VOCABULARY) for _ in range(length))]
+        for number, length in enumerate(rng.randrange(3, 60) for _ in range(NUMBER))
+    ]
+
+
+def texts(llm: Any, hostile: fh.Plan | None) -> dict[int, Any]:
+    """Serves all prompts at once."""
+    engine = llm.llm_engine
+    engine.reset_prefix_cache()
+    for number, prompt in enumerate(prompts()):
+        plan = hostile if number in HOSTILE else None
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling(plan, 12))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {int(each.request_id): each for each in engine.step() if each.finished}
+    return {number: output.outputs[0] for number, output in finished.items()}
+
+
+@pytest.fixture(scope="module", params=[None, 24], ids=["roomy", "preempted"])
+def engine(models: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    llm = start(models["llama"][0], num_gpu_blocks_override=request.param)
+    yield llm
+    stop(llm)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Any) -> dict[int, list[int]]:
+    return {number: [*text.token_ids] for number, text in texts(engine, None).items()}
+
+
+def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) -> None:
+    """Checks requests of the same batches, and those that get the blocks later."""
+    hostile, later = texts(engine, plan), texts(engine, None)
+
+    failed = {number for number, text in hostile.items() if text.finish_reason == "error"}
+    assert failed == set(HOSTILE)
+    for number in HOSTILE:
+        assert "made its rows NaN, infinite" in hostile[number].stop_reason
+    others = plain.keys() - failed
+    assert [it for it in others if [*hostile[it].token_ids] != plain[it]] == []
+    assert [it for it in plain if [*later[it].token_ids] != plain[it]] == []
+
+
+@pytest.mark.parametrize("hook", [*HOOKS])
+def test_neighbours_are_not_reached(engine: Any, plain: dict[int, list[int]], hook: str) -> None:
+    check_neighbours(engine, plain, fh.Plan(HOOKS[hook]))
+
+
+def test_nor_are_those_in_a_compiled_engine(models: Any) -> None:
+    config = {"ferrohook": {"sites": "model.layers.*"}}
+    engine = start_compiled(models["llama"][0], additional_config=config)
+    try:
+        plain = {number: [*text.token_ids] for number, text in texts(engine, None).items()}
+        check_neighbours(engine, plain, fh.Plan(HOOKS["add"]))
+    finally:
+        stop(engine)
