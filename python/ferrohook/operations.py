@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -43,14 +43,22 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
     return x + (along.clamp(*numbers) - along) * vector
 
 
-_SUM: tuple[Any, ...] = ("sum",)
+SUM: Final = "sum"
+"""`output_index` of the sum of the hidden state and the residual that a layer returns as a pair."""
 _PLAIN = (list, dict, OrderedDict)
+
+
+def _is_sum(value: Any, part: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == len(("hidden", "residual")) and part == SUM
 
 
 def part_of(value: Any, part: Any) -> Any:
     """Finds the part that `output_index` names, as native code does; None if there is none."""
-    if isinstance(value, tuple) and part in _SUM and len(value) == 2:  # noqa: PLR2004 (a pair)
-        return value[0] + value[1]
+    if part is None:
+        return value
+    if _is_sum(value, part):
+        hidden, residual = value
+        return hidden + residual
     if isinstance(value, tuple | list) and isinstance(part, int):
         return value[part] if -len(value) <= part < len(value) else None
     if isinstance(value, dict | UserDict) and isinstance(part, str):
@@ -62,11 +70,10 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
     """Applies a change to the part of a value that `output_index` names."""
     if part is None:
         return changed(value)
-    if isinstance(value, tuple) and part in _SUM:
+    if _is_sum(value, part):
         hidden, residual = value
-        if kind == "add":
-            return changed(hidden), residual
-        return changed(hidden + residual) - residual, residual
+        hidden = changed(hidden) if kind == "add" else changed(hidden + residual) - residual
+        return _with_part(value, 0, hidden)
     found = part_of(value, part)
     if not isinstance(found, torch.Tensor):
         msg = f"output_index {part!r} of a {type(value).__name__} is {type(found).__name__}"

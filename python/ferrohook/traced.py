@@ -196,7 +196,7 @@ def _intervene(row: tuple[Any, ...], value: Any) -> Any:
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:
     part, key = operator
-    tensor = value if part is None else part_of(value, part)
+    tensor = part_of(value, part)
     if isinstance(tensor, torch.Tensor):
         torch.ops.ferrohook.record(tensor, registry.id_tensor, phase, key)
     elif (phase, key) in registry.operating:  # else no capture wants it in this call

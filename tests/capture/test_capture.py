@@ -180,6 +180,7 @@ def test_output_index_selects_one_element() -> None:
     assert torch.equal(captured(Named(t, u), output_index="second"), u)
     assert captured((t, {"x": u}), output_index=1)["x"] is u
     assert torch.equal(captured((u, 2 * u), output_index="sum"), 3 * u)
+    assert torch.equal(captured(Named(u, 2 * u), output_index="sum"), 3 * u)
     assert captured({"sum": t}, output_index="sum") is t
 
 

@@ -166,6 +166,7 @@ def item(value: Any) -> Any:
 STRUCTURES: dict[str, tuple[Any, Any, Any]] = {
     "named by field": (lambda x: Named(x * 2, x), "hidden", attribute),
     "named by index": (lambda x: Named(x * 2, x), 0, attribute),
+    "sum of named": (lambda x: Named(x * 2, x), "sum", attribute),
     "record": (lambda x: Record(x * 2, x), "hidden", attribute),
     "frozen": (lambda x: Frozen(x * 2), "hidden", attribute),
     "list": (lambda x: [x, x * 2], -1, lambda value: value[1]),
@@ -179,6 +180,19 @@ STRUCTURES: dict[str, tuple[Any, Any, Any]] = {
 def test_structures_in_graphs(structure: str) -> None:
     make, part, read = STRUCTURES[structure]
     check_structure(Structured(make, read), part)
+
+
+@compiled
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_parts_of_structures_are_captured_in_graphs(structure: str) -> None:
+    make, part, read = STRUCTURES[structure]
+    model, x = Structured(make, read), torch.randn(2, WIDTH)
+    captured = []
+    for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        with fh.capture(model, "layer", output_index=part) as acts:
+            call(x)
+        captured.append(acts["layer"])
+    assert torch.equal(*captured)
 
 
 @dataclasses.dataclass(slots=True)

@@ -14,6 +14,7 @@ from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.groups import register
 from ferrohook.instrumentation import attach
+from ferrohook.operations import change_part, part_of
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.rows import operators
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ferrohook.selection import Selector
 
 _OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
-SUM = "sum"
 NOBODY = -0.0
 """Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
 
@@ -133,27 +133,12 @@ class Sites:
         def changed(x: Tensor) -> Tensor:
             return cast("Tensor", steer(x, table, index, dim))
 
-        def keep(x: Tensor) -> None:
-            tap(x.detach(), kept, calls, places, dim)
-
-        def whole(_module: nn.Module, _args: object, output: Any) -> Any:
-            output = changed(output)
-            keep(output)
+        def hook(_module: nn.Module, _args: object, output: Any) -> Any:
+            output = change_part("add", output, part, changed)
+            tap(part_of(output, part).detach(), kept, calls, places, dim)
             return output
 
-        def summed(_module: nn.Module, _args: object, output: Any) -> Any:
-            hidden, residual = output
-            hidden = changed(hidden)
-            keep(hidden + residual)
-            return hidden, residual
-
-        def item(_module: nn.Module, _args: object, output: Any) -> Any:
-            items = list(output)
-            items[part] = changed(items[part])
-            keep(items[part])
-            return tuple(items)
-
-        return whole if part is None else summed if part == SUM else item
+        return hook
 
     @property
     def closed(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ferrohook.engines.planned import keeps_rows
 from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.operations import SUM
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.selection import select
@@ -302,7 +303,7 @@ def _index(info: ModuleInfo, name: str, index: Any) -> Any:
     if info.kind == "other":
         msg = f"{name!r} returns several tensors: name one by output_index"
         raise ValueError(msg)
-    return "sum" if info.kind == "stream" else 0
+    return SUM if info.kind == "stream" else 0
 
 
 def _part(info: ModuleInfo, name: str, index: Any) -> Tokens:

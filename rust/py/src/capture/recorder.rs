@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString, PyTuple};
+use pyo3::types::{PyInt, PyString};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
@@ -75,9 +75,6 @@ impl Recorder {
     }
 }
 
-/// `output_index` of the sum of the hidden state and the residual that a layer returns as a pair.
-pub const SUM: &str = "sum";
-
 impl Recorder {
     fn name(&self) -> &str {
         &self.source.collector.get().names()[self.index]
@@ -125,23 +122,10 @@ impl Recorder {
 
     /// Returns the part of a value that it records.
     pub fn part_of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        match &self.part {
-            Some(part) => self.part(value, part.bind(value.py())),
-            None => Ok(value.clone()),
-        }
-    }
-
-    fn part<'py>(
-        &self,
-        value: &Bound<'py, PyAny>,
-        part: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        if let Ok(pair) = value.cast_exact::<PyTuple>()
-            && pair.len() == 2
-            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
-        {
-            return pair.get_item(0)?.add(pair.get_item(1)?);
-        }
+        let Some(part) = &self.part else {
+            return Ok(value.clone());
+        };
+        let part = part.bind(value.py());
         part_of(value, part).map_err(|cause| {
             let error = error::selection_error(
                 value.py(),

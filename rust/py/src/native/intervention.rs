@@ -9,13 +9,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::PyTuple;
 
-use crate::capture::recorder::SUM;
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::torch;
-use crate::torch::tensors::{part_of, with_part};
+use crate::torch::tensors::{part_of, summed, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -256,10 +255,12 @@ impl<'py> Change<'_, 'py> {
             return Err(self.error(expected, value));
         };
         let part = part.bind(self.py());
-        if let Ok(tuple) = value.cast::<PyTuple>()
-            && part.cast::<PyString>().is_ok_and(|part| part == SUM)
-        {
-            return self.sum(tuple, tensor);
+        if let Some((hidden, residual)) = summed(value, part) {
+            // The hidden state alone takes what is added to the sum.
+            let adds = self.intervention.get().operation == Operation::Add;
+            let changed = tensor(&hidden, (!adds).then_some(&residual))?;
+            let first = 0_usize.into_pyobject(self.py())?.into_any();
+            return with_part(value, &first, &changed);
         }
         let found = part_of(value, part).map_err(|cause| {
             let part = part
@@ -280,28 +281,6 @@ impl<'py> Change<'_, 'py> {
         with_part(value, part, &tensor(&found, None)?)
     }
 
-    /// Changes the sum of hidden state and residual.
-    fn sum(
-        &self,
-        value: &Bound<'py, PyTuple>,
-        tensor: &ChangeTensor<'_, 'py>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let (hidden, residual) = match (value.get_item(0), value.get_item(1)) {
-            (Ok(hidden), Ok(residual)) if value.len() == 2 => (hidden, residual),
-            _ => {
-                let expected = "changes the sum of two tensors, hidden state and residual, of";
-                return Err(self.error(expected, value));
-            }
-        };
-        let adds = self.intervention.get().operation == Operation::Add;
-        let changed = tensor(&hidden, (!adds).then_some(&residual))?;
-        with_part(
-            value,
-            &0_usize.into_pyobject(self.py())?.into_any(),
-            &changed,
-        )
-    }
-
     /// Changes a tensor, where the mask is true.
     fn tensor(
         &self,
@@ -315,33 +294,56 @@ impl<'py> Change<'_, 'py> {
         merge(self.describe, mask, &changed, x)
     }
 
+    /// Changes a tensor by the vector or the numbers of the intervention.
     pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let this = self.intervention.get();
+        let numbers = this.numbers.bind(self.py());
+        let vectors = usize::from(this.dims.is_some());
+        self.by(x, |place| match place.checked_sub(vectors) {
+            None => self.vector(x),
+            Some(place) => numbers.get_item(place),
+        })
+    }
+
+    /// Changes a tensor by operands: the vector or factor, then the bounds, each for all of `x` or a
+    /// row of it.
+    pub fn by(
+        &self,
+        x: &Bound<'py, PyAny>,
+        operand: impl Fn(usize) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
         let this = self.intervention.get();
-        let number = |place| this.numbers.bind(py).get_item(place);
         match this.operation {
-            Operation::Scale => x.mul(number(0)?),
+            Operation::Scale => x.mul(operand(0)?),
             Operation::Zero => torch::zeros_like(x),
-            Operation::Add if this.has_rows => x.add(self.expanded(x)?),
-            Operation::Add => x.add(self.vector(x)?),
-            Operation::Replace => self.expanded(x)?.call_method0(intern!(py, "clone")),
+            Operation::Add if this.has_rows => x.add(self.expanded(&operand(0)?, x)?),
+            Operation::Add => x.add(operand(0)?),
+            Operation::Replace => {
+                let value = self.expanded(&operand(0)?, x)?;
+                value.call_method0(intern!(py, "clone"))
+            }
             Operation::Ablate => {
-                let direction = self.vector(x)?;
+                let direction = operand(0)?;
                 x.sub(along(x, &direction)?.mul(&direction)?)
             }
             Operation::Clamp => {
-                let direction = self.vector(x)?;
+                let direction = operand(0)?;
                 let before = along(x, &direction)?;
-                let after = before.call_method1(intern!(py, "clamp"), (number(0)?, number(1)?))?;
+                let bounds = (operand(1)?, operand(2)?);
+                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
                 x.add(after.sub(before)?.mul(&direction)?)
             }
         }
     }
 
-    /// Returns the vector in the shape of `x`.
-    fn expanded(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// Returns a vector in the shape of `x`.
+    fn expanded(
+        &self,
+        vector: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py();
-        let vector = self.vector(x)?;
         let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
         expanded.map_err(|cause| {
             let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
@@ -351,7 +353,7 @@ impl<'py> Change<'_, 'py> {
             let message = format!(
                 "{}: its vector of the shape {:?} does not broadcast to the module's value, of {:?}",
                 (self.describe)(),
-                shape(&vector),
+                shape(vector),
                 shape(x)
             );
             let error = hook_type_error(py, message);
@@ -438,10 +440,7 @@ pub fn merge<'py>(
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
 // Not a product of matrices: autocast runs those in lower precision.
-pub fn along<'py>(
-    x: &Bound<'py, PyAny>,
-    direction: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
+fn along<'py>(x: &Bound<'py, PyAny>, direction: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     x.mul(direction)?
         .call_method1(intern!(x.py(), "sum"), (-1, true))
 }

@@ -9,9 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
-use crate::native::intervention::{
-    Change, InterventionBase, Operation, Table, along, with_residual,
-};
+use crate::native::intervention::{Change, InterventionBase, Operation, Table, with_residual};
 use crate::rows::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
 };
@@ -163,34 +161,20 @@ impl Group {
         x: &Bound<'py, PyAny>,
         dim: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = x.py();
         let operation = change.intervention.get().operation;
         if self.hooks.len() == 1 || operation == Operation::Zero {
             return change.everywhere(x);
         }
         let tables = self.tables(change.intervention, x)?;
-        let spread = |place| spread(&tables.get_item(place)?, &self.selection, x, dim);
-        let dtype = x.getattr(intern!(py, "dtype"))?;
-        match operation {
-            Operation::Add => x.add(spread(0)?),
-            Operation::Scale => x.mul(spread(0)?)?.call_method1(intern!(py, "to"), (dtype,)),
-            Operation::Replace => {
-                let values = spread(0)?.call_method1(intern!(py, "expand_as"), (x,))?;
-                values.call_method0(intern!(py, "clone"))
-            }
-            Operation::Ablate => {
-                let directions = spread(0)?;
-                x.sub(along(x, &directions)?.mul(&directions)?)
-            }
-            Operation::Clamp => {
-                let directions = spread(0)?;
-                let before = along(x, &directions)?;
-                let bounds = (spread(1)?, spread(2)?);
-                let after = before.call_method1(intern!(py, "clamp"), bounds)?;
-                x.add(after.sub(before)?.mul(&directions)?)
-            }
-            Operation::Zero => change.everywhere(x),
+        let changed = change.by(x, |place| {
+            spread(&tables.get_item(place)?, &self.selection, x, dim)
+        })?;
+        if operation != Operation::Scale {
+            return Ok(changed);
         }
+        // The factors may be of a wider dtype.
+        let dtype = x.getattr(intern!(x.py(), "dtype"))?;
+        changed.call_method1(intern!(x.py(), "to"), (dtype,))
     }
 
     /// Returns the tables of the interventions, as `x` takes them.

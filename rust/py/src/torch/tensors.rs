@@ -155,12 +155,25 @@ fn fills_its_storage(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
             .is_truthy()?)
 }
 
-/// Finds the part of a value that an `output_index` names: its item or, by a name that is no key,
-/// its attribute.
+/// Returns hidden state and residual of a layer that returns such a pair, if `part` names their sum.
+pub fn summed<'py>(
+    value: &Bound<'py, PyAny>,
+    part: &Bound<'py, PyAny>,
+) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let pair = value.cast::<PyTuple>().ok()?;
+    let named = pair.len() == 2 && part.cast::<PyString>().is_ok_and(|part| part == "sum");
+    named.then(|| pair.extract().ok())?
+}
+
+/// Finds the part of a value that an `output_index` names: a [sum](summed), its item or, by a name
+/// that is no key, its attribute.
 pub fn part_of<'py>(
     value: &Bound<'py, PyAny>,
     part: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    if let Some((hidden, residual)) = summed(value, part) {
+        return hidden.add(residual);
+    }
     let Ok(name) = part.cast::<PyString>() else {
         return value.get_item(part);
     };
