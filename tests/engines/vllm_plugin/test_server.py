@@ -219,6 +219,8 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
     assert "never runs" in found["modules"]["lm_head"]["refused"]
+    for name in ("plans", "failures", "rows", "captures", "captured_bytes"):
+        assert f"ferrohook_{name}_total" in client.get("/metrics").text
     path = "/v1/ferrohook/captures/nobody"
     assert client.get(path).status_code == httpx.codes.FORBIDDEN
     assert client.get(path, headers=OWN).status_code == httpx.codes.NOT_FOUND

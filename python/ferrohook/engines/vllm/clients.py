@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ferrohook.arguments import expect
 from ferrohook.engines.vllm.captures import digest_of, unpacked
+from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.errors import HookError
 
@@ -47,6 +48,7 @@ def activations(llm: Any, output: Any) -> Captured:
     tokens = tokens_of(ticket)
     (data, *_) = engine.collective_rpc("ferrohook_take", args=(ticket.key, tokens))
     front_end.forget(ticket)
+    fetched(data)
     if ticket.error is not None:
         raise HookError(ticket.error)
     return unpacked(data)

@@ -18,6 +18,7 @@ from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
+from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import HEADER, call, connect_async
 from ferrohook.engines.vllm.requests import FIELD
 from ferrohook.engines.vllm.supported import CAPABILITIES
@@ -161,6 +162,7 @@ class Routes:
                     if error_of(data) is not None:
                         break
                     if not is_empty(data):
+                        fetched(data)
                         yield _framed(data)
                         since = tokens - 1
                 await asyncio.sleep(_PAUSE)
@@ -173,6 +175,7 @@ class Routes:
     async def _take(self, front_end: FrontEnd, ticket: Ticket, since: int = 0) -> bytes:
         front_end.forget(ticket)
         data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+        fetched(data)
         return data if ticket.error is None else packed({}, {}, error=ticket.error)
 
     def _tokens(self, ticket: Ticket) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -268,6 +269,10 @@ class FrontEnd:
         self._by_engine_id: dict[str, Ticket] = {}
         self._failures: dict[str, str] = {}
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
+        self._sent: set[str] = set()
+        """Keys of requests with a plan, until the engine gives them an id."""
+        self._running: set[str] = set()
+        """Engine's ids of requests with a plan."""
 
     def _read(self, value: Any) -> _Read:
         text = value if isinstance(value, str) else _dumped(value)
@@ -324,6 +329,8 @@ class FrontEnd:
         payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
+        self._sent.add(key)
+        metrics.PLANS.inc()
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
         if params.n > 1:
@@ -353,17 +360,26 @@ class FrontEnd:
     def assigned(self, key: str, engine_id: str) -> None:
         """Notes the engine's id of a request."""
         with self._lock:
+            if key not in self._sent:
+                return  # another engine's
+            self._sent.discard(key)
+            self._running.add(engine_id)
             if (ticket := self._by_key.get(key)) is not None:
                 ticket.engine_id = engine_id
                 self._by_engine_id[engine_id] = ticket
 
     def finished(self, engine_id: str, tokens: int) -> None:
         """Notes the number of tokens of a finished request."""
+        with self._lock:
+            if engine_id in self._running:
+                self._running.discard(engine_id)
+                metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
         if (ticket := self._by_engine_id.get(engine_id)) is not None:
             ticket.tokens = tokens
 
     def failed(self, engine_id: str, request_id: str, reason: str) -> None:
         """Notes the failure of a request's plan."""
+        metrics.FAILURES.inc()
         with self._lock:
             # Clients choose the ids: of two with one, neither learns the other's reason.
             self._failures[request_id] = _SEVERAL if request_id in self._failures else reason
@@ -382,6 +398,7 @@ class FrontEnd:
     def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
+            self._running.discard(engine_id)
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
