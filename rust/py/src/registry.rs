@@ -15,6 +15,7 @@ use crate::contexts::owners::{Firing, Owned};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
+use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{OnError, Options, PhaseName, Priority};
 use crate::hooks::site::{Site, is_fault};
@@ -110,19 +111,20 @@ impl Registry {
         let hook = Hook::new(hook, phase, options, &self.hooks, name)?;
         let Some(ScopeArg(scope)) = scope else {
             return Ok(HookHandle::new(
-                hook.register(phase, placement, &self.hooks),
+                hook.register(py, phase, placement, &self.hooks),
                 None,
             ));
         };
         let scope = scope.get();
-        if hook.operator() {
+        let native = hook.native(py);
+        if native.is_some_and(Native::operator) {
             scope.use_operators();
         }
         let backward = matches!(phase, Phase::BackwardPre | Phase::Backward);
-        let backward = backward || hook.needs_gradients(py)?;
-        scope.note_hook(py, backward, hook.runs_python(py)?)?;
+        let backward = backward || native.is_some_and(Native::needs_gradients);
+        scope.note_hook(py, backward, hook.runs_python(py))?;
         let hooks = scope.hooks_to_change(py, self.module, phase, &self.scoped, &self.hooks)?;
-        let handle = hook.register(phase, placement, &hooks);
+        let handle = hook.register(py, phase, placement, &hooks);
         // Another thread may have closed the frame meanwhile, without this hook.
         if let Err(closed) = scope.check_open(py) {
             handle.remove();

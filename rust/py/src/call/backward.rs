@@ -184,7 +184,7 @@ impl<'py> Walk<'_, 'py> {
         grads: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let (py, hook) = (site.module.py(), site.entry.hook());
-        if let Some(native) = hook.native() {
+        if let Some(as_native) = hook.as_native() {
             let turn = Turn {
                 phase: site.entry.phase(),
                 module: site.module,
@@ -197,7 +197,8 @@ impl<'py> Walk<'_, 'py> {
                 part: None,
                 describe: &|| site.describe(),
             };
-            return native.run(hook.target().bind(py), &turn);
+            let object = hook.target().bind(py);
+            return as_native(object)?.run(object, &turn);
         }
         let callback = hook.object().bind(py);
         let result = match self.grad_output {

@@ -18,7 +18,7 @@ use crate::contexts::current::Frames;
 use crate::contexts::owners::{Firing, Owned};
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
-use crate::hooks::native::{AnyNative, Turn, input_of};
+use crate::hooks::native::{AsNative, Turn, input_of};
 use crate::hooks::site::Site;
 use crate::registry::Registry;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
@@ -260,7 +260,7 @@ impl<'py> Call<'_, 'py> {
     ) -> PyResult<Option<Replaced<'py>>> {
         let hook = owned.entry.hook();
         let callback = hook.object().bind(self.module.py());
-        let Some(native) = hook.native() else {
+        let Some(native) = hook.as_native() else {
             return self.invoke_plain_pre(callback, hook.options.with_kwargs, target);
         };
         let input = match &self.kwargs {
@@ -364,7 +364,7 @@ impl<'py> Call<'_, 'py> {
         output: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let hook = owned.entry.hook();
-        match hook.native() {
+        match hook.as_native() {
             None => {
                 let callback = hook.object().bind(self.module.py());
                 self.invoke_plain(callback, hook.options.with_kwargs, output)
@@ -376,7 +376,7 @@ impl<'py> Call<'_, 'py> {
     #[inline(never)]
     fn invoke_native(
         &self,
-        native: &dyn AnyNative,
+        as_native: AsNative,
         hook: Owned<'_, 'py>,
         phase: Phase,
         value: &Bound<'py, PyAny>,
@@ -393,7 +393,8 @@ impl<'py> Call<'_, 'py> {
             part: self.part,
             describe: &|| self.site(hook.entry).describe(),
         };
-        native.run(hook.entry.hook().target().bind(self.module.py()), &turn)
+        let object = hook.entry.hook().target().bind(self.module.py());
+        as_native(object)?.run(object, &turn)
     }
 
     /// Calls a hook of PyTorch's contract.

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::capture::collector::Collector;
 use crate::capture::request::{Place, Source};
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::rows::merging::{InBatch, in_batch};
 
 /// Native hook around the calls of the module that a capture stops.
@@ -28,18 +28,18 @@ impl RootCalls {
 }
 
 impl InBatch for RootCalls {
-    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
+    fn reads(&self, _positioned: bool) -> bool {
         false
     }
 }
 
 impl Native for RootCalls {
-    fn extension() -> Option<&'static Extension> {
+    fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let collector = slf.get().0.of_owner(slf.py(), turn.owner)?;
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let collector = self.0.of_owner(object.py(), turn.owner)?;
         if turn.phase == Phase::ForwardPre {
             collector.get().begin_call();
         } else {
@@ -49,10 +49,10 @@ impl Native for RootCalls {
     }
 
     // A graph has no way to end a call early.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
             faithful: false,
-            ..Traced::plain(slf.as_any().clone(), false)
+            ..Traced::plain(object.clone(), false)
         }))
     }
 }

@@ -12,7 +12,7 @@ use crate::capture::collector::Collector;
 use crate::capture::keeping::record;
 use crate::capture::recorder::Recorder;
 use crate::capture::store::{Kept, KeptRows, KeptTensor};
-use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
 };
@@ -225,63 +225,65 @@ impl<'py> Stored<'py> {
 }
 
 impl Native for Recorder {
-    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Some(Self::phase_of(slf.get().inputs))
+    fn phase(&self) -> Option<Phase> {
+        Some(Self::phase_of(self.inputs))
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let this = slf.get();
-        this.record(turn.owner, turn.value, Tokens::of(turn))?;
+    fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        self.record(turn.owner, turn.value, Tokens::of(turn))?;
         Ok(None)
     }
 
-    const OPERATOR: bool = true;
-
-    fn needs_gradients(slf: &Bound<'_, Self>) -> bool {
-        slf.get().source.collector.get().keeps_gradients()
+    fn operator(&self) -> bool {
+        true
     }
 
-    fn extension() -> Option<&'static Extension> {
+    fn needs_gradients(&self) -> bool {
+        self.source.collector.get().keeps_gradients()
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
     /// Traces the operator of the recorded part, which is the same for every capture.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        let (py, this) = (slf.py(), slf.get());
-        let key = this.key(py)?;
-        let callback = (&this.part, &key).into_pyobject(py)?;
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        let py = object.py();
+        let key = self.key(py)?;
+        let callback = (&self.part, &key).into_pyobject(py)?;
         Ok(Some(Traced {
-            callback: callback.into_any(),
             kind: "recorder",
-            with_kwargs: false,
-            faithful: this.source.collector.get().records_in_graph(),
+            faithful: self.source.collector.get().records_in_graph(),
             operator: Some(key),
-            in_place: this.place.is_some(),
+            in_place: self.place.is_some(),
+            ..Traced::plain(callback.into_any(), false)
         }))
     }
 }
 
 impl InBatch for Recorder {
-    const KEEPS: bool = true;
+    fn keeps(&self) -> bool {
+        true
+    }
 
     fn merges<'py>(
-        slf: &Bound<'py, Self>,
+        &self,
+        object: &Bound<'py, PyAny>,
         _phase: Phase,
         owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
-        let this = slf.get();
-        if !this.source.collector.get().merges() {
+        if !self.source.collector.get().merges() {
             return Ok(None);
         }
-        let at = this.source.places(owner)?;
+        let at = self.source.places(owner)?;
         Ok(at.map(|at| Merging {
-            hook: slf.as_any().clone().unbind(),
+            hook: object.clone().unbind(),
             at,
-            lasts: this.source.place.is_some(),
+            lasts: self.source.place.is_some(),
         }))
     }
 
-    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Ok(Box::new(Together::of(parts, select)?))
     }
 }

@@ -478,7 +478,7 @@ impl Frame {
 
     /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
     #[pyo3(name = "changes")]
-    pub fn changing_calls(&self, py: Python<'_>) -> PyResult<u64> {
+    pub fn changing_calls(&self, py: Python<'_>) -> u64 {
         let mut registries = Vec::new();
         for frame in self.shared().into_iter().chain([self]) {
             let modules = frame.modules.lock();
@@ -489,13 +489,13 @@ impl Frame {
         for hooks in registries {
             for phase in [Phase::ForwardPre, Phase::Forward] {
                 for entry in hooks.snapshot(phase).iter() {
-                    if entry.hook().changes(py)? {
+                    if entry.hook().changes(py) {
                         calls += entry.calls();
                     }
                 }
             }
         }
-        Ok(calls)
+        calls
     }
 
     #[pyo3(name = "__enter__")]

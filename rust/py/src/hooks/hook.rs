@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
-use crate::hooks::native::{AnyNative, NativeHook, Traced};
+use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
 use crate::hooks::options::Options;
 
 /// Callback of a registry's entry.
@@ -16,7 +16,7 @@ pub struct Hook {
     /// The object that was registered.
     object: Py<PyAny>,
     /// None for a callable of PyTorch's contract.
-    native: Option<&'static dyn AnyNative>,
+    native: Option<AsNative>,
     pub options: Options,
     times: Option<Box<Times>>,
     /// The module, if the hook has one of its own for it or is of a plan.
@@ -63,12 +63,10 @@ impl Hook {
         name: Option<&str>,
     ) -> PyResult<Self> {
         let py = object.py();
-        let native = match object.cast::<NativeHook>() {
-            Ok(native) => Some(native.get().class()),
-            Err(_) => None,
-        };
+        let class = object.cast::<NativeHook>().ok().map(|it| it.get().class());
+        let native = class.map(|class| class(object)).transpose()?;
         if let Some(native) = native
-            && let Some(only) = native.phase(object)?
+            && let Some(only) = native.phase()
             && only != phase
         {
             return Err(hook_type_error(
@@ -79,10 +77,7 @@ impl Hook {
                 ),
             ));
         }
-        let native = match native {
-            Some(native) if native.native_in(object, phase)? => Some(native),
-            _ => None,
-        };
+        let native = native.filter(|native| native.native_in(phase));
         if native.is_some() && options.with_kwargs {
             return Err(hook_type_error(
                 py,
@@ -101,10 +96,7 @@ impl Hook {
             }
             refuse_async(object, format_args!("a {phase} hook"))?;
         }
-        let times = match native {
-            Some(native) => native.times(object)?,
-            None => false,
-        };
+        let times = native.is_some_and(Native::times);
         let own = match (native, name) {
             (Some(native), Some(name)) => native.for_module(object, name)?,
             _ => None,
@@ -118,7 +110,7 @@ impl Hook {
         });
         Ok(Self {
             object: object.clone().unbind(),
-            native,
+            native: class.filter(|_| native.is_some()),
             options,
             times: (options.timed || times).then(|| {
                 Box::new(Times {
@@ -133,11 +125,12 @@ impl Hook {
     /// Adds the hook to a registry.
     pub fn register(
         self,
+        py: Python<'_>,
         phase: Phase,
         placement: Placement,
         registry: &Registry<Self>,
     ) -> Handle<Self> {
-        if self.native.is_some_and(AnyNative::last) {
+        if self.native(py).is_some_and(Native::last) {
             registry.register_last(phase, self)
         } else {
             registry.register(phase, self, placement)
@@ -161,43 +154,39 @@ impl Hook {
         Some(&self.module.as_ref()?.name)
     }
 
-    /// Native implementation; None for a callable of PyTorch's contract.
+    /// Finds the native hook that runs; None for a callable of PyTorch's contract.
     #[inline]
-    pub fn native(&self) -> Option<&'static dyn AnyNative> {
+    pub fn as_native(&self) -> Option<AsNative> {
         self.native
+    }
+
+    /// The registered native hook; None for a callable of PyTorch's contract.
+    pub fn native<'a>(&'a self, py: Python<'a>) -> Option<&'a dyn Native> {
+        // The object is of the class that it was registered with.
+        self.native?(self.object.bind(py)).ok()
     }
 
     /// True if its calls may change a value.
-    pub fn changes(&self, py: Python<'_>) -> PyResult<bool> {
-        self.native
-            .map_or(Ok(true), |native| native.changes(self.object.bind(py)))
+    pub fn changes(&self, py: Python<'_>) -> bool {
+        self.native(py).is_none_or(Native::changes)
     }
 
     /// True if its calls may run Python code of the user.
-    pub fn runs_python(&self, py: Python<'_>) -> PyResult<bool> {
-        self.native
-            .map_or(Ok(true), |native| native.runs_python(self.object.bind(py)))
-    }
-
-    /// True if it needs gradients of the value.
-    pub fn needs_gradients(&self, py: Python<'_>) -> PyResult<bool> {
-        let needs = |native: &dyn AnyNative| native.needs_gradients(self.object.bind(py));
-        self.native.map_or(Ok(false), needs)
+    pub fn runs_python(&self, py: Python<'_>) -> bool {
+        self.native(py).is_none_or(Native::runs_python)
     }
 
     /// Object named in errors.
-    pub fn named<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+    pub fn named<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         let object = self.object.bind(py);
-        match self.native {
-            Some(native) => native.named(object),
-            None => Ok(object.clone()),
-        }
+        let native = self.native(py);
+        native.map_or_else(|| object.clone(), |native| native.named(object))
     }
 
     /// Form of the hook in a trace of `phase`; None if a trace leaves it out.
     pub fn traced<'py>(&self, py: Python<'py>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
         let object = self.object.bind(py);
-        let traced = match self.native {
+        let traced = match self.native(py) {
             Some(native) => native.traced(object, phase)?,
             None => Some(Traced::plain(object.clone(), self.options.with_kwargs)),
         };
@@ -205,11 +194,6 @@ impl Hook {
             faithful: traced.faithful && self.options.traceable(),
             ..traced
         }))
-    }
-
-    /// True if an [operator](Traced::operator) stands for it in graphs.
-    pub fn operator(&self) -> bool {
-        self.native.is_some_and(AnyNative::operator)
     }
 
     /// Starts a timer, if the hook is `timed`.

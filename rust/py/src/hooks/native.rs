@@ -1,12 +1,12 @@
-//! Native hooks: hooks that run in Rust; Python classes that implement [`Native`].
+//! Native hooks: hooks that run in Rust; objects of Python classes, which implement [`Native`].
 
 use std::any::Any;
-use std::marker::PhantomData;
 use std::time::Duration;
 
 use ferrohook_core::Phase;
 use pyo3::PyClass;
 use pyo3::prelude::*;
+use pyo3::pyclass::boolean_struct::True;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
@@ -77,6 +77,9 @@ pub struct Traced<'py> {
     pub in_place: bool,
 }
 
+/// Form of a hook in a trace; None to be left out.
+pub type Trace<'py> = PyResult<Option<Traced<'py>>>;
+
 impl<'py> Traced<'py> {
     /// Traces a callable of PyTorch's contract.
     pub fn plain(callback: Bound<'py, PyAny>, with_kwargs: bool) -> Self {
@@ -94,153 +97,87 @@ impl<'py> Traced<'py> {
 /// What others ask of a class of native hooks: they know its type.
 pub type Extension = dyn Any + Send + Sync;
 
-/// Class of native hooks; it extends [`NativeHook`].
-pub trait Native: PyClass {
+/// Native hook: an object of a class that extends [`NativeHook`]. Methods with an `object` get the
+/// hook itself.
+pub trait Native: Any + Send + Sync {
     /// True for a hook of the package itself: it stays behind all others, is not listed, cleared or
     /// copied, and its errors are not attributed to a hook.
-    const LAST: bool = false;
+    fn last(&self) -> bool {
+        false
+    }
 
     /// True if an [operator](Traced::operator) stands for it in graphs.
-    const OPERATOR: bool = false;
+    fn operator(&self) -> bool {
+        false
+    }
 
     /// Returns the only phase that it can be registered for; None for any.
-    fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
+    fn phase(&self) -> Option<Phase> {
         None
     }
 
     /// False to have it called as a Python callable instead.
-    fn native_in(_slf: &Bound<'_, Self>, _phase: Phase) -> bool {
+    fn native_in(&self, _phase: Phase) -> bool {
         true
     }
 
     /// True if it needs the run time of the module.
-    fn times(_slf: &Bound<'_, Self>) -> bool {
+    fn times(&self) -> bool {
         false
     }
 
     /// Returns the hook that runs for the module of this name; None if it runs itself.
-    fn for_module<'py>(_slf: &Bound<'py, Self>, _name: &str) -> PyResult<Option<Bound<'py, Self>>> {
+    fn for_module(&self, _object: &Bound<'_, PyAny>, _name: &str) -> PyResult<Option<Py<PyAny>>> {
         Ok(None)
     }
 
     /// True if its calls may change a value.
-    fn changes(_slf: &Bound<'_, Self>) -> bool {
+    fn changes(&self) -> bool {
         false
     }
 
     /// True if its calls may run Python code of the user.
-    fn runs_python(_slf: &Bound<'_, Self>) -> bool {
+    fn runs_python(&self) -> bool {
         false
     }
 
     /// True if it needs gradients of the value.
-    fn needs_gradients(_slf: &Bound<'_, Self>) -> bool {
+    fn needs_gradients(&self) -> bool {
         false
     }
 
     /// Returns what others ask of the class, beside calling it.
-    fn extension() -> Option<&'static Extension> {
+    fn extension(&self) -> Option<&'static Extension> {
         None
     }
 
     /// Runs the hook.
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
 
     /// Returns the object to name in errors.
-    fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
-        slf.as_any().clone()
+    fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+        object.clone()
     }
 
-    /// Returns its form in a trace of `phase`; None to be left out.
-    fn traced<'py>(slf: &Bound<'py, Self>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
+    /// Returns its form in a trace of `phase`.
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, phase: Phase) -> Trace<'py>;
 }
 
-/// [`Native`] for an object of any class (type-erased).
-pub trait AnyNative: Send + Sync {
-    fn last(&self) -> bool;
-    fn operator(&self) -> bool;
-    fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>>;
-    fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool>;
-    fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
-    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>>;
-    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
-    fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
-    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool>;
-    fn extension(&self) -> Option<&'static Extension>;
-    fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py>;
-    fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>;
-    fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>>;
-}
-
-struct Class<T>(PhantomData<fn() -> T>);
-
-impl<T: Native> AnyNative for Class<T> {
-    fn last(&self) -> bool {
-        T::LAST
-    }
-
-    fn operator(&self) -> bool {
-        T::OPERATOR
-    }
-
-    fn phase(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<Phase>> {
-        Ok(T::phase(hook.cast()?))
-    }
-
-    fn native_in(&self, hook: &Bound<'_, PyAny>, phase: Phase) -> PyResult<bool> {
-        Ok(T::native_in(hook.cast()?, phase))
-    }
-
-    fn times(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(T::times(hook.cast()?))
-    }
-
-    fn for_module(&self, hook: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>> {
-        let hook = T::for_module(hook.cast()?, name)?;
-        Ok(hook.map(|hook| hook.into_any().unbind()))
-    }
-
-    fn changes(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(T::changes(hook.cast()?))
-    }
-
-    fn runs_python(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(T::runs_python(hook.cast()?))
-    }
-
-    fn needs_gradients(&self, hook: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(T::needs_gradients(hook.cast()?))
-    }
-
-    fn extension(&self) -> Option<&'static Extension> {
-        T::extension()
-    }
-
-    fn run<'py>(&self, hook: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        T::run(hook.cast()?, turn)
-    }
-
-    fn named<'py>(&self, hook: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        Ok(T::named(hook.cast()?))
-    }
-
-    fn traced<'py>(&self, hook: &Bound<'py, PyAny>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        T::traced(hook.cast()?, phase)
-    }
-}
+/// Finds the native hook that an object is.
+pub type AsNative = for<'a, 'py> fn(&'a Bound<'py, PyAny>) -> PyResult<&'a dyn Native>;
 
 /// Base of hooks that run in Rust, without a Python frame.
 #[pyclass(frozen, subclass, module = "ferrohook._core")]
-pub struct NativeHook(&'static dyn AnyNative);
+pub struct NativeHook(AsNative);
 
 impl NativeHook {
     /// Makes the base of an object of class `T`.
-    pub fn of<T: Native>() -> Self {
-        Self(&Class::<T>(PhantomData))
+    pub fn of<T: Native + PyClass<Frozen = True>>() -> Self {
+        Self(|object| Ok(object.cast::<T>()?.get()))
     }
 
-    /// The implementation of its class.
-    pub fn class(&self) -> &'static dyn AnyNative {
+    /// Finds native hooks of its class.
+    pub fn class(&self) -> AsNative {
         self.0
     }
 }

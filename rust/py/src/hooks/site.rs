@@ -25,7 +25,6 @@ impl Site<'_, '_> {
     pub fn describe(&self) -> String {
         let hook = self.entry.hook();
         let named = hook.named(self.py());
-        let named = named.unwrap_or_else(|_| hook.object().bind(self.py()).clone());
         let name = named
             .getattr("__qualname__")
             .and_then(|name| name.extract::<String>())

@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 use crate::capture::request::{Chosen, RequestBase};
 use crate::cpython::invoke;
 use crate::error::hook_error;
-use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::{InterventionBase, merge};
 use crate::rows::merging::{InBatch, Merging, in_batch};
 use crate::rows::numbers::Tokens;
@@ -21,6 +21,8 @@ use crate::torch::tree::ModuleTree;
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct MaskedHook {
     hook: Py<PyAny>,
+    /// True for an intervention.
+    intervenes: bool,
     /// Index of the positions among those of the plan.
     mask: usize,
 }
@@ -28,8 +30,13 @@ pub struct MaskedHook {
 #[pymethods]
 impl MaskedHook {
     #[new]
-    fn new(hook: Py<PyAny>, mask: usize) -> (Self, NativeHook) {
-        (Self { hook, mask }, NativeHook::of::<Self>())
+    fn new(hook: Bound<'_, PyAny>, mask: usize) -> (Self, NativeHook) {
+        let masked = Self {
+            intervenes: hook.is_instance_of::<InterventionBase>(),
+            hook: hook.unbind(),
+            mask,
+        };
+        (masked, NativeHook::of::<Self>())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -38,40 +45,35 @@ impl MaskedHook {
 }
 
 impl Native for MaskedHook {
-    fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
-        let changes_input = slf.get().hook.bind(slf.py()).cast::<InterventionBase>();
-        phase == Phase::Forward || (phase == Phase::ForwardPre && changes_input.is_ok())
+    fn native_in(&self, phase: Phase) -> bool {
+        phase == Phase::Forward || (phase == Phase::ForwardPre && self.intervenes)
     }
 
-    fn changes(_slf: &Bound<'_, Self>) -> bool {
+    fn changes(&self) -> bool {
         true
     }
 
-    fn runs_python(slf: &Bound<'_, Self>) -> bool {
-        slf.get()
-            .hook
-            .bind(slf.py())
-            .cast::<InterventionBase>()
-            .is_err()
+    fn runs_python(&self) -> bool {
+        !self.intervenes
     }
 
-    fn extension() -> Option<&'static Extension> {
+    fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let (py, this) = (slf.py(), slf.get());
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
         let request = request_of(turn)?;
         let mask = match request.get().chosen(
             py,
-            this.mask,
+            self.mask,
             Tokens::of(turn).and_then(|it| it.own.as_ref()),
         )? {
             Chosen::Nothing => return Ok(None),
             Chosen::All => None,
             Chosen::At(mask) => Some(mask),
         };
-        let hook = this.hook.bind(py);
+        let hook = self.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
             return InterventionBase::run_masked(intervention, turn, mask.as_ref());
         }
@@ -88,36 +90,37 @@ impl Native for MaskedHook {
         merge(turn.describe, &mask, &result, turn.value).map(Some)
     }
 
-    fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
-        slf.get().hook.bind(slf.py()).clone()
+    fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+        self.hook.bind(object.py()).clone()
     }
 
     // A graph does not know the positions of the calls that will run it.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
             faithful: false,
-            ..Traced::plain(slf.as_any().clone(), false)
+            ..Traced::plain(object.clone(), false)
         }))
     }
 }
 
 impl InBatch for MaskedHook {
     fn merges<'py>(
-        slf: &Bound<'py, Self>,
+        &self,
+        object: &Bound<'py, PyAny>,
         phase: Phase,
         owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
-        let (py, this) = (slf.py(), slf.get());
-        let Ok(intervention) = this.hook.bind(py).cast::<InterventionBase>() else {
+        let py = object.py();
+        let Ok(intervention) = self.hook.bind(py).cast::<InterventionBase>() else {
             return Ok(None);
         };
-        let Some(merging) = InterventionBase::merges(intervention, phase, owner)? else {
+        let Some(merging) = intervention.get().merges(intervention, phase, owner)? else {
             return Ok(None);
         };
         let request = owner.cast::<RequestBase>()?;
-        let places = request.get().places(this.mask);
+        let places = request.get().places(self.mask);
         Ok(places.map(|places| Merging {
-            at: Some((this.mask, places)),
+            at: Some((self.mask, places)),
             ..merging
         }))
     }
@@ -153,17 +156,17 @@ impl PlanGuard {
 }
 
 impl Native for PlanGuard {
-    fn phase(_slf: &Bound<'_, Self>) -> Option<Phase> {
+    fn phase(&self) -> Option<Phase> {
         Some(Phase::ForwardPre)
     }
 
-    fn extension() -> Option<&'static Extension> {
+    fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let py = slf.py();
-        if !slf.get().tree.get().holds(py)? {
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
+        if !self.tree.get().holds(py)? {
             return Err(hook_error(
                 py,
                 "modules of the model were replaced since the plan was prepared, and its hooks \
@@ -171,7 +174,7 @@ impl Native for PlanGuard {
                     .to_owned(),
             ));
         }
-        if let Some(positions) = &slf.get().positions {
+        if let Some(positions) = &self.positions {
             let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
             let request = request_of(turn)?;
             let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
@@ -181,21 +184,21 @@ impl Native for PlanGuard {
     }
 
     // Dynamo guards the modules itself.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        let positions = slf.get().positions.as_ref();
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        let positions = self.positions.as_ref();
         Ok(positions.map(|_| Traced {
             faithful: false,
-            ..Traced::plain(slf.as_any().clone(), false)
+            ..Traced::plain(object.clone(), false)
         }))
     }
 }
 
 impl InBatch for PlanGuard {
-    fn reads(slf: &Bound<'_, Self>, positioned: bool) -> bool {
-        slf.get().positions.is_some() && !positioned
+    fn reads(&self, positioned: bool) -> bool {
+        self.positions.is_some() && !positioned
     }
 
-    fn checks(slf: &Bound<'_, Self>) -> Option<usize> {
-        Some(slf.get().tree.as_ptr() as usize)
+    fn checks(&self) -> Option<usize> {
+        Some(self.tree.as_ptr() as usize)
     }
 }

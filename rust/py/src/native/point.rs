@@ -16,7 +16,7 @@ use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::hooks::callable::refuse_async;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 
 /// Base of the hooks of hook points: a callable of the form `hook(tensor, hook=point)` and the
@@ -108,34 +108,34 @@ impl PointHook {
 
 impl Native for PointHook {
     /// Native for the point's own name; aliases and gradients are handled in Python.
-    fn native_in(slf: &Bound<'_, Self>, phase: Phase) -> bool {
-        phase == Phase::Forward && slf.get().aliases.is_none()
+    fn native_in(&self, phase: Phase) -> bool {
+        phase == Phase::Forward && self.aliases.is_none()
     }
 
-    fn changes(_slf: &Bound<'_, Self>) -> bool {
+    fn changes(&self) -> bool {
         true
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         static KEYWORDS: Once<Py<PyTuple>> = Once::new();
-        let py = slf.py();
+        let py = object.py();
         let point = turn.module;
         let conversion = instance_dict(point)?.get_item(intern!(py, "_hook_conversion"))?;
         let result = if conversion.is_some_and(|conversion| !conversion.is_none()) {
             // Another layout: converted in Python.
-            invoke::call(slf.as_any(), [point, turn.args.as_any(), turn.value])?
+            invoke::call(object, [point, turn.args.as_any(), turn.value])?
         } else {
             let keywords = KEYWORDS.get_or_try_init(py, || {
                 PyTuple::new(py, [intern!(py, "hook")]).map(Bound::unbind)
             })?;
-            let user_hook = slf.get().user_hook.bind(py);
+            let user_hook = self.user_hook.bind(py);
             invoke::call_with_keyword(user_hook, turn.value, keywords.bind(py), point)?
         };
         Ok((!result.is_none()).then_some(result))
     }
 
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
-        Ok(Some(Traced::plain(slf.as_any().clone(), false)))
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(Some(Traced::plain(object.clone(), false)))
     }
 }
 

@@ -8,7 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::hooks::native::{Extension, Native, Outcome, Traced, Turn};
+use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::{Change, InterventionBase, Operation, Table, with_residual};
 use crate::rows::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
@@ -217,53 +217,50 @@ impl Group {
 }
 
 impl Native for InterventionBase {
-    fn native_in(_slf: &Bound<'_, Self>, phase: Phase) -> bool {
+    fn native_in(&self, phase: Phase) -> bool {
         matches!(phase, Phase::ForwardPre | Phase::Forward)
     }
 
-    fn changes(_slf: &Bound<'_, Self>) -> bool {
+    fn changes(&self) -> bool {
         true
     }
 
-    fn extension() -> Option<&'static Extension> {
+    fn extension(&self) -> Option<&'static Extension> {
         Some(in_batch::<Self>())
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        Self::run_masked(slf, turn, None)
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        Self::run_masked(object.cast()?, turn, None)
     }
 
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
-            callback: slf.get().traced.bind(slf.py()).clone().into_any(),
             kind: "intervention",
-            with_kwargs: false,
-            faithful: true,
-            operator: None,
-            in_place: false,
+            ..Traced::plain(self.traced.bind(object.py()).clone().into_any(), false)
         }))
     }
 }
 
 impl InBatch for InterventionBase {
     fn merges<'py>(
-        slf: &Bound<'py, Self>,
+        &self,
+        object: &Bound<'py, PyAny>,
         _phase: Phase,
         _owner: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Merging>> {
-        let this = slf.get();
         // A vector that broadcasts otherwise, or that is trained, changes each member's rows alone.
-        let row = this
+        let row = self
             .dims
-            .is_none_or(|dims| dims == 1 && this.width.is_some());
-        Ok((row && !this.trained).then(|| Merging {
-            hook: slf.as_any().clone().unbind(),
+            .is_none_or(|dims| dims == 1 && self.width.is_some());
+        Ok((row && !self.trained).then(|| Merging {
+            hook: object.clone().unbind(),
             at: None,
             lasts: true,
         }))
     }
 
     fn check_parts<'py>(
+        &self,
         parts: &[Part<'_, 'py>],
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<(usize, PyErr)>> {
@@ -306,7 +303,7 @@ impl InBatch for InterventionBase {
         Ok(failed)
     }
 
-    fn join(parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Ok(Box::new(Together::of(parts, select)?))
     }
 }

@@ -8,7 +8,7 @@ use pyo3::types::{PyTuple, PyType};
 use crate::cpython::invoke;
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::hooks::options::PhaseName;
 use crate::torch;
 
@@ -74,20 +74,20 @@ impl TypedHook {
 }
 
 impl Native for TypedHook {
-    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Some(slf.get().phase)
+    fn phase(&self) -> Option<Phase> {
+        Some(self.phase)
     }
 
-    fn changes(slf: &Bound<'_, Self>) -> bool {
-        slf.get().phase == Phase::ForwardPre
+    fn changes(&self) -> bool {
+        self.phase == Phase::ForwardPre
     }
 
-    fn runs_python(_slf: &Bound<'_, Self>) -> bool {
+    fn runs_python(&self) -> bool {
         true
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let callback = slf.get().callback.bind(slf.py());
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let callback = self.callback.bind(object.py());
         let input = turn.input();
         let result = match (turn.phase, turn.grad_output) {
             (Phase::ForwardPre, _) => {
@@ -104,18 +104,14 @@ impl Native for TypedHook {
         Err(turn.type_error("observes and returns None", &result))
     }
 
-    fn named<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyAny> {
-        slf.get().callback.bind(slf.py()).clone()
+    fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
+        self.callback.bind(object.py()).clone()
     }
 
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
-            callback: Self::named(slf),
             kind: "typed",
-            with_kwargs: false,
-            faithful: true,
-            operator: None,
-            in_place: false,
+            ..Traced::plain(self.named(object), false)
         }))
     }
 }

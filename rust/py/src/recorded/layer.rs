@@ -6,7 +6,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::recorded::call::{Call, LayerKey, innermost};
 use crate::recorded::installation::InstallationBase;
 
@@ -80,23 +80,24 @@ impl RecordedLayerBase {
 }
 
 impl Native for RecordedLayerBase {
-    const LAST: bool = true;
+    fn last(&self) -> bool {
+        true
+    }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        let py = slf.py();
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
         let kwargs = || turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
-        match (turn.phase, slf.get().owner(py)?) {
+        match (turn.phase, self.owner(py)?) {
             (Phase::Forward, Owner::Call(call)) => {
-                let keys = &slf.get().keys;
                 call.get()
-                    .record(keys, turn.args, turn.kwargs, turn.value)?;
+                    .record(&self.keys, turn.args, turn.kwargs, turn.value)?;
             }
             (Phase::Forward, Owner::Unknown) => {
                 let arguments = (turn.args, kwargs(), turn.value);
-                slf.call_method1(intern!(py, "end"), arguments)?;
+                object.call_method1(intern!(py, "end"), arguments)?;
             }
             (Phase::ForwardPre, Owner::Unknown) => {
-                slf.call_method1(intern!(py, "begin"), (turn.args, kwargs()))?;
+                object.call_method1(intern!(py, "begin"), (turn.args, kwargs()))?;
             }
             _ => {}
         }
@@ -104,14 +105,14 @@ impl Native for RecordedLayerBase {
     }
 
     // For an eager call the native call records, so the trace is not faithful.
-    fn traced<'py>(slf: &Bound<'py, Self>, phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, phase: Phase) -> Trace<'py> {
         if phase != Phase::Forward {
             return Ok(None);
         }
-        let owner = slf.get().owner(slf.py())?;
+        let owner = self.owner(object.py())?;
         Ok(Some(Traced {
             faithful: !matches!(owner, Owner::Call(_)),
-            ..Traced::plain(slf.as_any().clone(), true)
+            ..Traced::plain(object.clone(), true)
         }))
     }
 }

@@ -64,7 +64,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let before = value::arguments(call)?;
         for (_, entries) in self.in_gap(gap) {
             // The guard of a plan: the call is that of its model.
-            if value::checks(py, &entries[..1])?.is_some() {
+            if value::checks(py, &entries[..1]).is_some() {
                 batch.set_size(&before)?;
             }
         }
@@ -298,9 +298,9 @@ impl<'py> Members<'_, '_, 'py> {
             let member = self.member(number);
             let tokens = self.tokens(number);
             let mut run = || {
-                let needs = Needs::of(py, entries, self.batch.positioned())?;
+                let needs = Needs::of(py, entries, self.batch.positioned());
                 if !needs.reads {
-                    let checks = value::checks(py, entries)?;
+                    let checks = value::checks(py, entries);
                     if checks.is_some() && checks == checked {
                         value::note_run(member);
                         return Ok(());
@@ -351,7 +351,7 @@ impl<'py> Members<'_, '_, 'py> {
             let tokens = self.tokens(number);
             let hooks = owned(entries, member, py).map(Step::Own);
             let run = || {
-                let needs = Needs::of(py, entries, self.batch.positioned())?;
+                let needs = Needs::of(py, entries, self.batch.positioned());
                 if !needs.reads {
                     let mut call = self.of_member(number, &before, &tokens)?;
                     return call.forward(hooks, output.clone()).map(drop);

@@ -314,11 +314,10 @@ impl BatchBase {
     }
 
     /// Number of calls, so far, of hooks that may change a value, those of members included.
-    fn changes(slf: &Bound<'_, Self>) -> PyResult<u64> {
-        let py = slf.py();
+    fn changes(slf: &Bound<'_, Self>) -> u64 {
         let members = slf.get().members.iter().map(|it| it.frame.get());
-        let mut frames = std::iter::once(slf.as_super().get()).chain(members);
-        frames.try_fold(0, |sum, frame| Ok(sum + frame.changing_calls(py)?))
+        let frames = std::iter::once(slf.as_super().get()).chain(members);
+        frames.map(|frame| frame.changing_calls(slf.py())).sum()
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -1,5 +1,6 @@
 //! Members of a batch whose hooks for a module merge.
 
+use std::any::TypeId;
 use std::sync::{Arc, OnceLock};
 
 use ferrohook_core::Entry;
@@ -19,7 +20,12 @@ pub struct Simple {
     pub entries: Box<[Arc<Entry<Hook>>]>,
     /// Of each hook.
     pub merging: Vec<Merging>,
+    /// Of each hook.
+    pub kinds: Vec<StageKind>,
 }
+
+/// Kind of hooks that run as one: true for those that keep, which run last, and their class.
+pub type StageKind = (bool, TypeId);
 
 /// A hook of a member: place of the member among those whose hooks merge, and that of the hook.
 pub type HookAt = (usize, usize);

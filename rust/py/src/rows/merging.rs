@@ -1,17 +1,17 @@
 //! Hooks of many members of a batch that run as one.
 
 use std::borrow::Cow;
-use std::marker::PhantomData;
 use std::sync::Arc;
 
 use ferrohook_core::Phase;
-use pyo3::PyTypeCheck;
-use pyo3::exceptions::PyNotImplementedError;
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+use pyo3::pyclass::boolean_struct::True;
+use pyo3::{PyClass, PyTypeCheck};
 
 use crate::hooks::hook::Hook;
-use crate::hooks::native::{AnyNative, Extension, Native};
+use crate::hooks::native::{Extension, Native, NativeHook};
 use crate::rows::numbers::{Rows, Selection, Selections, TokenPositions, length};
 
 /// Index of positions among those of a plan, and their places among the rows of a member; None for
@@ -128,120 +128,76 @@ pub struct Merged<'py> {
     pub failed: Vec<(usize, PyErr)>,
 }
 
-/// Class of native hooks that has ways of its own in batches.
+/// Native hook that has ways of its own in batches.
 pub trait InBatch: Native {
     /// True if it keeps the value, which nobody may write to later.
-    const KEEPS: bool = false;
+    fn keeps(&self) -> bool {
+        false
+    }
 
     /// False if it reads no value, whose rows need not be found then. `positioned`: the batch knows
     /// the positions of its rows.
-    fn reads(_slf: &Bound<'_, Self>, _positioned: bool) -> bool {
+    fn reads(&self, _positioned: bool) -> bool {
         true
     }
 
     /// Returns the address of the object that it checks, if it does nothing else: of the members of a
     /// batch that check the same, one does.
-    fn checks(_slf: &Bound<'_, Self>) -> Option<usize> {
+    fn checks(&self) -> Option<usize> {
         None
     }
 
     /// Returns its form that runs for many members of a batch at once; None if it runs for each
-    /// alone. `owner`: the member.
-    fn merges<'py>(
-        _slf: &Bound<'py, Self>,
+    /// alone. `object`: the hook itself; `owner`: the member.
+    fn merges(
+        &self,
+        _object: &Bound<'_, PyAny>,
         _phase: Phase,
-        _owner: &Bound<'py, PyAny>,
+        _owner: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Merging>> {
         Ok(None)
     }
 
-    /// Returns the parts for which the [merged](Self::merges) hook cannot run.
+    /// Returns the parts, of hooks of this class, for which the [merged](Self::merges) hook cannot
+    /// run.
     fn check_parts<'py>(
+        &self,
         _parts: &[Part<'_, 'py>],
         _value: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<(usize, PyErr)>> {
         Ok(Vec::new())
     }
 
-    /// Joins [merged](Self::merges) hooks of some members, one of each. A class without hooks that
-    /// merge is never asked.
-    fn join(_parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
+    /// Joins [merged](Self::merges) hooks of this class, one of each of some members. A class without
+    /// hooks that merge is never asked.
+    fn join(&self, _parts: &[Part<'_, '_>], _select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
         Err(PyNotImplementedError::new_err(
             "hooks that merge are joined",
         ))
     }
 }
 
-/// [`InBatch`] for an object of any class (type-erased).
-pub trait AnyInBatch: Send + Sync {
-    fn keeps(&self) -> bool;
-    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool>;
-    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>>;
-    fn merges<'py>(
-        &self,
-        hook: &Bound<'py, PyAny>,
-        phase: Phase,
-        owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>>;
-    fn check_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>>;
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>>;
-}
-
-struct Class<T>(PhantomData<fn() -> T>);
-
-impl<T: InBatch> AnyInBatch for Class<T> {
-    fn keeps(&self) -> bool {
-        T::KEEPS
-    }
-
-    fn reads(&self, hook: &Bound<'_, PyAny>, positioned: bool) -> PyResult<bool> {
-        Ok(T::reads(hook.cast()?, positioned))
-    }
-
-    fn checks(&self, hook: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
-        Ok(T::checks(hook.cast()?))
-    }
-
-    fn merges<'py>(
-        &self,
-        hook: &Bound<'py, PyAny>,
-        phase: Phase,
-        owner: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Merging>> {
-        T::merges(hook.cast()?, phase, owner)
-    }
-
-    fn check_parts<'py>(
-        &self,
-        parts: &[Part<'_, 'py>],
-        value: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<(usize, PyErr)>> {
-        T::check_parts(parts, value)
-    }
-
-    fn join(&self, parts: &[Part<'_, '_>], select: &Select<'_>) -> PyResult<Box<dyn Joint>> {
-        T::join(parts, select)
-    }
-}
-
-struct Extended(&'static dyn AnyInBatch);
+struct Extended(for<'a, 'py> fn(&'a Bound<'py, PyAny>) -> PyResult<&'a dyn InBatch>);
 
 /// The [`Native::extension`] of a class that has ways of its own in batches.
-pub fn in_batch<T: InBatch>() -> &'static Extension {
-    &Extended(&Class::<T>(PhantomData))
+pub fn in_batch<T: InBatch + PyClass<Frozen = True>>() -> &'static Extension {
+    const { &Extended(|object| Ok(object.cast::<T>()?.get())) }
 }
 
 /// Returns the ways of a hook in batches; None for one that runs for each member alone.
-pub fn of_hook(hook: &Hook) -> Option<&'static dyn AnyInBatch> {
-    of_class(hook.native()?)
+pub fn of_hook<'a>(py: Python<'a>, hook: &'a Hook) -> Option<&'a dyn InBatch> {
+    let Extended(ways) = hook.native(py)?.extension()?.downcast_ref()?;
+    ways(hook.object().bind(py)).ok()
 }
 
-/// Returns the ways of a class in batches; None for one that runs for each member alone.
-pub fn of_class(class: &dyn AnyNative) -> Option<&'static dyn AnyInBatch> {
-    let Extended(ways) = class.extension()?.downcast_ref()?;
-    Some(*ways)
+/// Returns the ways of a hook that merges.
+pub fn in_batch_of<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn InBatch> {
+    let class = object.cast::<NativeHook>()?.get().class();
+    let extension = class(object)?.extension();
+    let Some(Extended(ways)) = extension.and_then(|it| it.downcast_ref()) else {
+        return Err(PyTypeError::new_err(
+            "a hook that merges has ways in batches",
+        ));
+    };
+    ways(object)
 }

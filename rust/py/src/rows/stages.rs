@@ -1,21 +1,20 @@
 //! Hooks of a batch's members that run stage by stage, those of all members at once.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, Inside, Phase};
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::Owned;
 use crate::error::rows_error;
 use crate::hooks::hook::Hook;
-use crate::hooks::native::NativeHook;
 use crate::hooks::site::is_fault;
 use crate::rows::batch::{BatchBase, Layout};
 use crate::rows::merged::{HookAt, MergedHooks, Simple};
-use crate::rows::merging::{AnyInBatch, Joint, Part, Select, SharedValue, of_class, of_hook};
+use crate::rows::merging::{InBatch, Joint, Part, Select, SharedValue, in_batch_of, of_hook};
 use crate::rows::numbers::TokenPositions;
 use crate::rows::value::note_run;
 
@@ -29,27 +28,31 @@ impl Simple {
         entries: &[Arc<Entry<Hook>>],
     ) -> PyResult<Option<Self>> {
         let owner = batch.all()[number].frame.bind(py).as_any();
-        let mut hooks = Vec::with_capacity(entries.len());
+        let mut simple = Self {
+            number,
+            entries: entries.into(),
+            merging: Vec::with_capacity(entries.len()),
+            kinds: Vec::with_capacity(entries.len()),
+        };
         let mut keeps = false;
         for entry in entries {
             let hook = entry.hook();
-            let Some(ways) = of_hook(hook).filter(|_| hook.seconds().is_none()) else {
+            let Some(ways) = of_hook(py, hook).filter(|_| hook.seconds().is_none()) else {
                 return Ok(None);
             };
-            if keeps && !ways.keeps() {
-                return Ok(None);
-            }
-            keeps |= ways.keeps();
             let Some(merging) = ways.merges(hook.object().bind(py), phase, owner)? else {
                 return Ok(None);
             };
-            hooks.push(merging);
+            let merged = in_batch_of(merging.hook.bind(py))?;
+            if keeps && !merged.keeps() {
+                return Ok(None);
+            }
+            keeps = merged.keeps();
+            let class: &dyn Any = merged;
+            simple.kinds.push((keeps, class.type_id()));
+            simple.merging.push(merging);
         }
-        Ok(Some(Self {
-            number,
-            entries: entries.into(),
-            merging: hooks,
-        }))
+        Ok(Some(simple))
     }
 }
 
@@ -117,11 +120,8 @@ impl Stages<'_> {
         Some(self.layout.places(simple.number, of_batch))
     }
 
-    fn class(&self, py: Python<'_>, (member, at): HookAt) -> PyResult<&'static dyn AnyInBatch> {
-        let hook = self.hooks.members[member].merging[at].hook.bind(py);
-        let class = hook.cast::<NativeHook>()?.get().class();
-        of_class(class)
-            .ok_or_else(|| PyTypeError::new_err("a hook that merges has ways in batches"))
+    fn ways<'a>(&'a self, py: Python<'a>, (member, at): HookAt) -> PyResult<&'a dyn InBatch> {
+        in_batch_of(self.hooks.members[member].merging[at].hook.bind(py))
     }
 
     /// Returns the positions of a hook's tokens, if known.
@@ -134,25 +134,18 @@ impl Stages<'_> {
         }
     }
 
-    /// Next hooks of the members: those that change, of all, go first; then those that keep.
+    /// Next hooks of the members, of one class: those that change, of all, go first; then those that
+    /// keep.
     fn next(&self, running: &[Option<usize>]) -> Vec<HookAt> {
-        let mut stage = Vec::with_capacity(running.len());
-        let mut all_keep = true;
-        for (member, at) in running.iter().enumerate() {
-            if let Some(at) = *at
-                && let Some(entry) = self.hooks.members[member].entries.get(at)
-            {
-                let keeps = of_hook(entry.hook()).is_some_and(AnyInBatch::keeps);
-                if !keeps && all_keep {
-                    all_keep = false;
-                    stage.clear();
-                }
-                if keeps == all_keep {
-                    stage.push((member, at));
-                }
-            }
-        }
-        stage
+        let running = running.iter().enumerate();
+        let next = running.filter_map(|(member, at)| {
+            let kind = self.hooks.members[member].kinds.get((*at)?)?;
+            Some((kind, (member, (*at)?)))
+        });
+        let first = next.clone().map(|(kind, _)| kind).min();
+        next.filter(|(kind, _)| Some(*kind) == first)
+            .map(|(_, at)| at)
+            .collect()
     }
 
     /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
@@ -224,9 +217,9 @@ impl Stages<'_> {
 
     fn joint(&self, py: Python<'_>, stage: &[HookAt]) -> PyResult<Arc<dyn Joint>> {
         self.hooks.joint(stage, || {
-            let class = self.class(py, stage[0])?;
+            let ways = self.ways(py, stage[0])?;
             let select = Select(self.batch.selections(self.layout));
-            self.with_parts(py, stage, |parts| class.join(parts, &select))
+            self.with_parts(py, stage, |parts| ways.join(parts, &select))
         })
     }
 
@@ -248,8 +241,8 @@ impl Stages<'_> {
             let Some(first) = stage.first() else {
                 break;
             };
-            let class = self.class(py, *first)?;
-            let failed = self.with_parts(py, &stage, |parts| class.check_parts(parts, value))?;
+            let ways = self.ways(py, *first)?;
+            let failed = self.with_parts(py, &stage, |parts| ways.check_parts(parts, value))?;
             fine &= failed.is_empty();
             for (number, error) in failed {
                 let at = stage[number];

@@ -14,7 +14,7 @@ use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::site::is_fault;
 use crate::rows::batch::{BatchBase, Layout, Member};
-use crate::rows::merging::{AnyInBatch, of_hook};
+use crate::rows::merging::{InBatch, of_hook};
 use crate::rows::numbers::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
 
@@ -257,13 +257,10 @@ fn check_same<'py>(
 }
 
 /// Returns the address of the object that the hooks of a member check, if they do nothing else.
-pub fn checks(py: Python<'_>, entries: &[Arc<Entry<Hook>>]) -> PyResult<Option<usize>> {
+pub fn checks(py: Python<'_>, entries: &[Arc<Entry<Hook>>]) -> Option<usize> {
     match entries {
-        [entry] => match of_hook(entry.hook()) {
-            Some(ways) => ways.checks(entry.hook().object().bind(py)),
-            None => Ok(None),
-        },
-        _ => Ok(None),
+        [entry] => of_hook(py, entry.hook())?.checks(),
+        _ => None,
     }
 }
 
@@ -286,7 +283,7 @@ pub struct Needs {
 }
 
 impl Needs {
-    pub fn of(py: Python<'_>, entries: &[Arc<Entry<Hook>>], positioned: bool) -> PyResult<Self> {
+    pub fn of(py: Python<'_>, entries: &[Arc<Entry<Hook>>], positioned: bool) -> Self {
         let mut needs = Self {
             reads: false,
             python: false,
@@ -294,14 +291,11 @@ impl Needs {
         };
         for entry in entries {
             let hook = entry.hook();
-            let ways = of_hook(hook);
-            needs.reads |= match ways {
-                Some(ways) => ways.reads(hook.object().bind(py), positioned)?,
-                None => true,
-            };
-            needs.python |= hook.runs_python(py)?;
-            needs.keeps |= ways.is_some_and(AnyInBatch::keeps);
+            let ways = of_hook(py, hook);
+            needs.reads |= ways.is_none_or(|ways| ways.reads(positioned));
+            needs.python |= hook.runs_python(py);
+            needs.keeps |= ways.is_some_and(InBatch::keeps);
         }
-        Ok(needs)
+        needs
     }
 }

@@ -25,7 +25,7 @@ pub use counters::{CallCounter, LatencyDetector, ShapeDetector};
 pub use elements::{NonFiniteDetector, NormDetector};
 
 use crate::error::{hook_error, hook_type_error, type_name};
-use crate::hooks::native::{Native, NativeHook, Outcome, Traced, Turn};
+use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 
 /// Statistics of one kind of detector.
 trait Statistics: Clone + Default + Send + Sized + 'static {
@@ -222,32 +222,30 @@ impl NativeDetector {
 }
 
 impl Native for NativeDetector {
-    fn phase(slf: &Bound<'_, Self>) -> Option<Phase> {
-        Self::times(slf).then_some(Phase::Forward)
+    fn phase(&self) -> Option<Phase> {
+        self.times().then_some(Phase::Forward)
     }
 
-    fn times(slf: &Bound<'_, Self>) -> bool {
-        slf.get().own.times()
+    fn times(&self) -> bool {
+        self.own.times()
     }
 
-    fn for_module<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Option<Bound<'py, Self>>> {
-        Self::module(slf, name).map(Some)
+    fn for_module(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<Py<PyAny>>> {
+        let hook = Self::module(object.cast()?, name)?;
+        Ok(Some(hook.into_any().unbind()))
     }
 
-    fn run<'py>(slf: &Bound<'py, Self>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        slf.get().own.observe(turn)?;
+    fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        self.own.observe(turn)?;
         Ok(None)
     }
 
     // It reads memory, which a graph cannot express.
-    fn traced<'py>(slf: &Bound<'py, Self>, _phase: Phase) -> PyResult<Option<Traced<'py>>> {
+    fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
         Ok(Some(Traced {
-            callback: slf.as_any().clone(),
             kind: "detector",
-            with_kwargs: false,
             faithful: false,
-            operator: None,
-            in_place: false,
+            ..Traced::plain(object.clone(), false)
         }))
     }
 }
