@@ -228,7 +228,7 @@ class Dispatcher:
 class Attachment:
     def __new__(cls) -> Self: ...
     def instrument(
-        self, modules: list[Any], make_class: Callable[[Any], type], explicit: bool
+        self, modules: list[Any], make_class: Callable[[Any], Any], explicit: bool
     ) -> list[tuple[int, Exception]]: ...  # each a HookError
     def register(
         self,

@@ -14,11 +14,12 @@ import copy
 import copyreg
 import functools
 import inspect
+import logging
 import sys
 import types
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import fx, jit, nn
@@ -42,7 +43,7 @@ from ferrohook.selection import select as _select
 from ferrohook.traced import trace_as, traced_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ferrohook.selection import Selector
     from ferrohook.typed import Phase
@@ -319,12 +320,34 @@ def make_class(module: nn.Module) -> type[nn.Module]:
     return cast("type[nn.Module]", _instrumented_class(plain_class(type(module))))
 
 
+# Does nothing. Dynamo does not trace into logging, so it leaves the call to `nn.Module.__call__`.
+# Of the standard library: a pickled copy of a module that kept its class has it among its hooks,
+# and loads where ferrohook is not.
+_NO_HOOK = logging.NullHandler.handle
+
+
+def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
+    """Returns the class that `module` gets, as `make_class`; a hook if it keeps its own.
+
+    Raises:
+        HookError: the module cannot be instrumented.
+    """
+    made = make_class(module)
+    if module not in kept:
+        return made
+    if module._compiled_call_impl is not None:
+        msg = "it was compiled by its compile(), whose place keep_class takes"
+        raise HookError(msg)
+    return _NO_HOOK
+
+
 def attach(
     modules: dict[str, nn.Module],
     attachment: Attachment,
     *,
     skip: bool = False,
     explicit: bool = False,
+    kept: Collection[nn.Module] = (),
 ) -> None:
     """Instruments modules, all of them or none, until an attachment is released.
 
@@ -333,13 +356,15 @@ def attach(
         attachment: owner of the instrumentation; released on failure.
         skip: skip modules that cannot be instrumented, with a warning, unless none can.
         explicit: true for a call of `instrument`, false for a hook or a capture.
+        kept: modules that keep their class.
 
     Raises:
         HookError: a module cannot be instrumented; names each such module and the reason.
     """
     names = [*modules]
     try:
-        found = attachment.instrument([*modules.values()], make_class, explicit)
+        made = functools.partial(_keep_class, kept) if kept else make_class
+        found = attachment.instrument([*modules.values()], made, explicit)
         refused = {names[place]: error for place, error in found}
         if refused:
             reasons = "; ".join(
@@ -398,7 +423,9 @@ def _forget(tracked: dict[int, list[Instrumentation]], key: int, _model: object)
     tracked.pop(key, None)
 
 
-def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
+def instrument(
+    model: nn.Module, select: Selector = None, *, keep_class: Selector | Literal[False] = False
+) -> Instrumentation:
     """Installs the Rust dispatcher in modules of a model, in place and reversibly.
 
     An instrumented module has the same identity, `isinstance`, name, repr, `state_dict` and
@@ -414,13 +441,18 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
         select: modules to instrument, see `select`; None for all, the model included. With None,
             modules that cannot be instrumented (TorchScript) are skipped with a
             `NotInstrumentedWarning`.
+        keep_class: modules among them that keep their class, see `select`: for code that asks
+            `type(module) is ...`. Their calls go through `nn.Module.__call__`, at its cost; they
+            break a graph, and one that was compiled before does not see them; copies have no hooks;
+            `module.compile()` replaces the hooks.
 
     Returns:
         A context manager that restores; see also `restore`.
 
     Raises:
-        SelectionError: `select` matches nothing.
-        HookError: a selected module cannot be instrumented; none was.
+        SelectionError: `select` or `keep_class` matches nothing.
+        HookError: a selected module cannot be instrumented, or one of `keep_class` is compiled or
+            has another class already; none was.
 
     Examples:
         >>> with fh.instrument(model):
@@ -428,9 +460,20 @@ def instrument(model: nn.Module, select: Selector = None) -> Instrumentation:
         ...     model(ids)
     """
     modules = _select(model, select)
+    kept = {} if keep_class is False else _select(model, keep_class)
+    for name, module in kept.items():
+        if plain_class(type(module)) is not type(module):
+            msg = f"{name!r} is instrumented with another class already: restore it first"
+            raise HookError(msg)
     instrumentation = Instrumentation()
     try:
-        attach(modules, instrumentation.attachment, skip=select is None, explicit=True)
+        attach(
+            modules | kept,
+            instrumentation.attachment,
+            skip=select is None,
+            explicit=True,
+            kept={*kept.values()},
+        )
         instrumentation._track(model)
     except BaseException:
         instrumentation.attachment.release()

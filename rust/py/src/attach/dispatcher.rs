@@ -3,11 +3,12 @@
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use pyo3::exceptions::PyReferenceError;
 use pyo3::ffi;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::call::call as call_with_hooks;
 use crate::cpython::dict::{get_last, instance_dict};
@@ -169,6 +170,39 @@ fn dispatch<'py>(
         return target.call(module, args, kwargs);
     }
     call_with_hooks(module, &target, this.registry.bind(py), args, kwargs)
+}
+
+/// Call of an instrumented module that keeps its class: `_compiled_call_impl` in its `__dict__`, which
+/// `nn.Module.__call__` calls and copies leave out.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct KeptCall {
+    /// Weak: the module's `__dict__` has this.
+    module: Py<PyWeakrefReference>,
+}
+
+impl KeptCall {
+    pub const KEY: &'static str = "_compiled_call_impl";
+    /// Key in `_forward_pre_hooks`.
+    pub const HOOK: &'static str = "_ferrohook";
+
+    pub fn new(module: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let module = PyWeakrefReference::new(module)?.unbind();
+        Ok(Self { module })
+    }
+}
+
+#[pymethods]
+impl KeptCall {
+    #[pyo3(signature = (*args, **kwargs))]
+    fn __call__<'py>(
+        &self,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let gone = || PyReferenceError::new_err("the module of this call is gone");
+        let module = self.module.bind(args.py()).upgrade().ok_or_else(gone)?;
+        dispatch(&module, args, kwargs, false)
+    }
 }
 
 /// Makes a method descriptor, which the interpreter calls without binding it first.

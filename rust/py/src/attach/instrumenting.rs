@@ -8,7 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 
-use crate::attach::dispatcher::Dispatcher;
+use crate::attach::dispatcher::{Dispatcher, KeptCall};
 use crate::attach::wrapper::HookedBase;
 use crate::contexts::frame::ScopeArg;
 use crate::cpython::dict::instance_dict;
@@ -18,6 +18,7 @@ use crate::error::{hook_error, type_name};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::Options;
 use crate::registry::Registry;
+use crate::torch::cache::CallCache;
 
 /// Undoes one `acquire` of a module; the last one restores its class and removes its hooks.
 pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
@@ -35,6 +36,10 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
             // Once more after Ctrl-C in an audit hook.
             set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
         });
+        if kept_call_in(&state)? {
+            state.del_item(intern!(py, KeptCall::KEY))?;
+            pre_hooks(&state)?.del_item(intern!(py, KeptCall::HOOK))?;
+        }
         state.del_item(intern!(py, Dispatcher::KEY))?;
         (dispatcher, restored)
     };
@@ -115,7 +120,7 @@ fn one_at_a_time(py: Python<'_>) -> OneAtATime {
 }
 
 /// Instruments a module; it counts one reason more. `make_class` makes the class of one that is not
-/// instrumented yet.
+/// instrumented yet, or returns None for one that keeps its own.
 pub fn acquire(
     module: &Bound<'_, PyAny>,
     make_class: &Bound<'_, PyAny>,
@@ -126,7 +131,7 @@ pub fn acquire(
     {
         let _others_wait = one_at_a_time(py);
         if let Some(dispatcher) = dispatcher_in(&state)?
-            && instrumented_from(module)?.is_some()
+            && is_instrumented(module, &state)?
         {
             dispatcher.get().acquire(explicit);
             return Ok(());
@@ -134,7 +139,15 @@ pub fn acquire(
     }
     // Python code runs here, before any change.
     let class = make_class.call1((module,))?;
-    let class_cache = class.getattr(intern!(py, "_call_cache"))?.cast_into()?;
+    let kept_call = if class.is_instance_of::<PyType>() {
+        None
+    } else {
+        Some(Bound::new(py, KeptCall::new(module)?)?)
+    };
+    let class_cache = match kept_call {
+        Some(_) => Bound::new(py, CallCache::default())?,
+        None => class.getattr(intern!(py, "_call_cache"))?.cast_into()?,
+    };
     let registry = Py::new(py, Registry::empty())?;
     let fresh = Bound::new(py, Dispatcher::new(registry, class_cache.unbind()))?;
     own_class(py)?;
@@ -143,8 +156,11 @@ pub fn acquire(
         let dispatcher = dispatcher_in(&state)?;
         let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
         state.set_item(intern!(py, Dispatcher::KEY), dispatcher)?;
-        if instrumented_from(module)?.is_none()
-            && let Err(error) = set_class(module, &class)
+        if !is_instrumented(module, &state)?
+            && let Err(error) = match &kept_call {
+                Some(kept_call) => keep_class(&state, kept_call, &class),
+                None => set_class(module, &class),
+            }
         {
             state.del_item(intern!(py, Dispatcher::KEY))?;
             return Err(error);
@@ -205,6 +221,36 @@ fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, 
     let found = state.get_item(intern!(state.py(), Dispatcher::KEY))?;
     // None: the dict was pickled and restored by other code.
     Ok(found.and_then(|found| found.cast_into().ok()))
+}
+
+/// True if the calls of a module run by its dispatcher.
+fn is_instrumented(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResult<bool> {
+    Ok(instrumented_from(module)?.is_some() || kept_call_in(state)?)
+}
+
+/// Lets a module keep its class. The hook is for Dynamo, which calls `forward` of a module without
+/// hooks, and guards that it has none; and for fast paths of torch that call no submodules.
+fn keep_class(
+    state: &Bound<'_, PyDict>,
+    call: &Bound<'_, KeptCall>,
+    hook: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let py = state.py();
+    pre_hooks(state)?.set_item(intern!(py, KeptCall::HOOK), hook)?;
+    state.set_item(intern!(py, KeptCall::KEY), call)
+}
+
+/// Returns the module's dict of torch's pre-hooks: an `OrderedDict`, which `PyDict` would change past
+/// its order.
+fn pre_hooks<'py>(state: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
+    state
+        .as_any()
+        .get_item(intern!(state.py(), "_forward_pre_hooks"))
+}
+
+fn kept_call_in(state: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let found = state.get_item(intern!(state.py(), KeptCall::KEY))?;
+    Ok(found.is_some_and(|found| found.is_instance_of::<KeptCall>()))
 }
 
 /// Returns the plain class if the module's class was made for instrumented modules.
