@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 CAPABILITIES = Capabilities(
     engine="transformers",
     version=transformers.__version__,
-    tried=("5.23",),
+    tried=("5.19", "5.23"),
     served=(
         "python hooks",
         "interventions",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ import safetensors.torch
 
 import ferrohook as fh
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.engines.vllm import http, plugin
+from ferrohook.engines.vllm import http, plugin, requests
 from ferrohook.engines.vllm.captures import error_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
 from ferrohook.engines.vllm.plugin import HEADER, connect_async
@@ -356,3 +358,85 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
         return (await asked(engine, "GET", "captures/a", headers={})).status_code
 
     assert asyncio.run(run()) == httpx.codes.OK
+
+
+def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number, in bytes and in the length of names; a list of names in an error is short."""
+    engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
+    monkeypatch.setattr(requests, "_MOST_VECTORS", 14)
+
+    def body(*names: str, numbers: int = 5) -> bytes:
+        return safetensors.torch.save({name: torch.rand(numbers) for name in names})
+
+    async def put(content: bytes, **headers: str) -> httpx.Response:
+        return await asked(engine, "PUT", "vectors", content=content, headers=headers)
+
+    async def run() -> None:
+        assert (await put(body("x" * 201))).status_code == 413
+        assert "vectors_bytes" in (await put(body("a", numbers=101))).text
+        assert "at most 14" in (await put(body(*map(str, range(15))))).text
+        assert (await put(b"", **{"content-length": str(2**40)})).status_code == 413
+        assert [*engine.worker._vectors] == []
+        assert (await put(body("a/b", *map(str, range(11))))).is_success
+        with pytest.raises(ValueError, match=r"there: (\S+, ){10}\.\.\.$"):
+            (await connect_async(engine)).vectors["none"]
+        assert (await asked(engine, "DELETE", "vectors/a/b")).is_success
+        assert len(engine.worker._vectors) == 11
+        for _ in range(40):  # a name that means another vector each time
+            assert (await put(body("0"))).is_success
+        assert sum(it.nbytes for it in engine.worker._vectors.values()) <= 400
+
+    asyncio.run(run())
+
+
+def test_a_large_plan_is_read_beside_the_event_loop(engine: Engine) -> None:
+    entries = [fh.on("0", fh.Add(torch.rand(WIDTH)), at=0) for _ in range(200)]
+    text = fh.Plan(*entries).to_json() + " " * requests._LARGE
+    params = types.SimpleNamespace(extra_args={"ferrohook": text})
+    threads: list[Any] = []
+
+    async def run() -> None:
+        front_end = await connect_async(engine)
+        read = front_end._read
+        front_end._read = lambda value: threads.append(threading.current_thread()) or read(value)  # type: ignore[method-assign, func-returns-value]
+        await front_end.read_large(params)
+        assert threads != [threading.current_thread()]
+        request = types.SimpleNamespace(
+            request_id="a",
+            sampling_params=copy.deepcopy(params),
+            resumable=False,
+            prompt_token_ids=[5] * PROMPT,
+            cache_salt=None,
+        )
+        front_end.prepare(request)
+        assert request.sampling_params.extra_args["ferrohook"]["plan"] == text
+        params.extra_args = {"ferrohook": text[:-1] + "}"}
+        with pytest.raises(ValueError, match="no JSON"):
+            await front_end.read_large(params)
+
+    asyncio.run(run())
+    assert len(threads) == 2
+
+
+def test_a_dead_engine_and_an_untried_release_say_so(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> tuple[httpx.Response, ...]:
+        alive = await asked(engine, "GET", "capabilities")
+        engine.errored = True
+        dead = await asked(engine, "GET", "capabilities")
+        engine.errored = False
+        untried = fh.engines.Capabilities("vllm", "9.9.1", ("0.32",), (), {})
+        monkeypatch.setattr(plugin, "CAPABILITIES", untried)
+        monkeypatch.delenv(plugin.UNTRIED, raising=False)
+        routes = ("GET", "capabilities"), ("PUT", "vectors"), ("GET", "vectors")
+        return alive, dead, *[await asked(engine, *route) for route in routes]
+
+    alive, dead, *untried = asyncio.run(run())
+    assert alive.status_code == httpx.codes.OK
+    assert dead.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    assert "the engine is dead" in dead.text
+    for answer in untried:
+        assert answer.status_code == httpx.codes.NOT_IMPLEMENTED
+        assert "9.9.1 was not tried" in answer.text
+        assert plugin.UNTRIED in answer.text

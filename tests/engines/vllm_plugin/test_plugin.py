@@ -269,3 +269,42 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(runner.outputs[4][0], right[4])
     for dummy in runner.outputs[1::2]:
         torch.testing.assert_close(dummy, plain(torch.tensor([0, 0]), torch.tensor([0, 1])))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (fh.keep("tensor", output_index=0), "returns one tensor: leave it out"),
+        (fh.keep("layer", output_index=2), r"has the outputs \[0, 1\]"),
+        (fh.keep("layer", output_index=-3), r"has the outputs \[0, 1\]"),
+        (fh.keep("layer", output_index="hidden"), r"has the outputs \[0, 1\]"),
+        (fh.keep("pair", output_index=1), r"has the outputs \[0\]"),
+        (fh.keep("pair", output_index="sum"), r"has the outputs \[0\]"),
+        (fh.on("layer", fh.Zero(output_index=7)), r"has the outputs \[0, 1\]"),
+        (fh.on("layer", fh.Add(torch.ones(3), output_index=1)), "width of 3"),
+        (fh.keep("tensor", slice=(..., WIDTH)), "does not fit 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), [0, WIDTH])), "does not fit 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), 0, 0)), "does not fit 'tensor'"),
+        (fh.keep("layer", inputs=True, slice=(..., WIDTH)), "does not fit 'layer'"),
+    ],
+)
+def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> None:
+    """The worker would fail them, as an error of the server."""
+    row = WIDTH, 16
+    table = {
+        "": ModuleInfo("tensor", *row),
+        "tensor": ModuleInfo("tensor", *row),
+        "layer": ModuleInfo("stream", *row, inputs=(row,), outputs=(row, row)),
+        "pair": ModuleInfo("first", *row, outputs=(row, None)),
+    }
+    modules = Modules.from_json(Modules(table, {}).to_json())
+    with pytest.raises(ValueError, match=rf"entries\[0\].*{reason}"):
+        modules.rewritten(fh.Plan(entry))
+    for right in (
+        fh.keep("layer", output_index=-1, slice=(..., slice(2))),
+        fh.keep("layer", label="sum", output_index="sum", slice=(..., [0, -1])),
+        fh.keep("pair", output_index=0),
+        fh.on("layer", fh.Add(torch.ones(WIDTH), output_index=1)),
+    ):
+        modules.rewritten(fh.Plan(right))

@@ -145,8 +145,7 @@ def test_a_bad_plan_is_answered_with_400(client: httpx.Client, plan: Any, reason
     assert reason in answer.text
 
 
-FAILS = fh.on("model.layers.1", fh.Add(VECTOR, output_index=7))
-"""A layer returns two tensors."""
+FAILS = fh.keep("model.layers.1", max_bytes=1)
 
 
 def failing(job: Job, entry: Any, **changes: Any) -> dict[str, Any]:
@@ -165,11 +164,11 @@ def test_a_plan_that_fails_tells_the_client_the_reason(client: httpx.Client) -> 
     token = {HEADER: answer.headers[HEADER]}
     captured = client.get("/v1/ferrohook/captures/cmpl-failing", headers=token)
     assert captured.status_code == httpx.codes.UNPROCESSABLE_ENTITY
-    assert message in captured.text
+    assert captured.json()["error"]["message"] == message
     # The other of two prompts, and one whose id is a prefix.
     assert client.post("/v1/completions", json=body(Job(PROMPT))).status_code == httpx.codes.OK
     answer = client.post("/v1/completions", json={**sent, "prompt": [PROMPT, PROMPT[:9]]})
-    assert "output_index 7" in answer.json()["error"]["message"]
+    assert "max_bytes" in answer.json()["error"]["message"]
 
 
 def test_a_plan_that_fails_in_a_streamed_answer(client: httpx.Client) -> None:
@@ -220,6 +219,8 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
     assert "never runs" in found["modules"]["lm_head"]["refused"]
+    for name in ("plans", "failures", "rows", "captures", "captured_bytes"):
+        assert f"ferrohook_{name}_total" in client.get("/metrics").text
     path = "/v1/ferrohook/captures/nobody"
     assert client.get(path).status_code == httpx.codes.FORBIDDEN
     assert client.get(path, headers=OWN).status_code == httpx.codes.NOT_FOUND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import httpx
 
+import ferrohook as fh
 from ferrohook.engines.vllm.captures import error_of
 from ferrohook.engines.vllm.plugin import HEADER
-from support.engines import Job
+from support.engines import Change, Job
 from support.vllm_server import KEY, body, frames_of, serving, worker_of
 
 if TYPE_CHECKING:
@@ -63,6 +65,39 @@ def test_a_worker_dies_while_a_request_captures(models: Any, tmp_path: Path) -> 
         assert isinstance(answer, httpx.Response)
         assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
         assert "EngineCore" in str(error_of(frames_of(data)[-1]))
+        server.process.wait(60)
+
+
+def test_a_killed_engine_is_an_error_of_each_open_request(models: Any, tmp_path: Path) -> None:
+    folder, _ = models["llama"]
+    steered = Job([*range(10, 60)], (Change(1, fh.Scale(0.5), None),))
+
+    async def texts(server: Server) -> tuple[list[str], list[int]]:
+        async with httpx.AsyncClient(base_url=server.address, headers=KEY, timeout=60) as client:
+            sent = [
+                body(job, stream=stream, max_tokens=190, ignore_eos=True)
+                for job in (steered, Job([*range(10, 60)]))
+                for stream in (True, False)
+            ]
+            await client.post("/v1/completions", json=body(steered))
+            worker_of(server).suspend()
+            posts = [
+                asyncio.ensure_future(client.post("/v1/completions", json=each)) for each in sent
+            ]
+            await asyncio.sleep(1)
+            kill_worker(server)
+            statuses: list[int] = []
+            with contextlib.suppress(httpx.TransportError):  # the server ends itself
+                while not all(post.done() for post in posts) or len(statuses) < 1:
+                    answer = await client.get("/v1/ferrohook/capabilities")
+                    statuses.append(answer.status_code)
+                    await asyncio.sleep(0.01)
+            return [(await post).text for post in posts], statuses
+
+    with serving(folder, tmp_path / "log") as server:
+        answers, statuses = asyncio.run(texts(server))
+        assert all("error" in text and "EngineCore" in text for text in answers), answers
+        assert set(statuses) <= {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}, statuses
         server.process.wait(60)
 
 

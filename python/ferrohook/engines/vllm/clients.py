@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ferrohook.arguments import expect
 from ferrohook.engines.vllm.captures import digest_of, unpacked
+from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.errors import HookError
 
@@ -47,6 +48,7 @@ def activations(llm: Any, output: Any) -> Captured:
     tokens = tokens_of(ticket)
     (data, *_) = engine.collective_rpc("ferrohook_take", args=(ticket.key, tokens))
     front_end.forget(ticket)
+    fetched(data)
     if ticket.error is not None:
         raise HookError(ticket.error)
     return unpacked(data)
@@ -60,12 +62,16 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     Raises:
         HookError: plans are refused in this engine, with the reason.
         HookTypeError: a vector is no tensor.
+        ValueError: there would be too many, too many bytes of them (`vectors_bytes`), or a name is
+            too long.
     """
     engine = getattr(llm, "llm_engine", llm)
     front_end = connect(engine)
     data, digests = packed_vectors(vectors)
+    front_end.vectors.check_room(vectors, front_end.options)
     engine.collective_rpc("ferrohook_put", args=(data,))
-    name_vectors(front_end, vectors, digests)
+    for digest in name_vectors(front_end, vectors, digests):
+        engine.collective_rpc("ferrohook_drop", args=(digest,))
 
 
 def drop_vectors(llm: Any, names: Iterable[str]) -> None:
@@ -109,7 +115,8 @@ def packed_vectors(vectors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]
 
 def name_vectors(
     front_end: FrontEnd, vectors: Mapping[str, Tensor], digests: Mapping[str, str]
-) -> None:
-    """Names vectors that the worker has."""
+) -> list[str]:
+    """Names vectors that the worker has; returns the digests of those that it is to drop."""
     for name, vector in vectors.items():
         front_end.vectors.put(name, vector.detach().cpu().clone(), digests[name])
+    return front_end.vectors.surplus(front_end.options)

@@ -18,6 +18,7 @@ from starlette.datastructures import MutableHeaders
 
 from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
+from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import HEADER, call, connect_async
 from ferrohook.engines.vllm.requests import FIELD
 from ferrohook.engines.vllm.supported import CAPABILITIES
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from torch import Tensor
 
     from ferrohook.engines.vllm.requests import FrontEnd, Ticket
 
@@ -57,7 +59,7 @@ class Routes:
         router.get("/capabilities")(self.capabilities)
         router.get("/vectors")(self.vectors)
         router.put("/vectors")(self.put_vectors)
-        router.delete("/vectors/{name}")(self.drop_vector)
+        router.delete("/vectors/{name:path}")(self.drop_vector)
         router.get("/captures/{response_id}")(self.captures)
         router.get("/captures/{response_id}/stream")(self.stream)
         app.include_router(router)
@@ -66,6 +68,8 @@ class Routes:
     async def _front_end(self) -> FrontEnd:
         if self._engine is None:
             raise HTTPException(503, "this server has no engine")
+        if self._engine.errored:
+            raise HTTPException(503, f"the engine died: {self._engine.dead_error}")
         try:
             return await connect_async(self._engine)
         except HookError as error:
@@ -92,21 +96,19 @@ class Routes:
         return {name: list(vectors[name].shape) for name in vectors}
 
     async def put_vectors(self, request: Request) -> dict[str, list[int]]:
-        """Takes vectors as a safetensors body; 422 for any other."""
+        """Takes vectors as a safetensors body; 422 for any other, 413 for too many or too long."""
         front_end = await self._front_end()
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BYTES:
-                raise HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
-        try:
-            vectors = safetensors.torch.load(body)
-        except (safetensors.SafetensorError, ValueError) as error:
-            raise HTTPException(422, f"the body is no safetensors: {error}") from error
-        data, digests = packed_vectors(vectors)
+        body = await _body(request)
+        # In a thread: seconds, in which the engine's texts would stand still.
+        vectors, data, digests = await asyncio.to_thread(_vectors, body)
         async with self._changing_vectors:
+            try:
+                front_end.vectors.check_room(vectors, front_end.options)
+            except ValueError as error:
+                raise HTTPException(413, str(error)) from error
             await self._call("ferrohook_put", data)
-            name_vectors(front_end, vectors, digests)
+            for digest in name_vectors(front_end, vectors, digests):
+                await self._call("ferrohook_drop", digest)
         return {name: list(vector.shape) for name, vector in vectors.items()}
 
     async def drop_vector(self, name: str) -> None:
@@ -160,6 +162,7 @@ class Routes:
                     if error_of(data) is not None:
                         break
                     if not is_empty(data):
+                        fetched(data)
                         yield _framed(data)
                         since = tokens - 1
                 await asyncio.sleep(_PAUSE)
@@ -172,6 +175,7 @@ class Routes:
     async def _take(self, front_end: FrontEnd, ticket: Ticket, since: int = 0) -> bytes:
         front_end.forget(ticket)
         data = await self._call("ferrohook_take", ticket.key, ticket.tokens, since)
+        fetched(data)
         return data if ticket.error is None else packed({}, {}, error=ticket.error)
 
     def _tokens(self, ticket: Ticket) -> int:
@@ -194,6 +198,30 @@ class Routes:
     async def _call(self, name: str, *args: Any) -> bytes:
         (answer, *_) = await call(self._engine, name, *args)
         return answer
+
+
+async def _body(request: Request) -> bytes:
+    """Returns the body of a request; 413 for one that is too long, before it has come."""
+    refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > _MOST_BYTES:
+        raise refused
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > _MOST_BYTES:
+            raise refused
+    return b"".join(parts)
+
+
+def _vectors(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:
+    """Reads vectors; returns them, what the worker takes, and their digests."""
+    try:
+        vectors = safetensors.torch.load(body)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise HTTPException(422, f"the body is no safetensors: {error}") from error
+    return vectors, *packed_vectors(vectors)
 
 
 def _framed(data: bytes) -> bytes:

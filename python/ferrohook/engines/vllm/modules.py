@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from ferrohook.plans import Prepared
 
+Tokens: TypeAlias = tuple[int, int]
+"""Width and bytes per token of a tensor."""
 Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 """Output: a tensor; (hidden, residual); a tuple whose first tensor is meant; unknown."""
 
@@ -46,8 +48,10 @@ class ModuleInfo:
     """Bytes of the tensor per token."""
     refused: str | None = None
     """Reason why it cannot be hooked."""
-    inputs: tuple[tuple[int, int] | None, ...] = ()
-    """Width and bytes per token of each positional argument; None for one without them."""
+    inputs: tuple[Tokens | None, ...] = ()
+    """Those of each positional argument; None for one without a row per token."""
+    outputs: tuple[Tokens | None, ...] = ()
+    """Those of each part of an output that is no single tensor."""
 
 
 class Modules:
@@ -84,7 +88,11 @@ class Modules:
         found = json.loads(text)
         table = {
             name: ModuleInfo(
-                **it | {"inputs": tuple(each and tuple(each) for each in it["inputs"])}
+                **it
+                | {
+                    side: tuple(each and tuple(each) for each in it[side])
+                    for side in ("inputs", "outputs")
+                }
             )
             for name, it in found["table"].items()
         }
@@ -182,9 +190,9 @@ class Modules:
         if isinstance(entry, KeepEntry):
             _check_options(entry)
             index = entry.options.get("output_index")
+            for name, info in found.items():
+                _check_slice(entry.options.get("slice"), name, _width(info, name, entry.options))
             if entry.options.get("inputs"):
-                for name, info in found.items():
-                    _input(info, name, index)
                 # A buffer of the runner may be one of them.
                 return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
         else:
@@ -196,8 +204,9 @@ class Modules:
                 return [entry]
         groups: dict[Any, list[str]] = {}
         for name, info in found.items():
-            if isinstance(entry, HookEntry) and index is None:
-                _check_width(entry.hook, f"output of {name!r}", info.width)
+            if isinstance(entry, HookEntry):
+                width = info.width if index is None else _part(info, name, index)[0]
+                _check_width(entry.hook, f"output of {name!r}", width)
             groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
@@ -286,12 +295,56 @@ def _check_width(hook: Intervention, tensor: str, width: int) -> None:
 
 def _index(info: ModuleInfo, name: str, index: Any) -> Any:
     """Returns the `output_index` that is meant at a module."""
-    if index is not None or info.kind == "tensor":
+    if index is not None:
+        _part(info, name, index)
+        return index
+    if info.kind == "tensor":
         return index
     if info.kind == "other":
         msg = f"{name!r} returns several tensors: name one by output_index"
         raise ValueError(msg)
     return SUM if info.kind == "stream" else 0
+
+
+def _part(info: ModuleInfo, name: str, index: Any) -> Tokens:
+    """Returns width and bytes of the part of an output that is named.
+
+    Raises:
+        ValueError: the output has no such part.
+    """
+    if index == "sum" and info.kind == "stream":
+        return info.width, info.row_bytes
+    inside = isinstance(index, int) and -len(info.outputs) <= index < len(info.outputs)
+    found: Tokens | None = info.outputs[index] if inside else None
+    if found is None:
+        places = [place for place, each in enumerate(info.outputs) if each is not None]
+        there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
+        msg = f"output_index={index!r}: {name!r} {there}"
+        raise ValueError(msg)
+    return found
+
+
+def _width(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
+    """Returns the width of the tensor that a capture means."""
+    index = options.get("output_index")
+    if options.get("inputs"):
+        return _input(info, name, index)[0]
+    return info.width if index is None else _part(info, name, index)[0]
+
+
+def _check_slice(index: Any, name: str, width: int) -> None:
+    """Checks that an index fits a tensor of (tokens, width).
+
+    Raises:
+        ValueError: it does not.
+    """
+    if index is None:
+        return
+    try:
+        torch.empty(1, width)[index]
+    except (IndexError, TypeError) as error:
+        msg = f"slice={index!r} does not fit {name!r} of (tokens, {width}): {error}"
+        raise ValueError(msg) from error
 
 
 def _with_index(
@@ -308,7 +361,7 @@ def _with_index(
     return dataclasses.replace(entry, what=names, hook=hook)
 
 
-def _input(info: ModuleInfo, name: str, index: Any) -> tuple[int, int]:
+def _input(info: ModuleInfo, name: str, index: Any) -> Tokens:
     """Returns width and bytes per token of the positional argument that is meant."""
     inputs = info.inputs
     if isinstance(index, int) and index >= 0:
@@ -331,8 +384,11 @@ def _input(info: ModuleInfo, name: str, index: Any) -> tuple[int, int]:
 
 def _bytes(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
     width, size = info.width, info.row_bytes
+    index = options.get("output_index")
     if options.get("inputs"):
-        width, size = _input(info, name, options.get("output_index"))
+        width, size = _input(info, name, index)
+    elif index is not None:
+        width, size = _part(info, name, index)
     dtype: torch.dtype | None = options.get("dtype")
     return size if dtype is None else width * dtype.itemsize
 
@@ -410,7 +466,7 @@ def _shapes(output: Any) -> Any:
     return None
 
 
-def _row(shapes: Any) -> tuple[int, int] | None:
+def _row(shapes: Any) -> Tokens | None:
     """Returns width and bytes per token of a tensor by what `_shapes` has for it, or None."""
     if not isinstance(shapes, tuple):
         return None
@@ -435,6 +491,7 @@ def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
     info = ModuleInfo("tensor", shape[-1], shape[1:].numel() * size)
     if output is not parts:
         return info
+    info = dataclasses.replace(info, outputs=tuple(map(_row, parts)))
     norm = "Norm" in type(module).__name__
     if len(tensors) == 1 or norm:
         return dataclasses.replace(info, kind="first")

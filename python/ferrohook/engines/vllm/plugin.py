@@ -51,11 +51,10 @@ def register() -> None:
     """
     processor = _named("v1.engine.input_processor", "InputProcessor")
     try:
-        CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
+        check_release()
     except HookError as error:
         _LOG.warning("ferrohook: %s", error)
-        reason = str(error).replace("pass untried=True", f"set {UNTRIED}=1")
-        _wrap(processor, "process_inputs", functools.partial(_refusing, reason))
+        _wrap(processor, "process_inputs", functools.partial(_refusing, str(error)))
         return
     _wrap(processor, "process_inputs", _processing)
     _wrap(processor, "assign_request_id", _assigning)
@@ -81,6 +80,19 @@ def register() -> None:
         _wrap(getattr(serving, name), f"create_{path}", _answering)
 
 
+def check_release() -> None:
+    """Refuses a release of vLLM that was not tried.
+
+    Raises:
+        HookError: it was not, and the environment does not let it be used.
+    """
+    try:
+        CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
+    except HookError as error:
+        msg = str(error).replace("pass untried=True", f"set {UNTRIED}=1")
+        raise HookError(msg) from None
+
+
 def front_end_of(engine: Any) -> FrontEnd:
     """Returns the front end of an `LLM`, `LLMEngine` or `AsyncLLM` that has one.
 
@@ -101,6 +113,7 @@ def connect(engine: Any) -> FrontEnd:
     Raises:
         HookError: plans are refused in this engine, with the reason.
     """
+    check_release()
     engine = getattr(engine, "llm_engine", engine)
     found = _front_ends.get(engine.input_processor)
     return found or _connected(engine, engine.collective_rpc("ferrohook_describe"))
@@ -112,6 +125,7 @@ async def connect_async(engine: Any) -> FrontEnd:
     Raises:
         HookError: plans are refused in this engine, with the reason.
     """
+    check_release()
     found = _front_ends.get(engine.input_processor)
     return found or _connected(engine, await call(engine, "ferrohook_describe"))
 
@@ -216,8 +230,8 @@ def _adding_async(original: Any) -> Any:
     ) -> Any:
         if _has_plan(params):
             try:
-                await connect_async(self)
-            except HookError as error:
+                await (await connect_async(self)).read_large(params)
+            except (HookError, ValueError) as error:
                 raise BadPlanError(str(error)) from error
         return await original(self, request_id, prompt, params, *args, **kwargs)
 

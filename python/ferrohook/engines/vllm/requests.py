@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -31,6 +34,12 @@ NAME: Final = "ferrohook"
 FIELD: Final = "ferrohook_captures"
 """Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
 _MOST_TICKETS: Final = 10_000
+_MOST_VECTORS: Final = 10_000
+_LONGEST_NAME: Final = 200
+_LARGE: Final = 2**16
+"""Characters of a plan from which it is read in a thread: about a millisecond."""
+_SHOWN: Final = 10
+"""Names in an error."""
 _SALT: Final = f"{NAME}:"
 """Begin of the salts that are made here."""
 
@@ -56,6 +65,7 @@ class Options:
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
+        vectors_bytes: most bytes of all uploaded vectors.
         captures_by_id: give captures over HTTP to whoever knows the id of the response, which
             clients choose, instead of its token.
     """
@@ -63,6 +73,7 @@ class Options:
     capture_bytes: int = 64 * 2**20
     results_bytes: int = 2**30
     sites: Any = None
+    vectors_bytes: int = 2**30
     captures_by_id: bool = False
 
     @classmethod
@@ -80,7 +91,7 @@ class Options:
             named = ", ".join(names)
             msg = f"additional_config[{NAME!r}] has the options {named}; got {unknown!r}"
             raise ValueError(msg)
-        for name in ("capture_bytes", "results_bytes"):
+        for name in ("capture_bytes", "results_bytes", "vectors_bytes"):
             value = found.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 msg = (
@@ -116,12 +127,47 @@ class Vectors(Mapping[str, "Tensor"]):
 
     def __init__(self) -> None:
         self._named: dict[str, tuple[Tensor, str]] = {}
-        self.used: dict[str, str] | None = None
-        """Digests of the vectors that are looked up, by name; None to forget them."""
+        self._replaced: dict[str, int] = {}
+        """Bytes of vectors whose names mean others by now, by digest, the oldest first."""
+
+    def check_room(self, vectors: Mapping[str, Tensor], options: Options) -> None:
+        """Checks that more vectors may be named.
+
+        Raises:
+            ValueError: there would be too many, or too many bytes of them; or a name is too long.
+        """
+        if any(len(name) > _LONGEST_NAME for name in vectors):
+            msg = f"names of vectors have at most {_LONGEST_NAME} characters"
+            raise ValueError(msg)
+        named = {name: tensor for name, (tensor, _) in self._named.items()} | {**vectors}
+        if len(named) > _MOST_VECTORS:
+            msg = f"there are at most {_MOST_VECTORS:,} vectors, got {len(named):,}: drop some"
+            raise ValueError(msg)
+        size = _bytes_of(named.values())
+        if size > options.vectors_bytes:
+            msg = (
+                f"the vectors would take {size:,} bytes, more than "
+                f"vectors_bytes={options.vectors_bytes:,}: drop some"
+            )
+            raise ValueError(msg)
 
     def put(self, name: str, tensor: Tensor, digest: str) -> None:
-        """Names a vector."""
+        """Names a vector. Requests on their way still need the one that had the name."""
+        if (former := self._named.get(name)) is not None:
+            self._replaced[former[1]] = former[0].nbytes
         self._named[name] = tensor, digest
+
+    def surplus(self, options: Options) -> list[str]:
+        """Returns the digests of replaced vectors beyond the limit, and forgets them."""
+        named = {digest for _, digest in self._named.values()}
+        for digest in named & self._replaced.keys():
+            del self._replaced[digest]
+        size = _bytes_of(tensor for tensor, _ in self._named.values())
+        gone = []
+        while self._replaced and size + sum(self._replaced.values()) > options.vectors_bytes:
+            gone.append(next(iter(self._replaced)))
+            del self._replaced[gone[-1]]
+        return gone
 
     def drop(self, name: str) -> str | None:
         """Drops a name; returns its digest if no other name has it.
@@ -134,14 +180,20 @@ class Vectors(Mapping[str, "Tensor"]):
         return None if kept else digest
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._named:
-            there = f"there are {', '.join(self._named)}" if self._named else "there is none"
-            msg = f"no vector {name!r} was uploaded: {there}"
+        return self.find(name)[0]
+
+    def find(self, name: str) -> tuple[Tensor, str]:
+        """Returns a vector and its digest.
+
+        Raises:
+            ValueError: no vector has the name.
+        """
+        if (found := self._named.get(name)) is None:
+            there = ", ".join(itertools.islice(self._named, _SHOWN)) or "none"
+            more = ", ..." if len(self._named) > _SHOWN else ""
+            msg = f"no vector {name[:_LONGEST_NAME]!r} was uploaded; there: {there}{more}"
             raise ValueError(msg)
-        tensor, digest = self._named[name]
-        if self.used is not None:
-            self.used[name] = digest
-        return tensor
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._named])
@@ -151,6 +203,45 @@ class Vectors(Mapping[str, "Tensor"]):
 
     def __bool__(self) -> bool:
         return True  # asked for names, although it has none
+
+
+def _bytes_of(vectors: Iterable[Tensor]) -> int:
+    return sum(vector.nbytes for vector in vectors)
+
+
+class _Named(Mapping[str, "Tensor"]):
+    """Vectors for one plan, whose names are noted."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+        self.used: dict[str, str] = {}
+        """Digests of those that were looked up, by name."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        vector, self.used[name] = self._vectors.find(name)
+        return vector
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def __bool__(self) -> bool:
+        return True  # asked for names, although it may have none
+
+
+class _Read(NamedTuple):
+    """A plan that was read and validated; it stands in `extra_args` in place of its text."""
+
+    plan: Plan
+    text: str
+    used: dict[str, str]
+    """Digests of the vectors that it names."""
+    digest: str
+
+    def __deepcopy__(self, _memo: object) -> _Read:
+        return self  # vLLM copies parameters
 
 
 _SEVERAL: Final = "the plans of several requests of this id failed: choose ids that differ"
@@ -178,6 +269,32 @@ class FrontEnd:
         self._by_engine_id: dict[str, Ticket] = {}
         self._failures: dict[str, str] = {}
         self._cancelled: deque[str] = deque(maxlen=_MOST_TICKETS)
+        self._sent: set[str] = set()
+        """Keys of requests with a plan, until the engine gives them an id."""
+        self._running: set[str] = set()
+        """Engine's ids of requests with a plan."""
+
+    def _read(self, value: Any) -> _Read:
+        text = value if isinstance(value, str) else _dumped(value)
+        named = _Named(self.vectors)
+        try:
+            plan = Plan.from_json(text, named)
+        except HookTypeError as error:
+            raise ValueError(str(error)) from error
+        return _Read(self.modules.rewritten(plan), text, named.used, _digest(text, named.used))
+
+    async def read_large(self, params: Any) -> None:
+        """Reads the plan of a request in a thread, if it is large.
+
+        In the event loop the texts of all others would stand still meanwhile.
+
+        Raises:
+            ValueError: the plan is bad.
+        """
+        value = params.extra_args[NAME]
+        if isinstance(value, str) and len(value) > _LARGE:
+            read = await asyncio.to_thread(self._read, value)
+            params.extra_args = {**params.extra_args, NAME: read}
 
     def prepare(self, request: Any) -> None:
         """Validates the plan of an `EngineCoreRequest`, and rewrites its parameters.
@@ -187,21 +304,10 @@ class FrontEnd:
         """
         params = request.sampling_params
         value = params.extra_args[NAME]
-        text = value if isinstance(value, str) else _dumped(value)
-        with self._lock:
-            used: dict[str, str] = {}
-            self.vectors.used = used
-            try:
-                plan = Plan.from_json(text, self.vectors)
-            except HookTypeError as error:
-                raise ValueError(str(error)) from error
-            finally:
-                self.vectors.used = None
-        plan = self.modules.rewritten(plan)
+        plan, text, used, digest = value if isinstance(value, _Read) else self._read(value)
         if request.resumable:
             _refuse("streamed inputs")
         key = uuid.uuid4().hex
-        digest = _digest(text, used)
         if any(isinstance(entry, KeepEntry) for entry in plan.entries):
             self._check_captures(plan, request, params)
             # Positions that a cache has are run again, where they are wanted.
@@ -223,6 +329,8 @@ class FrontEnd:
         payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
+        self._sent.add(key)
+        metrics.PLANS.inc()
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
         if params.n > 1:
@@ -252,17 +360,26 @@ class FrontEnd:
     def assigned(self, key: str, engine_id: str) -> None:
         """Notes the engine's id of a request."""
         with self._lock:
+            if key not in self._sent:
+                return  # another engine's
+            self._sent.discard(key)
+            self._running.add(engine_id)
             if (ticket := self._by_key.get(key)) is not None:
                 ticket.engine_id = engine_id
                 self._by_engine_id[engine_id] = ticket
 
     def finished(self, engine_id: str, tokens: int) -> None:
         """Notes the number of tokens of a finished request."""
+        with self._lock:
+            if engine_id in self._running:
+                self._running.discard(engine_id)
+                metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
         if (ticket := self._by_engine_id.get(engine_id)) is not None:
             ticket.tokens = tokens
 
     def failed(self, engine_id: str, request_id: str, reason: str) -> None:
         """Notes the failure of a request's plan."""
+        metrics.FAILURES.inc()
         with self._lock:
             # Clients choose the ids: of two with one, neither learns the other's reason.
             self._failures[request_id] = _SEVERAL if request_id in self._failures else reason
@@ -281,6 +398,7 @@ class FrontEnd:
     def cancelled(self, engine_id: str) -> None:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
+            self._running.discard(engine_id)
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
