@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import ferrohook as fh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 WIDTH = 8
 
@@ -79,6 +82,52 @@ def test_captures_own_their_memory(
             assert numbers_in_storage(kept) == expected.numel()
 
 
+class Whole(Tensor):
+    """A view that says that it is its whole storage."""
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.untyped_storage().nbytes()
+
+
+class SaysWhole(TorchFunctionMode):
+    """Has each view say that it is its whole storage."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        nbytes: Any = Tensor.nbytes
+        if func == nbytes.__get__:
+            return args[0].untyped_storage().nbytes()
+        return func(*args, **(kwargs or {}))
+
+
+class OfClass(nn.Module):
+    """Returns its input doubled, as a tensor of a class."""
+
+    def __init__(self, of: type[Tensor]) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).as_subclass(self.of)
+
+
+@pytest.mark.parametrize(("of", "reading"), [(Whole, nullcontext), (Tensor, SaysWhole)])
+def test_what_is_said_of_a_view_leaves_it_no_memory_of_others(
+    of: type[Tensor], reading: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    model, x = OfClass(of), torch.randn(4, WIDTH)
+    requests = [fh.Plan(fh.keep("")).prepare(model).open() for _ in range(2)]
+    with fh.batch({requests[0]: slice(0, 2), requests[1]: slice(2, 4)}, size=4):
+        model(x)
+    for request, own in zip(requests, x.split(2), strict=True):
+        with reading():
+            kept = request.acts[""]
+        assert torch.equal(kept, own * 2)
+        assert numbers_in_storage(kept) == own.numel()
+
+
 def test_a_capture_in_a_batch_owns_its_memory(model: nn.Sequential) -> None:
     captures = fh.capture(model, "0", calls="all"), fh.capture(model, "0")
     with fh.batch({captures[0]: slice(0, 2), captures[1]: slice(2, 4)}, size=4):
@@ -121,8 +170,8 @@ def test_what_is_read_in_inference_mode_can_be_part_of_a_graph(model: nn.Sequent
     with torch.inference_mode():
         assert request.acts["0"].shape == (2, WIDTH)
     weight = torch.ones(WIDTH, requires_grad=True)
-    (request.acts["0"] * weight).sum().backward()
-    assert torch.equal(weight.grad, request.acts["0"].sum(0))
+    (grad,) = torch.autograd.grad((request.acts["0"] * weight).sum(), weight)
+    assert torch.equal(grad, request.acts["0"].sum(0))
 
 
 def test_a_stale_capture_stays_stale(model: nn.Sequential) -> None:

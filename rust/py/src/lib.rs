@@ -14,6 +14,8 @@ mod native;
 mod recorded;
 mod registry;
 mod rows;
+#[cfg(test)]
+mod tests;
 mod torch;
 
 use pyo3::prelude::*;

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 
 use crate::cpython::once::Once;
+use crate::torch::facts::Facts;
 use crate::torch::is_tensor;
 
 /// Depth below which structures count as leaves.
@@ -143,16 +144,14 @@ pub fn owned<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     copy
 }
 
-/// True if a tensor has each number of its storage, once. Raises for one of another layout.
+/// True if a tensor, of no subclass, has each number of its storage, once. Raises for one of another
+/// layout.
 fn fills_its_storage(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = tensor.py();
-    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    let all: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-    let own: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-    Ok(all == own
-        && tensor
-            .call_method0(intern!(py, "is_contiguous"))?
-            .is_truthy()?)
+    Facts::past_modes(tensor.py(), |facts| {
+        Ok(facts.plain(tensor)
+            && facts.nbytes.of(tensor)?.extract::<usize>()? == facts.storage(tensor)?
+            && facts.is_contiguous.of(tensor)?.is_truthy()?)
+    })
 }
 
 /// Returns hidden state and residual of a layer that returns such a pair, if `part` names their sum.
