@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import random
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -68,8 +74,25 @@ def save_model(kind: str, folder: Path, **sizes: int) -> Any:
     return model
 
 
+@functools.cache
+def patience() -> float:
+    """Seconds within which a test ends, on a machine as fast and as busy as this one."""
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import vllm"], check=True, capture_output=True)
+    return max(600.0, 60 * (time.monotonic() - begin))
+
+
+def end_children(but: set[psutil.Process]) -> None:
+    """Kills the processes that this one has started, but some."""
+    children = {*psutil.Process().children(recursive=True)} - but
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs([*children], timeout=60)
+
+
 def start(folder: Path, **options: Any) -> Any:
-    """Starts an engine in this process."""
+    """Starts an engine in this process; one that fails or takes too long leaves no process."""
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM  # noqa: PLC0415 (reads its settings as it is imported)
 
@@ -82,7 +105,12 @@ def start(folder: Path, **options: Any) -> Any:
         "kv_cache_memory_bytes": 2**26,
         "block_size": 32,
     }
-    return LLM(model=str(folder), **(defaults | options))
+    before = {*psutil.Process().children(recursive=True)}
+    try:
+        return LLM(model=str(folder), **(defaults | options))
+    except BaseException:
+        end_children(before)
+        raise
 
 
 def start_compiled(folder: Path, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx
 import psutil
 
-from support.vllm_engine import ENVIRONMENT
+from support.vllm_engine import ENVIRONMENT, patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def serving(folder: Path, log: Path) -> Iterator[Server]:
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 480
+        deadline = time.monotonic() + 0.8 * patience()
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{address}/health").status_code == httpx.codes.OK:

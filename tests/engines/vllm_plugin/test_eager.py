@@ -23,6 +23,7 @@ from support.vllm_engine import (
     LAYERS,
     WIDTH,
     Answer,
+    patience,
     random_jobs,
     sampling,
     serve,
@@ -183,7 +184,7 @@ if __name__ == "__main__":
         env={**os.environ, "VLLM_PLUGINS": "none"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=0.4 * patience(),
         check=True,
     )
     plain = json.loads(ran.stdout.strip().splitlines()[-1])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,7 +21,11 @@ from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, Modules
 from ferrohook.engines.vllm.requests import Options
 from ferrohook.engines.vllm.worker import Served, Worker
+from support import vllm_engine
 from support.vllm_shapes import config
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDTH = 4
 
@@ -308,3 +315,19 @@ def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> No
         fh.on("layer", fh.Add(torch.ones(WIDTH), output_index=1)),
     ):
         modules.rewritten(fh.Plan(right))
+
+
+def test_an_engine_that_does_not_start_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one that takes longer than the limit of its fixture."""
+    started: list[Any] = []
+
+    def failing(**_options: Any) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm.LLM", failing)
+    with pytest.raises(KeyboardInterrupt):
+        vllm_engine.start(tmp_path)
+    assert not psutil.pid_exists(started[0].pid)

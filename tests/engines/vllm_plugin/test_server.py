@@ -28,7 +28,6 @@ from support.vllm_server import KEY, NEW, Server, body, frames_of, serving, work
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
 PROMPT = [*range(10, 60)]
 OWN = {HEADER: "a token that only this client knows"}
 VECTOR = torch.linspace(-2, 2, WIDTH)

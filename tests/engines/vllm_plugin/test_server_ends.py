@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from support.vllm_server import Server
 
-pytestmark = pytest.mark.timeout(600)  # the server imports torch three times
 JOB = Job([*range(10, 60)], (), ("model.layers.0",))
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from support.engines import Job
 
-pytestmark = pytest.mark.timeout(600)  # seven processes import torch
 ROOT = Path(__file__).parents[3]
 NEW = 24
 IN_FLIGHT = 12
