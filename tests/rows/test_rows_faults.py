@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -554,3 +555,26 @@ def test_a_site_captures_rows_in_their_dimension(requests: Callable[..., Any]) -
         with fh.batch({request: [1, 2]}, dim=1, size=3):
             model(numbered(3)[None])
         assert torch.equal(request.acts["0"], numbered(3)[None, 1:])
+
+
+class Tagged(torch.Tensor):
+    """A subclass whose rows are views, as of most."""
+
+
+@pytest.mark.parametrize("hook", [fh.Scale(2.0), lambda _module, _args, output: output * 2])
+def test_a_subclass_whose_rows_are_no_views_loses_no_change(hook: Any) -> None:
+    """A write to rows of a `MaskedTensor` changes nothing, and says nothing."""
+    model = nn.Sequential(nn.Identity())
+    numbers = torch.randn(4, 3)
+    masked = masked_tensor(numbers, torch.ones(4, 3, dtype=torch.bool))
+    with fh.Plan(fh.on("0", hook)).prepare(model) as prepared:
+        for value in (numbers, numbers.as_subclass(Tagged), masked):
+            requests = [prepared.open(), prepared.open()]
+            with fh.batch({requests[0]: [0, 1], requests[1]: [2]}):
+                output = model(value)
+            failed = [request.error is not None for request in requests]
+            assert failed == [value is masked] * 2
+            rows = output.get_data() if value is masked else output
+            right = numbers.clone()
+            right[:3] *= 1 if value is masked else 2
+            assert torch.equal(rows, right)

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::hooks::native::Turn;
+use crate::torch::facts::Facts;
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -153,9 +154,15 @@ impl Rows {
     ) -> PyResult<()> {
         let py = tensor.py();
         match self {
-            Self::Range { .. } => {
+            Self::Range { .. } if Facts::is_plain(tensor)? => {
                 let rows = self.narrow(tensor, dim)?;
                 rows.call_method1(intern!(py, "copy_"), (values,))?;
+            }
+            // Rows of a subclass need not be a view: a write to those of a `MaskedTensor` is lost.
+            Self::Range { start, length } => {
+                let scattered = (values, dim, *start, start + length);
+                let whole = tensor.call_method1(intern!(py, "slice_scatter"), scattered)?;
+                tensor.call_method1(intern!(py, "copy_"), (whole,))?;
             }
             Self::Index(index) => {
                 let index = index.on_device_of(tensor)?;

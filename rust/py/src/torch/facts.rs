@@ -80,6 +80,11 @@ impl Facts {
         })
     }
 
+    /// True if a tensor is of no subclass.
+    pub fn is_plain(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(Self::get(tensor.py())?.plain(tensor))
+    }
+
     /// Calls `ask` outside of modes, which may answer for torch.
     pub fn past_modes<R>(
         py: Python<'_>,
