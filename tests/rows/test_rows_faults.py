@@ -561,6 +561,7 @@ class Tagged(torch.Tensor):
     """A subclass whose rows are views, as of most."""
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("hook", [fh.Scale(2.0), lambda _module, _args, output: output * 2])
 def test_a_subclass_whose_rows_are_no_views_loses_no_change(hook: Any) -> None:
     """A write to rows of a `MaskedTensor` changes nothing, and says nothing."""
