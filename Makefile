@@ -9,10 +9,6 @@ STAMP := $(shell date -u +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
 # One core per test process: the models are too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
-# Python inside the tests of rust/py: its packages and its shared library.
-EMBEDDED = PYO3_PYTHON=$(CURDIR)/$(BIN)/python \
-	PYTHONPATH=$$($(BIN)/python -c 'import sys; print(*sys.path, sep=":")') \
-	LD_LIBRARY_PATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm cuda ecosystem release workflow docs build format clean
@@ -28,7 +24,7 @@ service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that c
 
 test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
-	$(EMBEDDED) cargo test --quiet --package ferrohook-py
+	script/embedded
 	$(PYTEST)
 
 batches: build $(VENV)/test ## 5,000 random batches against their oracle, three minutes on two cores

@@ -78,8 +78,8 @@ class CaptureSession:
         # Compiled regions count no calls; failed calls leave no activation. So look at both.
         _, _, collector, handles = self._recorders
         ran = {*collector.ran()}
-        names = enumerate(self._modules)
-        return [name for index, name in names if index not in ran and not handles[index].calls]
+        names = enumerate(zip(self._modules, handles, strict=True))
+        return [name for index, (name, it) in names if index not in ran and not it.calls]
 
 
 class Capture(Scope):

@@ -132,7 +132,8 @@ class Recorders(NamedTuple):
     options: Options
     collector: Collector
     """Of a plan: the template of its requests' collectors."""
-    handles: dict[int, HookHandle]
+    handles: list[HookHandle]
+    """Of a capture in the order of its modules, of a plan by priority."""
 
     @classmethod
     def begin(  # noqa: PLR0913 (the last two are of plans)
@@ -142,31 +143,37 @@ class Recorders(NamedTuple):
         options: Options,
         scope: Frame,
         *,
-        priority_of: Callable[[nn.Module], int] = lambda _module: BEHIND_ALL,
+        priority_of: Callable[[nn.Module], int] | None = None,
         place: PlaceInPlan | None = None,
     ) -> Self:
-        """Records the calls in a scope, until it is left, of modules that are instrumented."""
+        """Records the calls in a scope, until it is left, of modules that are instrumented.
+
+        Args:
+            model: where calls end that are stopped.
+            modules: by name.
+            options: of the capture.
+            scope: the scope.
+            priority_of: priority of a module's recorder in a plan; behind all in a capture.
+            place: of the capture in a plan.
+        """
         root = registry_of(model) if options.stop else None
         collector = Collector(
             [*modules], stop=None if root is None else root.module, **options.collector
         )
         everything = [*modules.values()]
-        groups: dict[int, list[int]] = {}
-        for index, module in enumerate(everything):
-            groups.setdefault(priority_of(module), []).append(index)
-        handles: dict[int, HookHandle] = {}
-        for priority, indices in groups.items():
-            registered = record_all(
-                collector,
-                [everything[index] for index in indices],
-                priority,
-                scope,
-                inputs=options.inputs,
-                part=options.output_index,
-                place=place,
-                indices=indices,
-            )
-            handles.update(zip(indices, registered, strict=True))
+        what: dict[str, Any] = {"inputs": options.inputs, "part": options.output_index}
+        handles: list[HookHandle] = []
+        if priority_of is None:
+            handles = record_all(collector, everything, BEHIND_ALL, scope, **what)
+        else:
+            groups: dict[int, list[int]] = {}
+            for index, module in enumerate(everything):
+                groups.setdefault(priority_of(module), []).append(index)
+            for priority, indices in groups.items():
+                own = [everything[index] for index in indices]
+                handles += record_all(
+                    collector, own, priority, scope, place=place, indices=indices, **what
+                )
         if root is not None:  # behind the recorders: where calls begin and end that may be stopped
             calls = RootCalls(collector, place)
             root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)

@@ -314,8 +314,9 @@ def _part(info: ModuleInfo, name: str, index: Any) -> Tokens:
     """
     if index == "sum" and info.kind == "stream":
         return info.width, info.row_bytes
-    inside = isinstance(index, int) and -len(info.outputs) <= index < len(info.outputs)
-    found: Tokens | None = info.outputs[index] if inside else None
+    found: Tokens | None = None
+    if isinstance(index, int) and -len(info.outputs) <= index < len(info.outputs):
+        found = info.outputs[index]
     if found is None:
         places = [place for place, each in enumerate(info.outputs) if each is not None]
         there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
