@@ -9,7 +9,7 @@ shape needs no new trace.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Final, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
 from ferrohook.tensors import content_of
 from ferrohook.traced import never_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Intervention(InterventionBase):
@@ -105,6 +108,19 @@ class Intervention(InterventionBase):
             msg = f"{type(self).__name__} is immutable: make another"
             raise AttributeError(msg)
         super().__setattr__(name, value)
+
+    def needs(self) -> Iterator[str]:
+        """Returns what it asks of whoever applies it, see `Judge`."""
+        yield self.kind
+        if self.output_index is not None:
+            yield "output_index"
+        values = [torch.as_tensor(value) for value in self.values if value is not None]
+        if any(value.dim() > 1 for value in values):
+            yield "table"
+        if any(value.requires_grad for value in values):
+            yield "trained"
+        if not all(bool(value.isfinite().all()) for value in values):
+            yield "not finite"
 
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies it, hashable: class, `output_index`, and values by content."""

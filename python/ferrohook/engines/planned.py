@@ -17,9 +17,10 @@ from ferrohook.arguments import expect
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
+from ferrohook.plans.needs import NEEDS, Judge
+from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.rows import batch
 from ferrohook.selection import select
-from ferrohook.steering import Intervention
 from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -33,34 +34,44 @@ if TYPE_CHECKING:
     from ferrohook.rows import Batch
 
 
-_REFUSED: Final = {
-    "grads": "it computes no gradients",
-    "stop": "stop=True would end the forward of others",
-    "calls": "steps are put together by position, so calls= has no meaning",
-}
-"""Reasons for options that an engine has not."""
+JUDGE: Final = Judge(
+    NEEDS - {"calls", "cut rows", "gradients", "not finite", "stop"},
+    {
+        "calls": "steps are put together by position, so calls= has no meaning",
+        "cut rows": "slice= keeps all of the dimension whose rows are put together",
+        "gradients": "it computes no gradients",
+        "not finite": "its hook has NaN or infinities",
+        "stop": "stop=True would end the forward of others",
+    },
+)
+"""Of engines whose plans need not cross processes."""
 
 
-class PreparedPool:
-    """Plans prepared for one model, found by content while anybody refers to them.
+class EnginePlans(PreparedPlans):
+    """Plans prepared for the model of an engine.
 
     Args:
         model: the engine's model.
         running: its modules that run in a step; None if that is not known.
         dim: dimension of the rows in its tensors.
+        size: number of plans that stay prepared without a request.
     """
 
     def __init__(
-        self, model: nn.Module, running: Collection[nn.Module] | None = None, dim: int = 0
+        self,
+        model: nn.Module,
+        running: Collection[nn.Module] | None = None,
+        dim: int = 0,
+        *,
+        size: int = 0,
     ) -> None:
-        self._model = model
+        super().__init__(model)
+        self._size = size
         self._running = running
         self._dim = dim
-        self._prepared: weakref.WeakValueDictionary[object, Prepared]
-        self._prepared = weakref.WeakValueDictionary()
         self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
-    def find(self, plan: Plan | Prepared) -> Prepared:
+    def serve(self, plan: Plan | Prepared) -> Prepared:
         """Returns the plan prepared for the model.
 
         Raises:
@@ -70,58 +81,34 @@ class PreparedPool:
         """
         if not isinstance(plan, Prepared):
             expect(plan, Plan, "plan is a Plan or a Prepared")
-            key = tuple(entry.content() for entry in plan.entries)
-            found = self._prepared.get(key)
-            if found is None or found.outdated:
-                found = plan.prepare(self._model)
-                self._check(found)
-                self._prepared[key] = found
-            return found
+            return self.prepare(plan)
         if plan.model is not self._model:
             msg = "the plan was prepared for another model than the engine's"
             raise HookError(msg)
         self._check(plan)
         return plan
 
+    def _fresh(self, plan: Plan) -> Prepared:
+        prepared = super()._fresh(plan)
+        self._check(prepared)
+        return prepared
+
     def _check(self, prepared: Prepared) -> None:
         """Refuses a plan of which a part cannot fire."""
         if prepared in self._checked:
             return
         for number, entry in enumerate(prepared.entries):
-            reason = self._refusal(entry)
-            if reason:
+            reason = JUDGE.refusal(entry, self._dim) or self._silent(entry)
+            if reason is not None:
                 msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
                 raise HookError(msg)
         self._checked.add(prepared)
 
-    def _refusal(self, entry: HookEntry | KeepEntry) -> str:
-        if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
-            values = [each for each in entry.hook.values if each is not None]
-            numbers = [torch.as_tensor(each) for each in values]
-            if not all(bool(each.isfinite().all()) for each in numbers):
-                return "its hook has NaN or infinities"
-        if isinstance(entry, HookEntry) and "backward" in entry.phase:
-            return _REFUSED["grads"]
-        for option, reason in _REFUSED.items():
-            if option in entry.options:
-                return reason
-        if not keeps_rows(entry.options.get("slice", ...), self._dim):
-            return f"slice= keeps all of dimension {self._dim}, whose rows are put together"
-        if self._running is not None:
-            for name, module in select(self._model, entry.what, called=True).items():
-                if module not in self._running:
-                    return f"{name!r} does not run in its steps"
-        return ""
-
-
-def keeps_rows(index: Any, dim: int) -> bool:
-    """Returns True if the `slice` of a capture keeps a dimension of rows, and its place."""
-    for place, part in enumerate(index if isinstance(index, tuple) else (index,)):
-        if part is ... or place > dim:
-            break
-        if not isinstance(part, slice) or (place == dim and part != slice(None)):
-            return False
-    return True
+    def _silent(self, entry: HookEntry | KeepEntry) -> str | None:
+        for name, module in select(self._model, entry.what, called=True).items():
+            if self._running is not None and module not in self._running:
+                return f"{name!r} does not run in its steps"
+        return None
 
 
 class Result(NamedTuple):
@@ -207,7 +194,8 @@ class PlannedRequests:
     Args:
         model: the engine's model.
         dim: dimension of the rows in its tensors.
-        running: see `PreparedPool`.
+        running: see `EnginePlans`.
+        size: see `EnginePlans`.
     """
 
     def __init__(
@@ -216,8 +204,9 @@ class PlannedRequests:
         *,
         dim: int = 0,
         running: Collection[nn.Module] | None = None,
+        size: int = 0,
     ) -> None:
-        self.pool = PreparedPool(model, running, dim)
+        self.plans = EnginePlans(model, running, dim, size=size)
         self._dim = dim
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
@@ -241,10 +230,10 @@ class PlannedRequests:
             children: ids of its forks, which get the plan too.
 
         Raises:
-            HookError: the plan cannot be served, see `PreparedPool.find`; or a request with a plan
+            HookError: the plan cannot be served, see `EnginePlans.serve`; or a request with a plan
                 has the id.
         """
-        prepared = self.pool.find(plan)
+        prepared = self.plans.serve(plan)
         parent = _Member(prepared)
         members = {request_id: parent}
         members.update((child, _Member(prepared, parent)) for child in children)

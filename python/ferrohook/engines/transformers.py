@@ -33,7 +33,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ferrohook.arguments import expect_module
 from ferrohook.engines.finite import failure, lost_rows, without_non_finite
-from ferrohook.engines.planned import PlannedRequests, PreparedPool
+from ferrohook.engines.planned import EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
 from ferrohook.errors import HookError
@@ -107,7 +107,7 @@ def generate_batch(
         >>> outputs["req_0"].acts["model.layers.3"].shape
     """
     expect_module(model, "generate_batch takes")
-    prompts = _with_plans(PreparedPool(model, dim=ROWS), inputs, plans)
+    prompts = _with_plans(EnginePlans(model, dim=ROWS), inputs, plans)
     options.setdefault("continuous_batching_config", ContinuousBatchingConfig(use_cuda_graph=False))
     stand_in = _AttachingModel(model, prompts, untried)
     try:
@@ -245,7 +245,7 @@ class Attached:
             HookError, HookTypeError: see `add_request`.
         """
         self._check_open()
-        prompts = _with_plans(self._planned.pool, inputs, plans)
+        prompts = _with_plans(self._planned.plans, inputs, plans)
         added: list[str] = self.manager.add_requests(prompts, *args, **options)
         return added
 
@@ -257,7 +257,7 @@ class Attached:
         """
         for plan in plans:
             if plan is not None:
-                self._planned.pool.find(plan)
+                self._planned.plans.serve(plan)
 
     def close(self) -> None:
         """Detaches from the manager; idempotent. Requests with a plan that still run fail."""
@@ -514,7 +514,7 @@ class _Prompt(list[int]):
 
 
 def _with_plans(
-    pool: PreparedPool,
+    known: EnginePlans,
     inputs: Sequence[Sequence[int]],
     plans: Sequence[Plan | Prepared | None] | None,
 ) -> list[_Prompt]:
@@ -525,7 +525,7 @@ def _with_plans(
         msg = f"there is a plan (or None) for each input, got {len(plans)} for {len(inputs)}"
         raise ValueError(msg)
     return [
-        _Prompt(tokens, None if plan is None else pool.find(plan))
+        _Prompt(tokens, None if plan is None else known.serve(plan))
         for tokens, plan in zip(inputs, plans, strict=True)
     ]
 

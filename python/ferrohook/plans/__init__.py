@@ -12,5 +12,6 @@ from ferrohook.plans.entries import on as on
 from ferrohook.plans.plan import Plan as Plan
 from ferrohook.plans.prepared import Prepared as Prepared
 from ferrohook.plans.prepared import Request as Request
+from ferrohook.plans.prepared_plans import PreparedPlans as PreparedPlans
 
-__all__ = ["Plan", "Prepared", "Request", "keep", "on"]
+__all__ = ["Plan", "Prepared", "PreparedPlans", "Request", "keep", "on"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from ferrohook._core import Registry, TypedHook
+from ferrohook._core import NativeDetector, Registry, TypedHook
 from ferrohook.arguments import check_encodes, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.plans.positions import At, check_at
@@ -17,7 +18,7 @@ from ferrohook.steering import Intervention
 from ferrohook.tensors import content_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ferrohook.conversion import Index
     from ferrohook.recorders import Calls
@@ -41,6 +42,15 @@ class Entry:
     at: At
     options: dict[str, Any]
     """The options that are not the default."""
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What it asks of whoever serves it, see `Judge`."""
+        at = () if self.at is None else ("at function" if callable(self.at) else "at",)
+        return frozenset((*at, *self._needs()))
+
+    def _needs(self) -> Iterator[str]:
+        raise NotImplementedError
 
     def content(self) -> tuple[Any, ...]:
         """Returns what identifies the entry, hashable."""
@@ -67,6 +77,17 @@ class HookEntry(Entry):
     phase: Phase
     options: dict[str, Any]
 
+    def _needs(self) -> Iterator[str]:
+        yield from self.options
+        if self.phase != "forward":
+            yield "inputs" if self.phase == "forward_pre" else "gradients"
+        if isinstance(self.hook, NativeDetector):
+            yield "native detector"
+        elif not isinstance(self.hook, Intervention):
+            yield "python"
+        else:
+            yield from self.hook.needs()
+
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
         own = (self.what, self.hook, self.at, self.phase, self.options)
         return ("on", *map(content_of, own))
@@ -84,6 +105,9 @@ class KeepEntry(Entry):
     at: At
     label: str | None
     options: dict[str, Any]
+
+    def _needs(self) -> Iterator[str]:
+        return ("gradients" if name == "grads" else name for name in self.options)
 
     def name_of(self, path: str) -> str:
         """Returns the name of a module's activations in `acts`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from ferrohook.instrumentation import attach
 from ferrohook.operations import change_part, part_of
 from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
+from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
 from ferrohook.selection import select
-from ferrohook.steering import Add
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from ferrohook.plans.positions import At
     from ferrohook.selection import Selector
 
+JUDGE: Final = Judge(
+    frozenset(
+        {"add", "at", "at function", "not finite", "output_index"}
+        | {"calls", "copy", "cut rows", "device", "dtype", "max_bytes", "slice"}
+    ),
+    {
+        "inputs": "sites are behind modules: they have no inputs",
+        "python": "sites run no Python",
+        "table": "sites add vectors of one dimension",
+        "trained": "sites add vectors that are not trained",
+    },
+)
 _OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
 NOBODY = -0.0
 """Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
@@ -296,23 +308,15 @@ class Sites:
         return Program(vectors, changes, kept)
 
     def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
-        reason = None
-        if isinstance(entry, HookEntry):
-            hook = entry.hook
-            if not isinstance(hook, Add) or entry.phase != "forward" or entry.options:
-                reason = "sites add vectors to outputs and keep them, without options"
-            elif hook.output_index != self._part:
+        reason = JUDGE.refusal(entry, self.dim)
+        if reason is None:
+            hook = entry.hook if isinstance(entry, HookEntry) else None
+            part = entry.options.get("output_index") if hook is None else hook.output_index
+            width = self._table.shape[-1]
+            if part != self._part:
                 reason = f"it has another output_index than the sites, {self._part!r}"
-            elif hook.vector is None or hook.vector.dim() != 1 or hook.vector.requires_grad:
-                reason = "sites add vectors of one dimension that are not trained"
-            elif hook.width != self._table.shape[-1]:
-                reason = f"its vector is not of the sites' width, {self._table.shape[-1]}"
-        else:
-            if entry.options.get("output_index") != self._part:
-                reason = f"it has another output_index than the sites, {self._part!r}"
-            refused = {"inputs", "grads", "stop"} & entry.options.keys()
-            if refused or entry.options.get("detach") is False:
-                reason = "sites keep detached outputs"
+            elif hook is not None and hook.vector.shape != (width,):
+                reason = f"its vector is not of the sites' width, {width}"
         if reason is not None:
             msg = f"entry {number} of the plan cannot be served at a site: {reason}"
             raise HookError(msg)

@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
     package = str(error.name).partition(".")[0]
     raise ModuleNotFoundError(missing_package(__name__, package), name=package) from error
 
+from ferrohook.plans import PreparedPlans as PreparedPlans
 from ferrohook.service.batching import Answer as Answer
 from ferrohook.service.batching import Batcher as Batcher
 from ferrohook.service.batching import BatcherClosedError as BatcherClosedError
@@ -40,7 +41,6 @@ from ferrohook.service.metrics import ModelMetrics as ModelMetrics
 from ferrohook.service.metrics import list_hooks as list_hooks
 from ferrohook.service.plans import PLAN_SCHEMA as PLAN_SCHEMA
 from ferrohook.service.plans import PlanBody as PlanBody
-from ferrohook.service.plans import PreparedPlans as PreparedPlans
 from ferrohook.service.plans import plan_of as plan_of
 from ferrohook.service.scopes import RequestScope as RequestScope
 from ferrohook.service.scopes import request_scope as request_scope

@@ -11,7 +11,7 @@ from torch import Tensor
 from ferrohook.detectors import NativeDetector
 from ferrohook.errors import RowsError
 from ferrohook.plans.entries import HookEntry
-from ferrohook.steering import Intervention
+from ferrohook.plans.needs import NEEDS, Judge
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 In = TypeVar("In")
 
-FORWARD: Final = frozenset({"forward", "forward_pre"})
+JUDGE: Final = Judge(NEEDS - {"gradients", "python", "stop"}, {})
+"""Of forwards that requests share: others are served alone."""
 
 
 def consecutive(tickets: Iterable[Ticket[In]]) -> dict[Ticket[In], slice]:
@@ -54,12 +55,7 @@ def shares_forwards(request: Request) -> bool:
 
     Python functions might block the others' forward, and `stop` would end it.
     """
-    return all(
-        isinstance(entry.hook, Intervention | NativeDetector) and entry.phase in FORWARD
-        if isinstance(entry, HookEntry)
-        else not (entry.options.keys() & {"stop", "grads"})
-        for entry in request.entries
-    )
+    return all(JUDGE.refusal(entry) is None for entry in request.entries)
 
 
 def changes(request: Request | None) -> bool:

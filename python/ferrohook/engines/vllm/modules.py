@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook.engines.planned import keeps_rows
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.operations import SUM
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.needs import CHANGES, Judge
 from ferrohook.selection import select
-from ferrohook.steering import Add, Intervention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
+    from ferrohook.steering import Intervention
 
 Tokens: TypeAlias = tuple[int, int]
 """Width and bytes per token of a tensor."""
@@ -33,8 +33,17 @@ Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
-_ENGINE_OPTIONS: Final = frozenset({"dtype", "slice", "output_index", "max_bytes", "inputs"})
-"""Options of `keep` that an engine serves."""
+_CROSSING: Final = {
+    "at function": "at is a function, and a plan crosses processes as JSON",
+    "cut rows": "slice of keep in an engine begins with ... or slice(None): all tokens",
+    "gradients": "an engine computes no gradients",
+    "not finite": "its hook has NaN or infinities",
+    "python": "a Python function or object is no JSON, in which a plan crosses processes",
+    "table": "a vector in an engine has one dimension, as tokens come in chunks",
+}
+_KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
+EAGER: Final = Judge(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
+COMPILED: Final = Judge(_KEPT | {"add"}, _CROSSING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +190,10 @@ class Modules:
         return Plan(*entries)
 
     def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
-        if callable(entry.at):
-            msg = "at is a function, and a plan for an engine is data"
-            raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
         found = self.selected(entry.what)
-        if self.compiled:
-            _check_compiled(entry)
+        if (reason := (COMPILED if self.compiled else EAGER).refusal(entry)) is not None:
+            raise ValueError(reason)
         if isinstance(entry, KeepEntry):
-            _check_options(entry)
             index = entry.options.get("output_index")
             for name, info in found.items():
                 _check_slice(entry.options.get("slice"), name, _width(info, name, entry.options))
@@ -196,7 +201,6 @@ class Modules:
                 # A buffer of the runner may be one of them.
                 return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
         else:
-            _check_hook(entry)
             index = entry.hook.output_index
             if entry.phase != "forward":
                 for name, info in found.items():
@@ -227,44 +231,6 @@ def _check_names(twice: Collection[str]) -> None:
         raise ValueError(msg)
 
 
-def _check_options(entry: KeepEntry) -> None:
-    if refused := entry.options.keys() - _ENGINE_OPTIONS:
-        msg = f"keep in an engine takes {', '.join(sorted(_ENGINE_OPTIONS))}, not {min(refused)!r}"
-        raise ValueError(msg)
-    if not keeps_rows(entry.options.get("slice", ...), 0):
-        msg = "slice of keep in an engine begins with ... or slice(None): all tokens"
-        raise ValueError(msg)
-
-
-def _check_hook(entry: HookEntry) -> None:
-    if not isinstance(entry.hook, Intervention):
-        name = getattr(entry.hook, "__qualname__", None) or repr(entry.hook)
-        msg = f"{name} is a Python function or object, and a plan crosses processes as JSON"
-        raise ValueError(msg)  # noqa: TRY004 (one error for a bad plan)
-    if entry.phase not in {"forward", "forward_pre"}:
-        msg = f"an engine has no {entry.phase} phase"
-        raise ValueError(msg)
-    if entry.options:
-        msg = f"on in an engine takes no option {min(entry.options)!r}"
-        raise ValueError(msg)
-
-
-def _check_compiled(entry: HookEntry | KeepEntry) -> None:
-    """Validates an entry for a site: operators add vectors and keep rows."""
-    if isinstance(entry, KeepEntry):
-        own = entry.options.get("inputs") or "output_index" in entry.options
-    else:
-        hook = entry.hook
-        own = not isinstance(hook, Add) or hook.output_index is not None or hook.width in {None, 1}
-        own = own or entry.phase != "forward"
-    if own:
-        msg = (
-            "a compiled engine serves Add of a vector as wide as the module's output, and keep, "
-            "without output_index and inputs"
-        )
-        raise ValueError(msg)
-
-
 def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
     ats: dict[str, Any] = {}
     kept: set[str] = set()
@@ -284,10 +250,6 @@ def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
 
 
 def _check_width(hook: Intervention, tensor: str, width: int) -> None:
-    vector = hook.vector
-    if vector is not None and vector.dim() > 1:
-        msg = f"{hook!r}: a vector in an engine has one dimension, as tokens come in chunks"
-        raise ValueError(msg)
     if hook.width not in {None, 1, width}:
         msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
         raise ValueError(msg)

@@ -92,7 +92,6 @@ class Worker:
         self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
-        self._plans: OrderedDict[str, Prepared] = OrderedDict()
         self._admitted: dict[str, _Admitted] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
@@ -133,7 +132,7 @@ class Worker:
                 output_index=index,
                 width=modules.table[names[0]].width,
             )
-        served = Served(modules, PlannedRequests(model))
+        served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
         self._test_itself(model, served)
         self.served = served
 
@@ -241,23 +240,20 @@ class Worker:
         return self.served
 
     def _prepared(self, payload: Mapping[str, Any]) -> Prepared:
-        digest = payload["digest"]
-        prepared = self._plans.get(digest)
-        if prepared is None or prepared.outdated:
-            missing = [it for it in payload["vectors"].values() if it not in self._vectors]
-            if missing:
-                msg = f"vectors were dropped before the request ran: {missing}"
-                raise HookError(msg)
-            vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-            served = self._loaded()
-            plan = served.modules.rewritten(Plan.from_json(payload["plan"], vectors))
-            if self._ranks is not None and self._ranks.rank:  # the first one captures
-                plan = Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
-            prepared = self._plans[digest] = served.planned.pool.find(plan)
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(digest)
-        return prepared
+        served = self._loaded()
+        read = functools.partial(self._read, payload, served.modules)
+        return served.planned.plans.find(payload["digest"], read)
+
+    def _read(self, payload: Mapping[str, Any], modules: Modules) -> Plan:
+        missing = [it for it in payload["vectors"].values() if it not in self._vectors]
+        if missing:
+            msg = f"vectors were dropped before the request ran: {missing}"
+            raise HookError(msg)
+        vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
+        plan = modules.rewritten(Plan.from_json(payload["plan"], vectors))
+        if self._ranks is not None and self._ranks.rank:  # the first one captures
+            return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
+        return plan
 
     def reconcile(self, live: Mapping[str, Any]) -> None:
         """Closes the requests that are not among those that live in the runner."""

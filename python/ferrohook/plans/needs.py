@@ -1,0 +1,59 @@
+"""Needs of a plan's entries, and the judge of whoever does not serve them all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrohook.steering import INTERVENTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ferrohook.plans.entries import Entry
+
+CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())
+_HOOKS: Final = {"inputs", "native detector", "not finite", "python", "table", "trained"}
+_OF_ON: Final = {"always_call", "on_error", "prepend", "priority", "timed", "with_kwargs"}
+_OF_KEEP: Final = {"calls", "copy", "detach", "device", "dtype", "max_bytes", "slice", "stop"}
+_BOTH: Final = {"at", "at function", "cut rows", "gradients", "output_index"}
+NEEDS: Final = CHANGES | _HOOKS | _OF_ON | _OF_KEEP | _BOTH
+"""All that an entry may need of whoever serves it: options by their names, interventions by their
+kinds, and what follows from their values. A slice that does not keep all rows in place cuts
+them."""
+
+
+def _keeps_rows(index: Any, dim: int) -> bool:
+    """Returns True if a `slice` keeps a dimension of rows, and its place."""
+    for place, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if part is ... or place > dim:
+            break
+        if not isinstance(part, slice) or (place == dim and part != slice(None)):
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Says what may be served by whoever runs requests of plans: an engine, sites, a batcher."""
+
+    serves: frozenset[str]
+    """Needs that are served, out of `NEEDS`; all others are refused."""
+    reasons: Mapping[str, str]
+    """Reasons of needs that are refused; others are named beside those that are served."""
+
+    def refusal(self, entry: Entry, dim: int = 0) -> str | None:
+        """Returns why an entry is refused, None if it is served.
+
+        Args:
+            entry: of a plan.
+            dim: dimension of the rows.
+        """
+        refused = entry.needs - self.serves
+        if "cut rows" not in self.serves and not _keeps_rows(entry.options.get("slice", ...), dim):
+            refused |= {"cut rows"}
+        if not refused:
+            return None
+        need = min(refused, key=lambda each: (each not in self.reasons, each))
+        others = f"{need} is not served, only {', '.join(sorted(self.serves))}"
+        return self.reasons.get(need, others)

@@ -1,0 +1,128 @@
+"""`PreparedPlans`: plans prepared once for each content."""
+
+# A prepared plan closes itself when nobody refers to it, so the cache of them counts no requests:
+# each holds the one that it opened.
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from ferrohook.arguments import at_least_one, expect, expect_module
+from ferrohook.errors import HookError
+from ferrohook.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    from torch import nn
+
+    from ferrohook.plans.prepared import Prepared, Request
+
+
+class PreparedPlans:
+    """Plans prepared for one model, found by content.
+
+    A plan that comes again is opened at constant cost. A dropped one stays open for the requests
+    that use it, and is closed after the last of them.
+
+    Args:
+        model: any module.
+        size: number of plans that stay prepared; the least recently used is dropped.
+        max_bytes: budget of one request's captures, beside those of the plan's entries; None for
+            no other.
+
+    Raises:
+        HookTypeError: an argument has the wrong type.
+        ValueError: `size` or `max_bytes` is below 1.
+    """
+
+    def __init__(self, model: nn.Module, *, size: int = 64, max_bytes: int | None = None) -> None:
+        expect_module(model, "PreparedPlans takes")
+        self._model = model
+        self._size = at_least_one("size", size)
+        self._max_bytes = None if max_bytes is None else at_least_one("max_bytes", max_bytes)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Prepared] | None = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[Hashable, Prepared]
+        self._alive = weakref.WeakValueDictionary()
+        """Those that anybody refers to."""
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan) -> Iterator[Request]:
+        """Opens a request of a plan for the calls in a block.
+
+        Raises:
+            HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
+        """
+        prepared = self.prepare(plan)  # this reference keeps it open
+        request = prepared.open()
+        request.stacklevel = 4  # the block, behind two frames of `contextmanager`
+        with request:
+            yield request
+
+    def prepare(self, plan: Plan) -> Prepared:
+        """Returns a plan prepared, for requests of a `Batcher`; open while referred to.
+
+        Raises:
+            HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
+        """
+        expect(plan, Plan, "open takes a Plan")
+        return self.find(tuple(entry.content() for entry in plan.entries), lambda: plan)
+
+    def find(self, key: Hashable, read: Callable[[], Plan]) -> Prepared:
+        """Returns the plan of a key prepared, for callers that know plans by a key of their own.
+
+        Args:
+            key: equal keys have equal plans.
+            read: returns the plan; called if it is not prepared yet.
+
+        Raises:
+            HookError: see `prepare`.
+        """
+        with self._lock:
+            self._open_plans()
+            former = self._alive.get(key)
+            if former is not None and not (former.outdated or former.closed):
+                dropped = self._keep(key, former)
+                return former
+        # Outside of the lock: it runs selectors.
+        fresh = self._fresh(read())
+        with self._lock:
+            faster = self._alive.get(key)  # another thread's
+            if faster is None or faster is former:
+                self._alive[key] = faster = fresh
+            dropped = self._keep(key, faster)
+        del dropped  # closed after the lock is released
+        return faster
+
+    def _keep(self, key: Hashable, prepared: Prepared) -> list[Prepared | None]:
+        """Keeps a plan as the last that was used, and returns those that go. Under the lock."""
+        kept = self._open_plans()
+        gone = [kept.get(key)]
+        kept[key] = prepared
+        kept.move_to_end(key)
+        while len(kept) > self._size:
+            gone.append(kept.popitem(last=False)[1])
+        return gone
+
+    def _fresh(self, plan: Plan) -> Prepared:
+        return plan.prepare(self._model, max_bytes=self._max_bytes)
+
+    def _open_plans(self) -> OrderedDict[Hashable, Prepared]:
+        if self._kept is None:
+            msg = "these prepared plans were closed"
+            raise HookError(msg)
+        return self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept or ())
+
+    def close(self) -> None:
+        """Drops all plans; idempotent."""
+        with self._lock:
+            dropped, self._kept = self._kept, None
+        del dropped  # closed after the lock is released

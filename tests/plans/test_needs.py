@@ -1,0 +1,99 @@
+"""What entries of plans need, and the judges of those who do not serve everything."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+from ferrohook.detectors import NormDetector
+from ferrohook.engines import planned
+from ferrohook.plans.needs import NEEDS, Judge
+from ferrohook.rows import site_tables
+from ferrohook.service import sharing
+
+V = torch.ones(4)
+ENGINE, SITES, BATCHER = planned.JUDGE, site_tables.JUDGE, sharing.JUDGE
+ALL = {"an engine": ENGINE, "sites": SITES, "a batcher": BATCHER}
+
+
+def python(*_call: object) -> None:
+    """A hook."""
+
+
+def backward(_module: Any, _inputs: Any, _outputs: Any) -> None:
+    """A hook of gradients."""
+
+
+ENTRIES = [
+    (fh.keep("0"), set(), {}),
+    (fh.on("0", fh.Add(V)), {"add"}, {}),
+    (fh.on("0", fh.Add(V, output_index=0), at=-1), {"add", "output_index", "at"}, {}),
+    (fh.on("0", fh.Zero(), phase="forward_pre"), {"zero", "inputs"}, {"sites"}),
+    (fh.on("0", fh.Scale(torch.inf)), {"scale", "not finite"}, {"an engine", "sites"}),
+    (fh.on("0", fh.Add(torch.ones(2, 4))), {"add", "table"}, {"sites"}),
+    (fh.on("0", fh.Add(V.clone().requires_grad_())), {"add", "trained"}, {"sites"}),
+    (fh.on("0", fh.Add(V), priority=3, timed=True), {"add", "priority", "timed"}, {"sites"}),
+    (fh.on("0", python), {"python"}, {"sites", "a batcher"}),
+    (fh.on("0", NormDetector()), {"native detector"}, {"sites"}),
+    (fh.on("0", backward, phase="backward"), {"python", "gradients"}, set(ALL)),
+    (fh.keep("0", at=lambda _: [0]), {"at function"}, {}),
+    (fh.keep("0", inputs=True), {"inputs"}, {"sites"}),
+    (fh.keep("0", grads=True), {"gradients"}, set(ALL)),
+    (fh.keep("0", stop=True), {"stop"}, set(ALL)),
+    (fh.keep("0", calls="all"), {"calls"}, {"an engine"}),
+    (fh.keep("0", detach=False), {"detach"}, {"sites"}),
+    (fh.keep("0", slice=(slice(None), 0)), {"slice"}, {}),
+    (fh.keep("0", slice=0), {"slice"}, {"an engine"}),
+    (fh.keep("0", dtype=torch.float64, max_bytes=8), {"dtype", "max_bytes"}, {}),
+]
+
+
+@pytest.mark.parametrize(("entry", "needs", "refusing"), ENTRIES)
+def test_needs_and_judges(entry: Any, needs: set[str], refusing: set[str]) -> None:
+    assert entry.needs == needs
+    assert {name for name, judge in ALL.items() if judge.refusal(entry)} == set(refusing)
+
+
+def test_a_judge_refuses_what_it_does_not_know() -> None:
+    nothing = Judge(frozenset(), {"python": "it is one"})
+    assert nothing.refusal(fh.keep("0")) is None
+    assert nothing.refusal(fh.on("0", python, priority=1)) == "it is one"
+    assert Judge(frozenset({"add"}), {}).refusal(fh.keep("0", stop=True)) == (
+        "stop is not served, only add"
+    )
+
+
+def test_all_needs_are_known() -> None:
+    """Of every option of `on` and `keep`, and every intervention."""
+    options = {*inspect.signature(fh.on).parameters, *inspect.signature(fh.keep).parameters}
+    named = options - {"what", "hook", "phase", "label", "grads"}
+    assert named <= NEEDS
+    assert {each.kind for each in (fh.Add, fh.Scale, fh.Ablate, fh.Clamp, fh.Replace, fh.Zero)} <= (
+        NEEDS
+    )
+    for judge in ALL.values():
+        assert judge.serves <= NEEDS
+        assert judge.reasons.keys() <= NEEDS - judge.serves
+
+
+@pytest.mark.parametrize(
+    ("index", "dim", "cut"),
+    [
+        (..., 0, False),
+        (None, 0, False),
+        (slice(None), 0, False),
+        (slice(1, None), 0, True),
+        ([0], 0, True),
+        ((slice(None), 0), 1, True),
+        ((0, slice(None)), 1, True),
+        ((slice(0, 1), ...), 1, False),
+        ((slice(None), slice(None), 3), 1, False),
+    ],
+)
+def test_rows_that_a_slice_cuts(index: Any, dim: int, cut: bool) -> None:
+    refused = ENGINE.refusal(fh.keep("0", slice=index), dim)
+    assert (refused is not None) is cut
