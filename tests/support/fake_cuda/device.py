@@ -141,6 +141,7 @@ class FakeCuda(TorchDispatchMode):
         return [
             (torch.cuda, {**_names_of_cuda(), **_memory_of_cuda()}),
             (torch, {"Event": Event, "get_device_module": lambda *_: torch.cuda}),
+            (torch._C, {"_cuda_getCurrentRawStream": lambda _: TIMELINE.current.cuda_stream}),
             (torch.accelerator, {"is_available": lambda: True}),
             (threading.Thread, {"run": run_thread}),
             (nn.Parameter, {"__new__": staticmethod(make_parameter)}),
