@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--other-blas", action="store_true", help="round matrix products otherwise for each shape"
     )
     parser.addoption(
+        "--fake-cuda", action="store_true", help="run tests marked cuda on an emulated GPU"
+    )
+    parser.addoption(
         "--requests",
         type=int,
         help="number of random requests in each test that counts wrong answers",
@@ -42,8 +45,30 @@ def pytest_configure(config: pytest.Config) -> None:
         import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs a test marked `cuda` under each schedule of the emulated GPU."""
+    markers = {each.name for each in metafunc.definition.iter_markers()}
+    emulated = "cuda" in markers and "not_emulated" not in markers
+    if emulated and metafunc.config.getoption("fake_cuda"):
+        from support.fake_cuda import SCHEDULES  # noqa: PLC0415 (its parts import Dynamo)
+
+        metafunc.parametrize("_gpu", SCHEDULES, indirect=True)
+
+
 @pytest.fixture(autouse=True)
-def _deterministic() -> None:
+def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Opens the emulated GPU, in tests that run on it."""
+    if not hasattr(request, "param"):
+        yield
+        return
+    from support.fake_cuda import FakeCuda  # noqa: PLC0415 (its parts import Dynamo)
+
+    with FakeCuda(request.param):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(_gpu: None) -> None:
     torch.manual_seed(0)
 
 
@@ -76,10 +101,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests that this machine cannot run, with a reason."""
     skipped = {}
-    if not torch.cuda.is_available():
+    if config.getoption("fake_cuda"):
+        skipped["not_emulated"] = "needs what the emulated GPU lacks"
+    elif not torch.cuda.is_available():
         skipped["cuda"] = "needs a GPU, and torch sees none"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         skipped["collects_at_once"] = "free-threaded CPython collects after thousands of objects"
@@ -87,5 +114,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             skipped["frees_classes"] = "free-threaded CPython 3.13 makes classes immortal"
     for item in items:
         for marker, reason in skipped.items():
-            if item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+            if found := item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=": ".join([reason, *found.args])))

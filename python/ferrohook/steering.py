@@ -18,11 +18,14 @@ from ferrohook._core import InterventionBase
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
+from ferrohook.streams import made
 from ferrohook.tensors import content_of
 from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ferrohook.streams import Made
 
 
 class Intervention(InterventionBase):
@@ -33,7 +36,7 @@ class Intervention(InterventionBase):
     sum of the two: the hidden state takes the difference.
     """
 
-    __slots__ = ("output_index", "values")
+    __slots__ = ("_made", "output_index", "values")
 
     kind: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
@@ -41,6 +44,8 @@ class Intervention(InterventionBase):
 
     output_index: Any
     values: tuple[Any, ...]
+    _made: Made | None
+    """Order of the uses of a vector on a GPU."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:  # noqa: D102 (see the class)
         msg = f"{cls.__name__} is abstract: take one of {', '.join(INTERVENTIONS)}"
@@ -62,6 +67,7 @@ class Intervention(InterventionBase):
         if width == 1:
             width = None  # broadcasts
         self = InterventionBase.__new__(cls, cls.kind, numbers, output_index, width, traced)
+        self._made = made((vector,)) if vector is not None and vector.is_cuda else None
         self.output_index = output_index
         self.values = values
         return self
@@ -82,6 +88,8 @@ class Intervention(InterventionBase):
             msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
             raise HookTypeError(msg)
         vector = cast("Tensor", self.vector)  # called for those with one
+        if self._made is not None:
+            self._made.use()
         scale = self.values[1] if self.kind == "add" else None
         with torch.inference_mode(mode=False):  # a later call may record a graph
             return prepared_vector(self.kind, vector, scale).to(device, dtype)

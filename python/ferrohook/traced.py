@@ -208,7 +208,8 @@ def record_untraced(registry: Registry, phase: str, key: str, value: Any) -> Non
     record(registry.module, phase, key, value, whole=True)
 
 
-@torch.library.custom_op("ferrohook::record", mutates_args=())
+# In a CUDA graph it would record once, when that is captured: Inductor cuts the graph around it.
+@torch.library.custom_op("ferrohook::record", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _record_op(value: torch.Tensor, module: torch.Tensor, phase: str, key: str) -> None:
     record(int(module), phase, key, value)
 

@@ -91,6 +91,7 @@ def test_a_device_without_an_index_is_the_current_device(
 
 
 @pytest.mark.cuda
+@pytest.mark.not_emulated("autograd's device threads")
 def test_gradients_are_copied_to_the_cpu(on_gpu: tuple[nn.Sequential, Tensor]) -> None:
     model, x = on_gpu
     with fh.capture(model, "0", device="cpu", grads=True) as acts:
@@ -101,6 +102,7 @@ def test_gradients_are_copied_to_the_cpu(on_gpu: tuple[nn.Sequential, Tensor]) -
 
 
 @pytest.mark.cuda
+@pytest.mark.not_emulated("autograd's device threads")
 def test_a_checkpointed_region_is_recomputed_with_the_scopes_hooks_on_a_gpu() -> None:
     fired: list[str] = []
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from typing import Any
@@ -312,3 +313,48 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
             for request, own in rows.items():
                 assert request.error is None
                 assert torch.allclose(request.acts["layers.1"], expected[1][own], atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered by the user", "not ordered"])
+@pytest.mark.parametrize("replays", [False, True], ids=["eager", "replayed"])
+@pytest.mark.xfail(strict=True, reason="issue 29, 2.2: tables are written on the batch's stream")
+def test_the_model_runs_on_another_stream_than_the_batch(
+    model: Model, replays: bool, ordered: bool
+) -> None:
+    on_gpu, side = copy.deepcopy(model).cuda(), torch.cuda.Stream()
+    inputs = [torch.randn(6, WIDTH) for _ in range(4)]
+    xs, x = [each.cuda() for each in inputs], torch.zeros(6, WIDTH, device="cuda")
+    vectors = [[torch.randn(WIDTH) for _ in range(3)] for _ in xs]
+    outs = [torch.empty_like(x) for _ in xs]
+    with (
+        torch.no_grad(),
+        fh.rows.sites(on_gpu, "layers.*", max_requests=2, max_rows=8, width=WIDTH),
+    ):
+        plans = [plan_of(each, keep=True).prepare(on_gpu) for each in vectors]
+        on_gpu(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = on_gpu(x)
+        requests = [plan.open() for plan in plans]
+        torch.cuda.synchronize()
+        for number, request in enumerate(requests):
+            with fh.batch({request: slice(number, number + 2)}, size=6):
+                if ordered:
+                    side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(10_000_000)
+                    x.copy_(xs[number])
+                    if replays:
+                        graph.replay()
+                    outs[number].copy_(replayed if replays else on_gpu(x))
+            if ordered:
+                torch.cuda.current_stream().wait_stream(side)
+        side.synchronize()
+        for number, request in enumerate(requests):
+            rows = slice(number, number + 2)
+            expected = by_hand(model, inputs[number], [(rows, vectors[number])])
+            assert torch.allclose(outs[number].cpu(), expected[-1], atol=1e-5)
+            for at, kept in enumerate(expected):
+                assert torch.allclose(request.acts[f"layers.{at}"].cpu(), kept[rows], atol=1e-5)

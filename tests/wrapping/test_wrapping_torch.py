@@ -89,6 +89,7 @@ def test_data_parallel_replicas_share_the_hooks() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.not_emulated("DataParallel")
 def test_data_parallel() -> None:
     hooked = fh.HookedModule(nn.Linear(4, 4)).cuda()
     hooked.register_forward_hook(lambda _module, _args, output: output * 2)

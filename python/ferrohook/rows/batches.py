@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ferrohook._core import BatchBase
 from ferrohook.arguments import at_least_one, expect
 from ferrohook.capture_session import Capture
-from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
+from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
 from ferrohook.rows.positions import masks_of, places_of
 from ferrohook.rows.site_tables import open_sites
@@ -47,6 +47,12 @@ class Batch(BatchBase, Scope):
 
     def _begin(self) -> None:
         """Sets the positions of the requests; called as the batch is entered."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            msg = (
+                "a CUDA graph is being captured, and no replay enters a batch: open `fh.rows.sites`"
+                " of the model, capture the graph outside of batches, and enter one for each replay"
+            )
+            raise HookError(msg)
         self._sites = None if self._sited is None else open_sites(self._sited())
         if self._sites is not None:
             self._sites.begin_service(self)
@@ -182,6 +188,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
             entered: a request that is closed, entered, or in another batch, or that has backward
             hooks or captures gradients, or that the model's sites cannot serve (`error.member` is
             that request); a batch in another.
+        HookError: when entered: a CUDA graph is being captured: see `sites`.
         SelectionError: a selector in `gathered` matches nothing.
 
     Examples:

@@ -161,6 +161,7 @@ def test_tensors_go_to_a_device(model: Model, x: torch.Tensor) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.not_emulated("autograd's device threads")
 def test_copies_from_a_gpu_are_complete_when_they_are_read(model: Model) -> None:
     model = model.cuda()
     for factor in range(1, 6):

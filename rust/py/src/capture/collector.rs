@@ -18,6 +18,7 @@ use crate::capture::store::{
 use crate::error;
 use crate::rows::numbers::TokenPositions;
 use crate::torch;
+use crate::torch::made;
 use crate::torch::tensors::{requires_grad, version};
 
 /// Protection of a captured tensor against later changes in place.
@@ -111,10 +112,12 @@ impl Collector {
         stale: bool,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let mut versions = Vec::new();
+        let mut tensors = Vec::new();
         let values = {
             let store = self.store.lock();
             let kept = &store.kept[index];
             for each in kept.iter().flat_map(|kept| &kept.tensors) {
+                tensors.push(each.value.bind(py).clone());
                 if !stale && let Some(version) = each.version {
                     versions.push((each.value.bind(py).clone(), version));
                 }
@@ -133,6 +136,7 @@ impl Collector {
                 ));
             }
         }
+        tensors.iter().try_for_each(made::read)?;
         let read = values.iter().map(|view| {
             if view.shared && !stale {
                 return view.owned(index, &self.store);

@@ -14,6 +14,7 @@ use pyo3::types::PyTuple;
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::torch;
+use crate::torch::made::Order;
 use crate::torch::tensors::{part_of, summed, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
@@ -39,6 +40,7 @@ pub struct Table {
     pub dtype: Py<PyAny>,
     pub device: Py<PyAny>,
     pub tensors: Py<PyTuple>,
+    pub order: Order,
 }
 
 /// Base of interventions.
@@ -75,6 +77,7 @@ struct Cast {
     dtype: Py<PyAny>,
     device: Py<PyAny>,
     vector: Py<PyAny>,
+    order: Order,
     others: Casts,
 }
 
@@ -389,15 +392,19 @@ impl<'py> Change<'_, 'py> {
             cast.dtype.is(&dtype) && cast.device.bind(py).eq(&device).unwrap_or(false)
         });
         if let Some(cast) = found {
+            cast.order.begin_use(py)?;
             return Ok(cast.vector.bind(py).clone());
         }
         let method = intern!(py, "_cast");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
-        if !this.trained {
+        if !this.trained
+            && let Some(order) = Order::of(&PyTuple::new(py, [&vector])?)?
+        {
             this.casts.add(Cast {
                 dtype: dtype.unbind(),
                 device: device.unbind(),
                 vector: vector.clone().unbind(),
+                order,
                 others: Casts::default(),
             });
         }

@@ -15,6 +15,7 @@ use crate::rows::merging::{
 };
 use crate::rows::numbers::Selection;
 use crate::torch;
+use crate::torch::made::Order;
 use ferrohook_core::Phase;
 
 /// Number of tables that an intervention keeps, for the batches that begin with it.
@@ -188,7 +189,14 @@ impl Group {
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
         let known = |table: &&Table| table.key == self.key && table.dtype.is(&dtype);
-        let of_table = |table: &Table| (table.device.clone_ref(py), table.tensors.clone_ref(py));
+        let of_table = |table: &Table| {
+            let order = table.order.clone_ref(py);
+            (
+                table.device.clone_ref(py),
+                table.tensors.clone_ref(py),
+                order,
+            )
+        };
         let found: Vec<_> = this
             .tables
             .lock()
@@ -197,21 +205,25 @@ impl Group {
             .map(of_table)
             .collect();
         // Compared without the lock: a device may be of Python.
-        for (of, tensors) in found {
+        for (of, tensors, order) in found {
             if of.bind(py).eq(&device)? {
+                order.begin_use(py)?;
                 return Ok(tensors.into_bound(py));
             }
         }
         let hooks = PyList::new(py, &self.hooks)?;
         let tensors = first.call_method1(intern!(py, "_tables"), (hooks, &dtype, &device))?;
         let tensors = tensors.cast_into::<PyTuple>()?;
-        let table = Table {
-            key: self.key.clone(),
-            dtype: dtype.unbind(),
-            device: device.unbind(),
-            tensors: tensors.clone().unbind(),
-        };
-        let _oldest = push(&mut this.tables.lock(), table);
+        if let Some(order) = Order::of(&tensors)? {
+            let table = Table {
+                key: self.key.clone(),
+                dtype: dtype.unbind(),
+                device: device.unbind(),
+                tensors: tensors.clone().unbind(),
+                order,
+            };
+            let _oldest = push(&mut this.tables.lock(), table);
+        }
         Ok(tensors)
     }
 }

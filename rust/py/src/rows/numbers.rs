@@ -9,6 +9,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::hooks::native::Turn;
 use crate::torch::facts::Facts;
+use crate::torch::made::Order;
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -21,8 +22,12 @@ pub enum Rows {
     Index(Index),
 }
 
-/// A device, and a tensor on it.
-type OnDevice = (Py<PyAny>, Py<PyAny>);
+/// Tensor on a device.
+struct OnDevice {
+    device: Py<PyAny>,
+    tensor: Py<PyAny>,
+    order: Order,
+}
 
 /// Rows in any order.
 #[derive(Clone)]
@@ -54,12 +59,14 @@ impl Index {
         let device = tensor.getattr(intern!(py, "device"))?;
         let known = |nth: usize| {
             let tensors = self.tensors.lock();
-            let (of, index) = tensors.get(nth)?;
-            Some((of.clone_ref(py), index.clone_ref(py)))
+            let of = tensors.get(nth)?;
+            let order = of.order.clone_ref(py);
+            Some((of.device.clone_ref(py), of.tensor.clone_ref(py), order))
         };
         // Compared without the lock: a device may be of Python.
-        for (of, index) in (0..).map_while(known) {
+        for (of, index, order) in (0..).map_while(known) {
             if of.bind(py).eq(&device)? {
+                order.begin_use(py)?;
                 return Ok(index.into_bound(py));
             }
         }
@@ -68,8 +75,14 @@ impl Index {
         let torch = py.import(intern!(py, "torch"))?;
         let rows = self.rows.to_vec();
         let index = torch.call_method(intern!(py, "tensor"), (rows,), Some(&options))?;
-        let made = (device.unbind(), index.clone().unbind());
-        self.tensors.lock().push(made);
+        if let Some(order) = Order::of(&PyTuple::new(py, [&index])?)? {
+            let (device, tensor) = (device.unbind(), index.clone().unbind());
+            self.tensors.lock().push(OnDevice {
+                device,
+                tensor,
+                order,
+            });
+        }
         Ok(index)
     }
 }

@@ -7,6 +7,7 @@
 pub mod cache;
 pub mod facts;
 pub mod hooks;
+pub mod made;
 pub mod target;
 pub mod tensors;
 pub mod tree;
