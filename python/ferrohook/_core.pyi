@@ -12,7 +12,6 @@ __all__ = [
     "Attachment",
     "AttachmentContext",
     "BatchBase",
-    "Call",
     "CallCache",
     "CallCounter",
     "Collector",
@@ -32,6 +31,7 @@ __all__ = [
     "NormDetector",
     "PlanGuard",
     "PointHook",
+    "RecordedCall",
     "RecordedLayerBase",
     "Recorder",
     "Registry",
@@ -355,10 +355,10 @@ class RecordedLayerBase(NativeHook):
     def __new__(
         cls, installation: InstallationBase, keys: Sequence[_LayerKey], *_others: object
     ) -> Self: ...
-    def record(self, call: Call, args: _Args, kwargs: _Kwargs, output: Any) -> None: ...
+    def record(self, call: RecordedCall, args: _Args, kwargs: _Kwargs, output: Any) -> None: ...
 
 @final
-class Call:
+class RecordedCall:
     def __new__(
         cls,
         model: Any,
@@ -375,7 +375,7 @@ class Call:
     @property
     def installation(self) -> Any: ...  # a subclass of InstallationBase, or None
     @property
-    def around(self) -> Call | None: ...
+    def around(self) -> RecordedCall | None: ...
     @property
     def records(self) -> bool: ...
     @property
@@ -387,11 +387,11 @@ class Call:
 @final
 class InFlight:
     @property
-    def innermost(self) -> Call | None: ...
+    def innermost(self) -> RecordedCall | None: ...
 
 class Stop(BaseException): ...
 
-def calls_in_progress() -> set[Call]: ...
+def calls_in_progress() -> set[RecordedCall]: ...
 def store_rows(
     collector: Collector, values: list[tuple[int, Any]], positions: list[int] | None
 ) -> None: ...

@@ -11,7 +11,7 @@ from ferrohook.activations import ActivationCache, cache_of
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
-from ferrohook.recorders import Options, Recorders, options_of
+from ferrohook.recorders import CaptureOptions, Recorders, options_of
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
 
@@ -43,7 +43,9 @@ class CaptureSession:
 
     ONCE = "a capture is entered once: call capture() again for another"
 
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], options: Options) -> None:
+    def __init__(
+        self, model: nn.Module, modules: dict[str, nn.Module], options: CaptureOptions
+    ) -> None:
         self.model = model
         self._modules = modules
         self._options = options

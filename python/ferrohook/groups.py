@@ -52,15 +52,6 @@ class HandleGroup(AttachmentContext):
         self._handles: dict[str, HookHandle] = {}
         self._scoped = False
 
-    def _register(
-        self, modules: Mapping[str, nn.Module], phase: Phase, hook: Any, **options: Any
-    ) -> None:
-        self._scoped = options.get("scope") is not None
-        handles = self.attachment.register(
-            [*modules.values()], phase, hook, names=[*modules], **options
-        )
-        self._handles.update(zip(modules, handles, strict=True))
-
     def _adopt(self, modules: Iterable[nn.Module], handles: Mapping[str, HookHandle]) -> None:
         """Takes ownership of hooks and of their modules' instrumentation."""
         self._handles.update(handles)
@@ -153,6 +144,16 @@ class HandleGroup(AttachmentContext):
         return f"<HandleGroup of {len(self)} hooks, {state}, calls={self.calls}>"
 
 
+def add_hooks(
+    group: HandleGroup, modules: Mapping[str, nn.Module], phase: Phase, hook: Any, **options: Any
+) -> None:
+    """Registers a hook on modules that the group's attachment instruments."""
+    handles = group.attachment.register(
+        [*modules.values()], phase, hook, names=[*modules], **options
+    )
+    group._handles.update(zip(modules, handles, strict=True))
+
+
 def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and ours)
     model: nn.Module,
     what: Selector,
@@ -203,11 +204,13 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
     group = HandleGroup(model)
+    group._scoped = scope is not None
     if isinstance(scope, Frame):  # registering rejects any other type
         group.attachment.release_with(scope)
     try:
         attach(modules, group.attachment)
-        group._register(
+        add_hooks(
+            group,
             modules,
             phase,
             hook,

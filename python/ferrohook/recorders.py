@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ Calls: TypeAlias = 'Literal["last", "all"] | int'
 """Calls of each module that a capture stores."""
 
 
-class Options(NamedTuple):
+class CaptureOptions(NamedTuple):
     """Validated options of a capture; see `capture`."""
 
     inputs: bool
@@ -53,7 +54,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
-) -> Options:
+) -> CaptureOptions:
     """Validates the options of a capture; see `capture` for them and for what is raised."""
     check_copy(copy)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
@@ -67,7 +68,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     check_index(slice)
     copies = HostCopies()
     target = None if device is None else _available(device)
-    return Options(
+    return CaptureOptions(
         inputs=inputs,
         output_index=output_index,
         stop=stop,
@@ -129,7 +130,7 @@ class Recorders(NamedTuple):
 
     places: dict[str, int]
     """Index of each name in the collector."""
-    options: Options
+    options: CaptureOptions
     collector: Collector
     """Of a plan: the template of its requests' collectors."""
     handles: list[HookHandle]
@@ -140,7 +141,7 @@ class Recorders(NamedTuple):
         cls,
         model: nn.Module,
         modules: dict[str, nn.Module],
-        options: Options,
+        options: CaptureOptions,
         scope: Frame,
         *,
         priority_of: Callable[[nn.Module], int] | None = None,
@@ -178,7 +179,10 @@ class Recorders(NamedTuple):
             calls = RootCalls(collector, place)
             root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
             root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
-        return cls({name: index for index, name in enumerate(modules)}, options, collector, handles)
+        # Without the GIL, a dict whose keys another thread made is read under its lock, unless they
+        # are interned.
+        places = {sys.intern(name): index for index, name in enumerate(modules)}
+        return cls(places, options, collector, handles)
 
     def part(self, collector: Collector, *, grads: bool = False) -> Part:
         """Returns the values in a collector, or their gradients."""

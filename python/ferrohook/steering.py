@@ -83,7 +83,8 @@ class Intervention(InterventionBase):
         """The vector, direction or value; None without one."""
         return next((value for value in self.values if isinstance(value, Tensor)), None)
 
-    def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def vector_as(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns the vector, ready for use, as values of tensors of this type on this device."""
         if not dtype.is_floating_point and not dtype.is_complex:
             msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
             raise HookTypeError(msg)
@@ -98,7 +99,7 @@ class Intervention(InterventionBase):
         self, others: list[Intervention], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         """Returns tensors with a row for each of some interventions of this class."""
-        vectors = [each._cast(dtype, device) for each in others if each.vector is not None]
+        vectors = [each.vector_as(dtype, device) for each in others if each.vector is not None]
         if self.kind == "clamp":
             low, high = -math.inf, math.inf
             bounds = [[low if each.values[1] is None else each.values[1] for each in others]]
@@ -153,7 +154,7 @@ class Intervention(InterventionBase):
 
 
 # Dynamo would compile functions that the native call of a compiled region calls.
-never_trace(Intervention, "_cast", "native code calls it")
+never_trace(Intervention, "vector_as", "native code calls it")
 never_trace(Intervention, "_tables", "native code calls it")
 
 

@@ -1,14 +1,19 @@
-"""Layers of ARCHITECTURE.md, checked against the imports of the sources."""
+"""ARCHITECTURE.md: its layers and its arrows from Rust to Python, checked against the sources."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import collections
+import functools
+import logging
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -55,6 +60,13 @@ def upward_arrows(arrows: Arrows, units: Mapping[str, str], levels: Mapping[str,
     ]
 
 
+def names_of_others() -> set[str]:
+    """Names of torch's and Python's own objects."""
+    known: list[object] = [torch, torch.Tensor, torch.nn.Module(), torch.autograd, dict, slice]
+    known += [functools, builtins, BaseException, logging.Logger, collections.namedtuple("N", "")]  # noqa: PYI024 (its methods)
+    return {name for each in known for name in dir(each)}
+
+
 # --- Python --------------------------------------------------------------------------------------
 
 
@@ -71,22 +83,45 @@ def python_files() -> dict[str, Path]:
 def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[tuple[str, str | None, str]]:
     """Imports of the package's modules: the module, the imported name, the local name.
 
-    Imports inside functions and for type checkers count.
+    Imports inside functions and for type checkers count, and those by string.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == FRONT:
+                if of_the_package(alias.name):
                     yield alias.name, None, alias.asname or alias.name
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
-            if node.module is not None and node.module.split(".")[0] == FRONT:
-                for alias in node.names:
-                    module = f"{node.module}.{alias.name}"
-                    if module in modules:
-                        yield module, None, alias.asname or alias.name
-                    else:
-                        yield node.module, alias.name, alias.asname or alias.name
+            for alias in node.names if of_the_package(node.module) else ():
+                module = f"{node.module}.{alias.name}"
+                name = None if module in modules else alias.name
+                yield module if name is None else str(node.module), name, alias.asname or alias.name
+    for module in imported_by_string(tree, modules):
+        yield module, None, module
+
+
+def of_the_package(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == FRONT
+
+
+def imported_by_string(tree: ast.AST, modules: Iterable[str]) -> set[str]:
+    """Modules that `import_module` may mean; what is put into a name is a string of the file."""
+    nodes = [*ast.walk(tree)]
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+            pattern = "".join(
+                re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"([\w.]+)"
+                for part in parts
+            )
+            for module in modules:
+                match = re.fullmatch(pattern, module)
+                if match and strings.issuperset(match.groups()):
+                    found.add(module)
+    return found
 
 
 def python_arrows() -> Arrows:
@@ -104,6 +139,44 @@ def python_unit(module: str) -> str:
 
 def private(name: str | None) -> bool:
     return name is not None and name.startswith("_") and not name.startswith("__")
+
+
+def private_members(tree: ast.AST) -> set[str]:
+    """Private names that the classes and functions of a file have."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name for name in names if private(name)}
+
+
+def folder(module: str) -> str:
+    """A folder below the package, whose files may share private members; else the file itself."""
+    return module.rpartition(".")[0] if module.count(".") > 1 else module
+
+
+def shared_private_members(sources: Mapping[str, str]) -> list[str]:
+    """Private members that a file uses of objects whose classes stand in another folder."""
+    trees = {module: ast.parse(source) for module, source in sources.items() if module != NATIVE}
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for name in private_members(tree):
+            owners.setdefault(name, set()).add(folder(module))
+    native = private_members(ast.parse(sources[NATIVE]))
+    foreign = names_of_others()
+    return sorted(
+        f"{module}: {node.attr}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) not in {"self", "cls"}
+        and node.attr in owners.keys() - native - foreign
+        and folder(module) not in owners[node.attr]
+    )
 
 
 def imported_private_names(source: str, modules: Iterable[str]) -> list[str]:
@@ -162,6 +235,45 @@ def test_no_private_name_is_used_across_files() -> None:
 def test_private_names_are_found(source: str, taken: list[str]) -> None:
     modules = {FRONT, f"{FRONT}.module", f"{FRONT}.shards", NATIVE}
     assert imported_private_names(source, modules) == taken
+
+
+def test_no_private_member_is_used_across_folders() -> None:
+    files = python_files()
+    assert shared_private_members({name: path.read_text() for name, path in files.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("user", "source", "found"),
+    [
+        ("ferrohook.b", "def f(x):\n    return x._a", ["ferrohook.b: _a"]),
+        ("ferrohook.b", "class B(A):\n    def f(self):\n        self._a()", []),
+        ("ferrohook.b", "class B:\n    _a = 1\n    def f(self, x):\n        x._a", []),
+        ("ferrohook.b", "x._native, x._version, x.__a__", []),
+        ("ferrohook.c.b", "x._c", []),
+        ("ferrohook.b", "x._c", ["ferrohook.b: _c"]),
+    ],
+)
+def test_private_members_of_others_are_found(user: str, source: str, found: list[str]) -> None:
+    sources = {
+        "ferrohook.a": "class A:\n    def _a(self): ...\n    def _native(self): ...",
+        "ferrohook.c.a": "class C:\n    def __init__(self):\n        self._c = 1",
+        NATIVE: "class N:\n    def _native(self): ...",
+    }
+    assert shared_private_members({**sources, user: source}) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ('import_module("ferrohook.a")', ["ferrohook.a"]),
+        ('importlib.import_module("torch.nn")', []),
+        ('X = {"b"}\nimport_module(f"ferrohook.{x}")', ["ferrohook.b"]),
+        ('X = "c.d"\nimport_module(f"{package}.{x}")', []),
+    ],
+)
+def test_imports_by_string_are_found(source: str, module: list[str]) -> None:
+    modules = {"ferrohook.a", "ferrohook.b", "ferrohook.c.d"}
+    assert [used for used, *_ in imported(ast.parse(source), modules)] == module
 
 
 def test_wrong_arrows_are_found() -> None:
@@ -282,9 +394,36 @@ def test_rust_uses_what_stands_below_and_has_no_circle() -> None:
     assert upward_arrows(arrows, units, levels) == []
 
 
-def test_rust_imports_the_modules_of_the_page() -> None:
-    sources = "".join(path.read_text() for path in rust_files().values())
-    imports = set(re.findall(r'(?<!module = )"(ferrohook\.(?!_)\w+)"', sources))
+# What Rust asks Python objects for by name, and the names in any file of the package.
+ASKED = re.compile(
+    r'(?:intern!\(\s*[\w.()]+,\s*|\b(?:get|set)attr\(\s*|\bcall_method[01]?\(\s*|"ferrohook\.\w+",\s*)"(\w+)"'
+)
+NATIVE_NAMES = set(
+    re.findall(r'pyo3\(name = "(\w+)"', "".join(p.read_text() for p in RUST.rglob("*.rs")))
+)
+
+
+def python_names() -> set[str]:
+    """Names that the package's files define."""
+    names: set[str] = set()
+    for path in python_files().values():
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def test_the_page_lists_what_rust_asks_of_python() -> None:
+    sources = "".join(COMMENT.sub("", path.read_text()) for path in rust_files().values())
     page = (ROOT / "ARCHITECTURE.md").read_text()
-    listed = set(re.findall(r"^\| `(ferrohook\.\w+)` \|", page, flags=re.MULTILINE))
-    assert imports == listed
+    page = page[page.index("Arrows from Rust to Python") : page.index("## Invariants")]
+    modules = set(re.findall(r'(?<!module = )"(ferrohook\.(?!_)\w+)"', sources))
+    assert modules == set(re.findall(r"^\| `(ferrohook\.\w+)` \|", page, flags=re.MULTILINE))
+    asked = {name for name in ASKED.findall(sources) if not name.startswith("__")}
+    listed = set(re.findall(r"`(\w+)`", page))
+    assert listed - asked == set(), "names that Rust does not ask for"
+    missing = asked & python_names() - names_of_others() - NATIVE_NAMES - listed
+    assert missing == set(), "names of the package that the page leaves out"

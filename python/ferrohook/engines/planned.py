@@ -150,11 +150,11 @@ class _Member:
         """Returns what it captured before the position `end`."""
         if self.parent is None and end is None:
             return Result(self.request.acts, self.failure, self.request.positions)
-        kept = _Kept(self, end)
+        kept = _Results(self, end)
         return Result(ActivationCache(kept), self.failure, kept.positions)
 
 
-class _Kept(Mapping[str, Any]):
+class _Results(Mapping[str, Any]):
     """Activations of a request before a position; of a fork with its parent's."""
 
     def __init__(self, member: _Member, end: int | None) -> None:

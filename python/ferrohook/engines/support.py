@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,6 @@ from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-ENGINES = ("transformers", "vllm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +60,3 @@ class Capabilities:
 def release(version: str) -> str:
     """Returns "major.minor" of a version."""
     return ".".join(version.split(".")[:2])
-
-
-def capabilities(engine: str) -> Capabilities:
-    """Tells the features that an engine serves or refuses under ferrohook.
-
-    Args:
-        engine: "transformers" or "vllm"; it is imported.
-
-    Raises:
-        ValueError: an engine without an adapter.
-        ModuleNotFoundError: the engine is not installed.
-    """
-    if engine not in ENGINES:
-        msg = f"an engine is one of {', '.join(ENGINES)}; got {engine!r}"
-        raise ValueError(msg)
-    found: Capabilities = importlib.import_module(f"ferrohook.engines.{engine}").CAPABILITIES
-    return found

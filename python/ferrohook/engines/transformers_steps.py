@@ -27,7 +27,7 @@ ROWS = 1
 """Dimension of the rows: hidden states are (1, tokens, width)."""
 
 
-class Modules(NamedTuple):
+class Observed(NamedTuple):
     """Modules of a model, as a dummy step found them."""
 
     running: frozenset[nn.Module]
@@ -69,7 +69,7 @@ def _prepared_io(processor: Any) -> Any:
 
 
 @torch.no_grad()
-def check_row_map(manager: Any) -> Modules:
+def check_row_map(manager: Any) -> Observed:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
@@ -120,7 +120,7 @@ def check_row_map(manager: Any) -> Modules:
         for module, shape in outputs.shapes.items()
         if (dims := _dims(shape, expected.rows)) and ROWS not in dims
     }
-    return Modules(frozenset(outputs.ran), other_dims)
+    return Observed(frozenset(outputs.ran), other_dims)
 
 
 def _dims(shape: Sequence[int], rows: int) -> list[int]:

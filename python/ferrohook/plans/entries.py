@@ -35,7 +35,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-class Entry:
+class PlanEntry:
     """An entry of a plan: made by `on` or `keep`."""
 
     what: Selector
@@ -61,14 +61,14 @@ class Entry:
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Entry) and self.content() == other.content()
+        return isinstance(other, PlanEntry) and self.content() == other.content()
 
     def __hash__(self) -> int:
         return hash(self.content())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HookEntry(Entry):
+class HookEntry(PlanEntry):
     """A hook on modules of a plan's model."""
 
     what: Selector
@@ -88,17 +88,17 @@ class HookEntry(Entry):
         else:
             yield from self.hook.needs()
 
-    def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
         own = (self.what, self.hook, self.at, self.phase, self.options)
         return ("on", *map(content_of, own))
 
-    def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
         name = getattr(self.hook, "__qualname__", None) or repr(self.hook)
         return (_shown(self.what), name, self.phase, _shown(self.at), _shown_options(self.options))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeepEntry(Entry):
+class KeepEntry(PlanEntry):
     """A capture of modules of a plan's model."""
 
     what: Selector
@@ -113,10 +113,10 @@ class KeepEntry(Entry):
         """Returns the name of a module's activations in `acts`."""
         return path if self.label is None else f"{self.label}:{path}"
 
-    def content(self) -> tuple[Any, ...]:  # noqa: D102 (Entry's)
+    def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
         return ("keep", *map(content_of, (self.what, self.at, self.label, self.options)))
 
-    def row(self) -> tuple[str, ...]:  # noqa: D102 (Entry's)
+    def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
         phase = "forward_pre" if self.options.get("inputs") else "forward"
         title = "keep" if self.label is None else f"keep as {self.label!r}"
         shown = {name: value for name, value in self.options.items() if name != "inputs"}
@@ -263,7 +263,7 @@ def _shown_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "-"
 
 
-def table(entries: Iterable[Entry]) -> str:
+def table(entries: Iterable[PlanEntry]) -> str:
     """Formats entries as a table, a line for each."""
     rows = [("modules", "hook", "phase", "at", "options"), *(each.row() for each in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

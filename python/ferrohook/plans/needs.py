@@ -10,7 +10,7 @@ from ferrohook.steering import INTERVENTIONS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ferrohook.plans.entries import Entry
+    from ferrohook.plans.entries import PlanEntry
 
 CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())
 _HOOKS: Final = {"inputs", "native detector", "not finite", "python", "table", "trained"}
@@ -42,7 +42,7 @@ class Judge:
     reasons: Mapping[str, str]
     """Reasons of needs that are refused; others are named beside those that are served."""
 
-    def refusal(self, entry: Entry, dim: int = 0) -> str | None:
+    def refusal(self, entry: PlanEntry, dim: int = 0) -> str | None:
         """Returns why an entry is refused, None if it is served.
 
         Args:

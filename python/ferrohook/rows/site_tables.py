@@ -284,7 +284,7 @@ class Sites:
                 raise HookError(msg)
             self._check_entry(number, entry)
             if isinstance(entry, HookEntry):
-                vector = entry.hook._cast(vectors.dtype, vectors.device)
+                vector = entry.hook.vector_as(vectors.dtype, vectors.device)
                 for name, module in modules.items():
                     site = paths[id(module)]
                     if any(site in each.sites for each in kept):

@@ -67,7 +67,7 @@ mod _core {
     #[pymodule_export]
     use crate::native::typed::TypedHook;
     #[pymodule_export]
-    use crate::recorded::call::{Call, InFlight, calls_in_progress};
+    use crate::recorded::call::{InFlight, RecordedCall, calls_in_progress};
     #[pymodule_export]
     use crate::recorded::installation::InstallationBase;
     #[pymodule_export]

@@ -17,7 +17,7 @@ use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
 use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
-use crate::hooks::options::{OnError, Options, PhaseName, Priority};
+use crate::hooks::options::{HookOptions, OnError, PhaseName, Priority};
 use crate::hooks::site::{Site, is_fault};
 use crate::torch;
 
@@ -103,7 +103,7 @@ impl Registry {
         phase: Phase,
         hook: &Bound<'_, PyAny>,
         placement: Placement,
-        options: Options,
+        options: HookOptions,
         scope: Option<&ScopeArg<'_>>,
         name: Option<&str>,
     ) -> PyResult<HookHandle> {
@@ -234,7 +234,7 @@ impl Registry {
         timed: bool,
         scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
-        let options = Options {
+        let options = HookOptions {
             with_kwargs,
             always_call,
             on_error,

@@ -22,7 +22,7 @@ import ferrohook as fh
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests
 from ferrohook.engines.vllm.captures import error_of, unpacked
-from ferrohook.engines.vllm.modules import ModuleInfo, Modules
+from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.vllm.plugin import HEADER, connect_async
 from ferrohook.engines.vllm.requests import FIELD
 from ferrohook.engines.vllm.worker import Served, Worker
@@ -44,7 +44,7 @@ class Engine:
         runner = types.SimpleNamespace(get_model=lambda: self.model)
         self.worker = Worker(runner, config())
         table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "0")}
-        self.worker.served = Served(Modules(table, {}), PlannedRequests(self.model))
+        self.worker.served = Served(ModuleTable(table, {}), PlannedRequests(self.model))
         self.vllm_config = config()
         self.input_processor = type("InputProcessor", (), {})()
         self.output_processor = types.SimpleNamespace(request_states={})

@@ -8,18 +8,19 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
+import psutil
+
 import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
-from ferrohook.engines.vllm.modules import ModuleInfo, Modules
-from ferrohook.engines.vllm.requests import Options
+from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.vllm.requests import EngineOptions
 from ferrohook.engines.vllm.worker import Served, Worker
 from support import vllm_engine
 from support.vllm_shapes import config
@@ -62,7 +63,7 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
 )
 def test_options_are_validated(options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        Options.of(config(additional_config={"ferrohook": options}))
+        EngineOptions.of(config(additional_config={"ferrohook": options}))
 
 
 def test_the_plug_in_attaches_once() -> None:
@@ -106,7 +107,7 @@ def test_an_unknown_model_runner_is_refused() -> None:
 @pytest.mark.parametrize("again", ["a", ["a"], "*", {"b", "a"}])
 def test_a_module_kept_twice_under_one_name_is_refused_at_the_door(again: Any) -> None:
     table = {name: ModuleInfo("tensor", WIDTH, 16) for name in ("", "a", "b")}
-    modules = Modules(table, {})
+    modules = ModuleTable(table, {})
     for label in (None, "x"):
         first = fh.keep("a", label=label)
         with pytest.raises(ValueError, match=r"entries\[1\]: it keeps '(x:)?a' again: .* a label"):
@@ -228,7 +229,7 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     def loaded(self: Worker) -> None:
         from ferrohook.engines.planned import PlannedRequests  # noqa: PLC0415
 
-        self.served = Served(Modules(table, {}), PlannedRequests(self._runner.get_model()))
+        self.served = Served(ModuleTable(table, {}), PlannedRequests(self._runner.get_model()))
 
     monkeypatch.setattr(Worker, "loaded", loaded)
     runner = RunnerV2()
@@ -305,7 +306,7 @@ def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> No
         "layer": ModuleInfo("stream", *row, inputs=(row,), outputs=(row, row)),
         "pair": ModuleInfo("first", *row, outputs=(row, None)),
     }
-    modules = Modules.from_json(Modules(table, {}).to_json())
+    modules = ModuleTable.from_json(ModuleTable(table, {}).to_json())
     with pytest.raises(ValueError, match=rf"entries\[0\].*{reason}"):
         modules.rewritten(fh.Plan(entry))
     for right in (

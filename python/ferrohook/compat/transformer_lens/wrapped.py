@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 from ferrohook._core import Attachment
 from ferrohook.compat.transformer_lens.hook_point import HookPoint
 from ferrohook.errors import HookError
-from ferrohook.groups import HandleGroup
+from ferrohook.groups import HandleGroup, add_hooks
 from ferrohook.instrumentation import attach, find_registry, registry_of
 from ferrohook.selection import select
 from ferrohook.tensors import map_tensors, tensors_in
@@ -116,7 +116,7 @@ class WrappedModel(TransparentWrapper):
             for (name, kind), point in points.items():
                 hook = _KINDS[kind](point)
                 module = {_joined(name, kind): modules[name]}
-                attached._register(module, hook.phase, hook, with_kwargs=True)
+                add_hooks(attached, module, hook.phase, hook, with_kwargs=True)
         except BaseException:
             attached.remove()
             raise

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook._core import Call
+    from ferrohook._core import RecordedCall
 
 
 def find_owner(
-    model: nn.Module | None, layer: str, taken: Any, enclosing: Sequence[Call | None]
-) -> Call | None:
+    model: nn.Module | None, layer: str, taken: Any, enclosing: Sequence[RecordedCall | None]
+) -> RecordedCall | None:
     """Finds the in-flight call of `model` that owns a layer.
 
     That is the call of an enclosing layer on this thread; failing that, the call that shares memory
@@ -55,20 +55,20 @@ def find_owner(
     return None
 
 
-def _in_flight(model: nn.Module | None) -> list[Call]:
+def _in_flight(model: nn.Module | None) -> list[RecordedCall]:
     """Lists the in-flight calls of a model, except those that enclose a call of a sub-model."""
     calls = calls_in_progress()
     around = {call.around for call in calls}
     return [call for call in calls if call.model is model and call not in around]
 
 
-def _shares_memory(call: Call, tensors: list[Tensor]) -> bool:
+def _shares_memory(call: RecordedCall, tensors: list[Tensor]) -> bool:
     """True if an argument of the call or an output of its layers shares memory with a tensor."""
     known = [*tensors_in(call.known())]
     return any(share_memory(each, tensor) for tensor in tensors if tensor.numel() for each in known)
 
 
-def warn_unattributed(call: Call) -> None:
+def warn_unattributed(call: RecordedCall) -> None:
     """Warns of layers that ran and may be missing."""
     msg = (
         f"{', '.join(sorted(call.unattributed))} ran on a thread whose context tells of no call, "

@@ -150,24 +150,24 @@ class LayerKey(NamedTuple):
     convert: Callable[[Any], Any] | None
 
 
-class Target(NamedTuple):
+class Match(NamedTuple):
     """A recorded module."""
 
     recorder: OutputRecorder
     module: nn.Module
 
 
-class Plan(NamedTuple):
+class Layout(NamedTuple):
     """Modules of a model, each with a copy of its own declaration, and the recorded ones by key."""
 
     modules: list[tuple[nn.Module, dict[str, Any] | None]]
-    targets: dict[str, list[Target]]
+    targets: dict[str, list[Match]]
 
 
-def plan_of(model: nn.Module) -> Plan:
+def layout_of(model: nn.Module) -> Layout:
     """Finds the recorded layers. A sub-model with a declaration of its own uses that one."""
     modules: list[tuple[nn.Module, dict[str, Any] | None]] = []
-    targets: dict[str, list[Target]] = {key: [] for key in declared_by(model)}
+    targets: dict[str, list[Match]] = {key: [] for key in declared_by(model)}
     visited: set[int] = set()
 
     def walk(module: nn.Module, path: str, recorders: dict[str, list[OutputRecorder]]) -> None:
@@ -183,14 +183,14 @@ def plan_of(model: nn.Module) -> Plan:
         for key, each in recorders.items():
             for recorder in each:
                 if recorder.fits(module, path):
-                    targets.setdefault(key, []).append(Target(recorder, module))
+                    targets.setdefault(key, []).append(Match(recorder, module))
 
     walk(model, "", {})
     for key, found in targets.items():
         if len({target.recorder.kept for target in found}) > 1:
             msg = f"the recorders of {key!r} differ in detach, device or dtype: they share these"
             raise HookError(msg)
-    return Plan(modules, targets)
+    return Layout(modules, targets)
 
 
 def unmatched(model: nn.Module, key: str) -> SelectionError:

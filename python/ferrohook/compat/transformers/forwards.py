@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ferrohook._core import Call, in_flight
+from ferrohook._core import RecordedCall, in_flight
 from ferrohook.arguments import describe
 from ferrohook.classes import plain_class
 from ferrohook.compat.transformers.attribution import warn_unattributed
@@ -106,7 +106,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
                     for name, value in kwargs.items()
                     if name in names or not name.startswith(FLAG)
                 }
-            outputs, recorded = _run(_Request(self, forward, args, kwargs, flags, explicit))
+            outputs, recorded = _run(_Recording(self, forward, args, kwargs, flags, explicit))
             if recorded:
                 tie = getattr(config, "tie_last_hidden_states", None)
                 tie = tie_last_hidden_states if tie is None else tie
@@ -283,7 +283,7 @@ def _as_tuple(outputs: Any) -> Any:
 
 
 @dataclasses.dataclass
-class _Request:
+class _Recording:
     """Call of a forward, the requested keys with their flags, and those named by a keyword."""
 
     model: nn.Module
@@ -297,7 +297,7 @@ class _Request:
         return self.forward(self.model, *self.args, **self.kwargs)
 
 
-def _run(request: _Request) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+def _run(request: _Recording) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """Runs the forward. Returns its output and the values recorded for each key."""
     inside = in_flight.innermost is not None
     outer = TRACED.call
@@ -315,7 +315,7 @@ def _run(request: _Request) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     return outputs, {key: tuple(values) for key, values in recorded.items()}
 
 
-def _make_traced_call(request: _Request, recorded: dict[str, list[Any]]) -> TracedCall:
+def _make_traced_call(request: _Recording, recorded: dict[str, list[Any]]) -> TracedCall:
     if not recorded:
         return TracedCall("", None, recorded)
     indices = _indices(request.flags)
@@ -333,7 +333,7 @@ def _install_for_trace(
     return installation.number, None if selected is None else tuple(selected)
 
 
-def _run_eagerly(request: _Request, recorded: dict[str, list[Any]]) -> Any:
+def _run_eagerly(request: _Recording, recorded: dict[str, list[Any]]) -> Any:
     while True:
         call = _make_call(request, recorded)
         with call as begun:
@@ -347,16 +347,16 @@ def _run_eagerly(request: _Request, recorded: dict[str, list[Any]]) -> Any:
     return outputs
 
 
-def _make_call(request: _Request, recorded: dict[str, list[Any]]) -> Call:
+def _make_call(request: _Recording, recorded: dict[str, list[Any]]) -> RecordedCall:
     model, arguments = request.model, (request.args, request.kwargs)
     if not recorded:
-        return Call(model, installation_of(model), recorded, None, arguments, [])
+        return RecordedCall(model, installation_of(model), recorded, None, arguments, [])
     installation = install(model)
     indices = _indices(request.flags)
     selected = _select_states(installation, model, indices, request.explicit)
     here = threading.current_thread()
     others = [thread for thread in threading.enumerate() if thread is not here]
-    return Call(model, installation, recorded, selected, arguments, others)
+    return RecordedCall(model, installation, recorded, selected, arguments, others)
 
 
 never_trace(

@@ -13,7 +13,7 @@ import torch
 from ferrohook._core import InstallationBase, RecordedLayerBase
 from ferrohook.arguments import expect_module
 from ferrohook.compat.transformers.attribution import find_owner
-from ferrohook.compat.transformers.declarations import HIDDEN, LayerKey, plan_of
+from ferrohook.compat.transformers.declarations import HIDDEN, LayerKey, layout_of
 from ferrohook.compat.transformers.tracing import TRACED, first_of
 from ferrohook.conversion import converter
 from ferrohook.host_copies import HostCopies
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ferrohook._core import Call
-    from ferrohook.compat.transformers.declarations import OutputRecorder, Target
+    from ferrohook._core import RecordedCall
+    from ferrohook.compat.transformers.declarations import Match, OutputRecorder
 
 # Never held while user code runs. Recursive, as a finaliser may run while it is held.
 _LOCK = RLock()
@@ -41,9 +41,7 @@ class Installation(InstallationBase):
     It is looked up by the model's id and keeps no module alive; copies and pickles exclude it.
     """
 
-    def __init__(
-        self, _modules: object, model: nn.Module, targets: dict[str, list[Target]]
-    ) -> None:
+    def __init__(self, _modules: object, model: nn.Module, targets: dict[str, list[Match]]) -> None:
         # Removes the entry with the model: a later model may get the same id.
         forget = functools.partial(_forget, _INSTALLATIONS, sys.is_finalizing, id(model))
         self.model = weakref.ref(model, forget)
@@ -52,7 +50,7 @@ class Installation(InstallationBase):
         self.recorders = {key: [each.recorder for each in found] for key, found in targets.items()}
         self.copies = HostCopies()
 
-    def attach(self, targets: dict[str, list[Target]]) -> None:
+    def attach(self, targets: dict[str, list[Match]]) -> None:
         """Instruments the layers and registers their hooks.
 
         Raises:
@@ -125,14 +123,14 @@ def install(model: nn.Module, *, traced: bool = False) -> Installation:
         former = installation_of(model)
         if former is not None and former.holds():
             return former
-        plan = plan_of(model)
-        installation = Installation(plan.modules, model, plan.targets)
+        layout = layout_of(model)
+        installation = Installation(layout.modules, model, layout.targets)
         try:
-            installation.attach(plan.targets)
+            installation.attach(layout.targets)
             # Best effort: PyTorch's own call costs more, and its code evicts that of the layers
             # from the processor's caches.
-            recorded = {id(each.module) for found in plan.targets.values() for each in found}
-            others = [module for module, _ in plan.modules if id(module) not in recorded]
+            recorded = {id(each.module) for found in layout.targets.values() for each in found}
+            others = [module for module, _ in layout.modules if id(module) not in recorded]
             if not traced:
                 installation.attachment.instrument(others, make_class, explicit=False)
             _INSTALLATIONS[id(model)] = installation
@@ -176,7 +174,7 @@ class RecordedLayer(RecordedLayerBase):
         # Recorded layers around it.
         self.enclosing: list[RecordedLayer] = []
         # By thread the call that it runs for, where the context has none.
-        self._running: dict[int, Call | None] = {}
+        self._running: dict[int, RecordedCall | None] = {}
 
     def __call__(
         self, _module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -202,7 +200,7 @@ class RecordedLayer(RecordedLayerBase):
         if call is not None:
             self.record(call, args, kwargs, output)
 
-    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _find_owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         enclosing = [layer._running.get(get_ident()) for layer in self.enclosing]
         model = self._installation.model()
         return find_owner(model, self._name, first_of(args, kwargs), enclosing)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TracedCall:
-    """Twin of `Call` for Dynamo, which cannot trace native code."""
+    """Twin of `RecordedCall` for Dynamo, which cannot trace native code."""
 
     def __init__(
         self, number: str, selected: Sequence[int] | None, recorded: dict[str, list[Any]]

@@ -63,7 +63,7 @@ class ModuleInfo:
     """Those of each part of an output that is no single tensor."""
 
 
-class Modules:
+class ModuleTable:
     """Table of the modules of a model, by path.
 
     Args:
@@ -92,7 +92,7 @@ class Modules:
         return json.dumps({"table": table, "fused": self._fused, "compiled": self.compiled})
 
     @classmethod
-    def from_json(cls, text: str) -> Modules:
+    def from_json(cls, text: str) -> ModuleTable:
         """Reads a table that `to_json` wrote."""
         found = json.loads(text)
         table = {
@@ -107,7 +107,7 @@ class Modules:
         }
         return cls(table, found["fused"], compiled=found["compiled"])
 
-    def at_sites(self, what: Any) -> tuple[Modules, list[str], Any]:
+    def at_sites(self, what: Any) -> tuple[ModuleTable, list[str], Any]:
         """Returns the table of a compiled engine, its sites and their `output_index`.
 
         Raises:
@@ -123,9 +123,9 @@ class Modules:
             NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
         )
         table = {name: found.get(name, refused) for name in self.table}
-        return Modules(table, self._fused, compiled=True), [*found], _index(info, name, None)
+        return ModuleTable(table, self._fused, compiled=True), [*found], _index(info, name, None)
 
-    def without(self, partial: Collection[str]) -> Modules:
+    def without(self, partial: Collection[str]) -> ModuleTable:
         """Returns the table with modules refused whose tensors are parts on each rank."""
         refused = ModuleInfo(
             "other",
@@ -135,7 +135,7 @@ class Modules:
             name: refused if name in partial and info.refused is None else info
             for name, info in self.table.items()
         }
-        return Modules(table, self._fused)
+        return ModuleTable(table, self._fused)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.
@@ -385,7 +385,7 @@ def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
 NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of vLLM's model")
 
 
-def observe(model: nn.Module, forward: Callable[[], object]) -> Modules:
+def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
     """Observes the outputs of all modules in one forward of `OBSERVED_ROWS` tokens.
 
     Raises:
@@ -417,7 +417,7 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> Modules:
         )
         for name, it in modules.items()
     }
-    return Modules(table, getattr(model, "packed_modules_mapping", None) or {})
+    return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
 
 
 def _shapes(output: Any) -> Any:

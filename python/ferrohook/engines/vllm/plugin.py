@@ -22,8 +22,8 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.vllm.modules import Modules
-from ferrohook.engines.vllm.requests import FIELD, NAME, FrontEnd, Options, check_salt
+from ferrohook.engines.vllm.modules import ModuleTable
+from ferrohook.engines.vllm.requests import FIELD, NAME, EngineOptions, FrontEnd, check_salt
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
 from ferrohook.errors import HookError
@@ -151,8 +151,11 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
     if "refused" in described:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
-    options = Options.of(engine.vllm_config)
-    modules, secret = Modules.from_json(described["modules"]), bytes.fromhex(described["secret"])
+    options = EngineOptions.of(engine.vllm_config)
+    modules, secret = (
+        ModuleTable.from_json(described["modules"]),
+        bytes.fromhex(described["secret"]),
+    )
     made = FrontEnd(modules, options, secret, max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
 

@@ -26,7 +26,7 @@ from ferrohook.plans.positions import Prompt, Tokens, mask_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.engines.vllm.modules import Modules
+    from ferrohook.engines.vllm.modules import ModuleTable
     from ferrohook.plans.positions import At
 
 NAME: Final = "ferrohook"
@@ -56,7 +56,7 @@ def check_salt(request: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EngineOptions:
     """Options of an engine: `additional_config={"ferrohook": {...}}`.
 
     Args:
@@ -77,7 +77,7 @@ class Options:
     captures_by_id: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Options:
+    def of(cls, config: Any) -> EngineOptions:
         """Reads the options of a `VllmConfig`.
 
         Raises:
@@ -130,7 +130,7 @@ class Vectors(Mapping[str, "Tensor"]):
         self._replaced: dict[str, int] = {}
         """Bytes of vectors whose names mean others by now, by digest, the oldest first."""
 
-    def check_room(self, vectors: Mapping[str, Tensor], options: Options) -> None:
+    def check_room(self, vectors: Mapping[str, Tensor], options: EngineOptions) -> None:
         """Checks that more vectors may be named.
 
         Raises:
@@ -157,7 +157,7 @@ class Vectors(Mapping[str, "Tensor"]):
             self._replaced[former[1]] = former[0].nbytes
         self._named[name] = tensor, digest
 
-    def surplus(self, options: Options) -> list[str]:
+    def surplus(self, options: EngineOptions) -> list[str]:
         """Returns the digests of replaced vectors beyond the limit, and forgets them."""
         named = {digest for _, digest in self._named.values()}
         for digest in named & self._replaced.keys():
@@ -257,7 +257,9 @@ class FrontEnd:
         servers: number of API servers.
     """
 
-    def __init__(self, modules: Modules, options: Options, secret: bytes, servers: int = 1) -> None:
+    def __init__(
+        self, modules: ModuleTable, options: EngineOptions, secret: bytes, servers: int = 1
+    ) -> None:
         self.modules = modules
         self.options = options
         self.vectors = Vectors()

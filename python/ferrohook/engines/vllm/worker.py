@@ -19,9 +19,9 @@ from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
-from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, Modules, observe
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, ModuleTable, observe
 from ferrohook.engines.vllm.ranks import Ranks, fill
-from ferrohook.engines.vllm.requests import NAME, Options, wanted
+from ferrohook.engines.vllm.requests import NAME, EngineOptions, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -73,7 +73,7 @@ class _Finished:
 class Served(NamedTuple):
     """A loaded model whose requests may have plans."""
 
-    modules: Modules
+    modules: ModuleTable
     planned: PlannedRequests
 
 
@@ -88,7 +88,7 @@ class Worker:
     def __init__(self, runner: Any, config: Any) -> None:
         self._runner = runner
         self._config = config
-        self.options = Options.of(config)
+        self.options = EngineOptions.of(config)
         self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
@@ -244,7 +244,7 @@ class Worker:
         read = functools.partial(self._read, payload, served.modules)
         return served.planned.plans.find(payload["digest"], read)
 
-    def _read(self, payload: Mapping[str, Any], modules: Modules) -> Plan:
+    def _read(self, payload: Mapping[str, Any], modules: ModuleTable) -> Plan:
         missing = [it for it in payload["vectors"].values() if it not in self._vectors]
         if missing:
             msg = f"vectors were dropped before the request ran: {missing}"

@@ -12,7 +12,7 @@ use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, register_each, 
 use crate::contexts::frame::{Release, ScopeArg};
 use crate::error::{hook_error, is_hook_error};
 use crate::hooks::handle::HookHandle;
-use crate::hooks::options::{OnError, Options, PhaseName, Priority};
+use crate::hooks::options::{HookOptions, OnError, PhaseName, Priority};
 
 /// Modules instrumented and hooks registered for one purpose, released together, once.
 ///
@@ -181,7 +181,7 @@ impl Attachment {
         names: Option<Vec<String>>,
         entry: Option<u32>,
     ) -> PyResult<Vec<Py<HookHandle>>> {
-        let options = Options {
+        let options = HookOptions {
             with_kwargs,
             always_call,
             on_error,

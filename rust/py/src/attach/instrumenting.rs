@@ -16,7 +16,7 @@ use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::error::{hook_error, type_name};
 use crate::hooks::handle::HookHandle;
-use crate::hooks::options::Options;
+use crate::hooks::options::HookOptions;
 use crate::registry::Registry;
 use crate::torch::cache::CallCache;
 
@@ -205,7 +205,7 @@ pub fn register_each<'py>(
     hooks: impl Iterator<Item = PyResult<Registration<'py>>>,
     phase: Phase,
     placement: Placement,
-    options: Options,
+    options: HookOptions,
     scope: Option<&ScopeArg<'py>>,
 ) -> impl Iterator<Item = PyResult<Py<HookHandle>>> {
     hooks.map(move |each| {

@@ -12,7 +12,7 @@ use crate::call;
 use crate::contexts::frame::ScopeArg;
 use crate::error::hook_error;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::options::{OnError, Options, Priority};
+use crate::hooks::options::{HookOptions, OnError, Priority};
 use crate::registry::Registry;
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::Target;
@@ -57,7 +57,7 @@ impl HookedBase {
         hook: &Bound<'_, PyAny>,
         phase: Phase,
         placement: Placement,
-        options: Options,
+        options: HookOptions,
         scope: Option<&ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
         // Refused after into_inner: the hook could never fire.
@@ -172,7 +172,7 @@ impl HookedBase {
         on_error: OnError,
         scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
-        let options = Options {
+        let options = HookOptions {
             with_kwargs,
             always_call: false,
             on_error,
@@ -219,7 +219,7 @@ impl HookedBase {
         on_error: OnError,
         scope: Option<ScopeArg<'_>>,
     ) -> PyResult<HookHandle> {
-        let options = Options {
+        let options = HookOptions {
             with_kwargs,
             always_call,
             on_error,

@@ -5,7 +5,7 @@ use std::any::Any;
 use ferrohook_core::Phase;
 use pyo3::prelude::*;
 
-use crate::call::{Call, Step};
+use crate::call::{Call, NextHook};
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::Firing;
 use crate::contexts::slot::Slot;
@@ -67,21 +67,21 @@ impl Slot for AroundSlot {
 
 /// Hooks of a phase, those of torch first, then those of the call's own context and in between the
 /// others.
-pub fn steps<'s, 'py>(
+pub fn in_order<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
     whole: Option<&'s Firing<'py>>,
     others: &'s dyn Between<'py>,
-) -> impl Iterator<Item = Step<'s, 'py>> {
-    let mut own = whole.into_iter().flat_map(Firing::iter).map(Step::Own);
-    let mut steps: Vec<_> = torch_hooks.iter().map(Step::Torch).collect();
+) -> impl Iterator<Item = NextHook<'s, 'py>> {
+    let mut own = whole.into_iter().flat_map(Firing::iter).map(NextHook::Own);
+    let mut hooks: Vec<_> = torch_hooks.iter().map(NextHook::Torch).collect();
     for gap in 0.. {
         if !others.is_empty(gap) {
-            steps.push(Step::Others(others, gap));
+            hooks.push(NextHook::Others(others, gap));
         }
-        let Some(step) = own.next() else { break };
-        steps.push(step);
+        let Some(next) = own.next() else { break };
+        hooks.push(next);
     }
-    steps.into_iter()
+    hooks.into_iter()
 }
 
 impl<'py> Call<'_, 'py> {
@@ -115,11 +115,11 @@ impl<'py> Call<'_, 'py> {
         whole: Option<&Firing<'py>>,
         target: &Target<'_, 'py>,
     ) -> PyResult<()> {
-        for step in steps(&[], whole, others) {
-            match step {
-                Step::Torch(_) => {}
-                Step::Own(hook) => self.forward_pre(std::iter::once(hook), target)?,
-                Step::Others(others, gap) => others.forward_pre(self, gap, target)?,
+        for next in in_order(&[], whole, others) {
+            match next {
+                NextHook::Torch(_) => {}
+                NextHook::Own(hook) => self.forward_pre(std::iter::once(hook), target)?,
+                NextHook::Others(others, gap) => others.forward_pre(self, gap, target)?,
             }
         }
         Ok(())

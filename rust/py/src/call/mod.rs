@@ -60,22 +60,22 @@ pub struct Call<'a, 'py> {
 
 /// Next hook of a phase: torch's hooks come first.
 #[derive(Clone, Copy)]
-pub enum Step<'s, 'py> {
+pub enum NextHook<'s, 'py> {
     Torch(&'s TorchHook<'py>),
     Own(Owned<'s, 'py>),
     /// Hooks of others, in a gap.
     Others(&'s dyn Between<'py>, usize),
 }
 
-fn steps<'s, 'py>(
+fn in_order<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
     snapshot: Option<&'s Firing<'py>>,
-) -> impl Iterator<Item = Step<'s, 'py>> {
+) -> impl Iterator<Item = NextHook<'s, 'py>> {
     let own = snapshot.into_iter().flat_map(Firing::iter);
     torch_hooks
         .iter()
-        .map(Step::Torch)
-        .chain(own.map(Step::Own))
+        .map(NextHook::Torch)
+        .chain(own.map(NextHook::Own))
 }
 
 // The path of hooks of PyTorch's contract is inlined into the walk of the forward phase: it is most
@@ -111,14 +111,14 @@ impl<'py> Call<'_, 'py> {
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(&mut steps(&torch_hooks, snapshot.as_ref()), None);
+                self.run_always_called(&mut in_order(&torch_hooks, snapshot.as_ref()), None);
                 return Err(error);
             }
         };
         let output = match (&snapshot, &*torch_hooks) {
             (None, []) => output,
-            (Some(snapshot), []) => self.forward(snapshot.iter().map(Step::Own), output)?,
-            _ => self.forward(steps(&torch_hooks, snapshot.as_ref()), output)?,
+            (Some(snapshot), []) => self.forward(snapshot.iter().map(NextHook::Own), output)?,
+            _ => self.forward(in_order(&torch_hooks, snapshot.as_ref()), output)?,
         };
         match tap {
             None => Ok(output),
@@ -135,15 +135,15 @@ impl<'py> Call<'_, 'py> {
         torch_hooks: &[TorchHook<'py>],
         ran: PyResult<Ran<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let mut steps = around::steps(torch_hooks, snapshot, others);
+        let mut hooks = around::in_order(torch_hooks, snapshot, others);
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(&mut steps, None);
+                self.run_always_called(&mut hooks, None);
                 return Err(error);
             }
         };
-        let output = self.forward(steps, output)?;
+        let output = self.forward(hooks, output)?;
         match tap {
             None => Ok(output),
             Some(tap) => tap.output(self.module, &self.args, output),
@@ -295,19 +295,19 @@ impl<'py> Call<'_, 'py> {
     /// Runs hooks of `forward`. Returns the output behind them.
     pub fn forward<'s>(
         &mut self,
-        mut steps: impl Iterator<Item = Step<'s, 'py>>,
+        mut hooks: impl Iterator<Item = NextHook<'s, 'py>>,
         mut output: Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>>
     where
         'py: 's,
     {
         let inside = Inside::here();
-        while let Some(step) = steps.next() {
-            match self.take(step, &inside, Some(&output)) {
+        while let Some(next) = hooks.next() {
+            match self.take(next, &inside, Some(&output)) {
                 Ok(None) => {}
                 Ok(Some(replaced)) => output = replaced,
                 Err(error) => {
-                    self.run_always_called(&mut steps, Some(output));
+                    self.run_always_called(&mut hooks, Some(output));
                     return Err(error);
                 }
             }
@@ -323,7 +323,7 @@ impl<'py> Call<'_, 'py> {
     #[inline(always)]
     fn take(
         &mut self,
-        step: Step<'_, 'py>,
+        next: NextHook<'_, 'py>,
         inside: &Inside,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -334,12 +334,12 @@ impl<'py> Call<'_, 'py> {
             none = self.module.py().None().into_bound(self.module.py());
             &none
         };
-        let hook = match step {
-            Step::Own(hook) => hook,
-            Step::Torch(hook) => {
+        let hook = match next {
+            NextHook::Own(hook) => hook,
+            NextHook::Torch(hook) => {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
-            Step::Others(others, gap) => return others.forward(self, gap, Some(output)),
+            NextHook::Others(others, gap) => return others.forward(self, gap, Some(output)),
         };
         let Some(invocation) = hook.enter(inside) else {
             return Ok(None);
@@ -423,17 +423,17 @@ impl<'py> Call<'_, 'py> {
     #[cold]
     pub fn run_always_called<'s>(
         &mut self,
-        steps: &mut dyn Iterator<Item = Step<'s, 'py>>,
+        hooks: &mut dyn Iterator<Item = NextHook<'s, 'py>>,
         mut output: Option<Bound<'py, PyAny>>,
     ) where
         'py: 's,
     {
         let inside = Inside::here();
-        for step in steps {
-            let always = match step {
-                Step::Own(hook) => hook.entry.hook().options.always_call,
-                Step::Torch(hook) => hook.always_call,
-                Step::Others(others, gap) => {
+        for next in hooks {
+            let always = match next {
+                NextHook::Own(hook) => hook.entry.hook().options.always_call,
+                NextHook::Torch(hook) => hook.always_call,
+                NextHook::Others(others, gap) => {
                     let _ = others.forward(self, gap, None);
                     continue;
                 }
@@ -441,13 +441,13 @@ impl<'py> Call<'_, 'py> {
             if !always {
                 continue;
             }
-            match self.take(step, &inside, output.as_ref()) {
+            match self.take(next, &inside, output.as_ref()) {
                 Ok(None) => {}
                 Ok(replaced) => output = replaced,
-                Err(error) => match step {
-                    Step::Own(hook) => self.site(hook.entry).warn_silenced(&error),
-                    Step::Torch(hook) => hook.warn_silenced(&error),
-                    Step::Others(..) => {}
+                Err(error) => match next {
+                    NextHook::Own(hook) => self.site(hook.entry).warn_silenced(&error),
+                    NextHook::Torch(hook) => hook.warn_silenced(&error),
+                    NextHook::Others(..) => {}
                 },
             }
         }

@@ -45,7 +45,7 @@ type Vectorcall = unsafe extern "C-unwind" fn(
     *mut ffi::PyObject,
 ) -> *mut ffi::PyObject;
 
-type Call = unsafe extern "C-unwind" fn(
+type CallFunction = unsafe extern "C-unwind" fn(
     *mut ffi::PyObject,
     *mut ffi::PyObject,
     *mut ffi::PyObject,
@@ -163,7 +163,7 @@ pub fn call_with<'py>(
     args: &Bound<'py, PyTuple>,
     kwargs: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let call = black_box(PyObject_Call as Call);
+    let call = black_box(PyObject_Call as CallFunction);
     let kwargs = kwargs.map_or(ptr::null_mut(), Bound::as_ptr);
     let guard = ParkOnUnwind;
     // SAFETY: live objects of the types that the function takes.

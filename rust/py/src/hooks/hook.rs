@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
-use crate::hooks::options::Options;
+use crate::hooks::options::HookOptions;
 
 /// Callback of a registry's entry.
 pub struct Hook {
@@ -17,7 +17,7 @@ pub struct Hook {
     object: Py<PyAny>,
     /// None for a callable of PyTorch's contract.
     native: Option<AsNative>,
-    pub options: Options,
+    pub options: HookOptions,
     times: Option<Box<Times>>,
     /// The module, if the hook has one of its own for it or is of a plan.
     module: Option<Box<ForModule>>,
@@ -58,7 +58,7 @@ impl Hook {
     pub fn new(
         object: &Bound<'_, PyAny>,
         phase: Phase,
-        options: Options,
+        options: HookOptions,
         registry: &Registry<Self>,
         name: Option<&str>,
     ) -> PyResult<Self> {

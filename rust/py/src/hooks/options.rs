@@ -1,4 +1,4 @@
-//! Options of a hook, extracted from Python.
+//! `HookOptions`, extracted from Python.
 
 use ferrohook_core::{Phase, Placement};
 use pyo3::exceptions::PyValueError;
@@ -93,7 +93,7 @@ impl Priority {
 
 /// Options of one hook.
 #[derive(Clone, Copy)]
-pub struct Options {
+pub struct HookOptions {
     pub with_kwargs: bool,
     pub always_call: bool,
     pub on_error: OnError,
@@ -103,14 +103,14 @@ pub struct Options {
     pub entry: Option<u32>,
 }
 
-impl Options {
+impl HookOptions {
     /// True if a trace, which has no handling of exceptions, behaves like an eager call.
     pub fn traceable(self) -> bool {
         !self.always_call && self.on_error == OnError::Raise
     }
 }
 
-impl From<OnError> for Options {
+impl From<OnError> for HookOptions {
     fn from(on_error: OnError) -> Self {
         Self {
             with_kwargs: false,

@@ -395,7 +395,7 @@ impl<'py> Change<'_, 'py> {
             cast.order.begin_use(py)?;
             return Ok(cast.vector.bind(py).clone());
         }
-        let method = intern!(py, "_cast");
+        let method = intern!(py, "vector_as");
         let vector = self.intervention.call_method1(method, (&dtype, &device))?;
         if !this.trained
             && let Some(order) = Order::of(&PyTuple::new(py, [&vector])?)?

@@ -1,4 +1,4 @@
-//! `Call`: an in-flight call of a model, and the outputs that it records.
+//! `RecordedCall`: an in-flight call of a model, and the outputs that it records.
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -27,7 +27,7 @@ pub struct LayerKey {
 ///
 /// Entered, it is the tag of a frame of its context; the innermost call of a context records.
 #[pyclass(frozen, weakref, module = "ferrohook._core")]
-pub struct Call {
+pub struct RecordedCall {
     /// The model.
     #[pyo3(get)]
     model: Py<PyAny>,
@@ -36,7 +36,7 @@ pub struct Call {
     installation: Option<Py<InstallationBase>>,
     /// The enclosing call, which does not record while this one is in flight.
     #[pyo3(get)]
-    around: Option<Py<Call>>,
+    around: Option<Py<RecordedCall>>,
     /// Indices of the hidden states that are stored; None for all.
     selected: Option<Vec<usize>>,
     /// True if it records anything.
@@ -64,7 +64,7 @@ struct Progress {
 }
 
 #[pymethods]
-impl Call {
+impl RecordedCall {
     #[new]
     fn new(
         py: Python<'_>,
@@ -147,7 +147,7 @@ impl Call {
     }
 }
 
-impl Call {
+impl RecordedCall {
     /// True if this is the installation of its model.
     pub fn uses(&self, installation: &Py<InstallationBase>) -> bool {
         let own = self.installation.as_ref();
@@ -289,14 +289,14 @@ impl InFlight {
     /// The innermost call: it records, or keeps others from recording.
     #[getter]
     #[expect(clippy::unused_self, reason = "a getter of an instance")]
-    fn innermost<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, Call>>> {
+    fn innermost<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, RecordedCall>>> {
         innermost(py)
     }
 }
 
 /// Returns the innermost call of this context: the one that records, or that keeps the others from
 /// recording.
-pub fn innermost(py: Python<'_>) -> PyResult<Option<Bound<'_, Call>>> {
+pub fn innermost(py: Python<'_>) -> PyResult<Option<Bound<'_, RecordedCall>>> {
     let frames = Frames::default();
     let Some(frames) = frames.entered(py)? else {
         return Ok(None);

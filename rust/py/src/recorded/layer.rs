@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
-use crate::recorded::call::{Call, LayerKey, innermost};
+use crate::recorded::call::{LayerKey, RecordedCall, innermost};
 use crate::recorded::installation::InstallationBase;
 
 /// Native half of a `RecordedLayer`: the hook of a recorded layer, behind all others. A layer with
@@ -20,7 +20,7 @@ pub struct RecordedLayerBase {
 
 /// In-flight call that a layer runs for.
 enum Owner<'py> {
-    Call(Bound<'py, Call>),
+    Call(Bound<'py, RecordedCall>),
     /// A call of another model, or one that is not recorded.
     Other,
     /// The context has no call: Python searches for it.
@@ -46,7 +46,7 @@ impl RecordedLayerBase {
     ///     SelectionError: the output is a tuple without that item.
     fn record(
         &self,
-        call: &Bound<'_, Call>,
+        call: &Bound<'_, RecordedCall>,
         args: &Bound<'_, PyTuple>,
         kwargs: &Bound<'_, PyDict>,
         output: &Bound<'_, PyAny>,

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call::around::{Around, Between};
-use crate::call::{Call, Replaced, Step};
+use crate::call::{Call, NextHook, Replaced};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::{Firing, Owned};
@@ -274,7 +274,7 @@ impl<'py> Members<'_, '_, 'py> {
             let tokens = self.tokens(number);
             let mut call = self.of_member(number, &arguments, &tokens)?;
             let hooks = owned(entries, self.member(number), self.py());
-            call.run_always_called(&mut hooks.map(Step::Own), None);
+            call.run_always_called(&mut hooks.map(NextHook::Own), None);
         }
         Ok(())
     }
@@ -349,7 +349,7 @@ impl<'py> Members<'_, '_, 'py> {
         for (number, entries) in members {
             let member = self.member(number);
             let tokens = self.tokens(number);
-            let hooks = owned(entries, member, py).map(Step::Own);
+            let hooks = owned(entries, member, py).map(NextHook::Own);
             let run = || {
                 let needs = Needs::of(py, entries, self.batch.positioned());
                 if !needs.reads {
