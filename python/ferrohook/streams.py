@@ -1,7 +1,7 @@
-"""Order of the streams of a GPU around tensors that are made once and used by many calls.
+"""Order of the streams of a GPU around tensors that outlive a call.
 
 A tensor belongs to the stream that allocated it. Another stream that uses it waits for the kernels
-that made it, and the memory is not reused before that stream is done.
+that wrote it, and the memory is neither written nor reused before that stream is done.
 """
 
 from __future__ import annotations
@@ -43,6 +43,51 @@ class Made:
         self._streams.add(number)
 
 
+class Tables:
+    """Tensors on one GPU that are written again and again, and used by calls on any stream.
+
+    A context manager around the writes: the current stream waits for all uses of before, and uses
+    from then on wait for it. The replay of a CUDA graph tells nobody of its uses.
+    """
+
+    __slots__ = ("_device", "_tensors", "_users", "_writer", "_written")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._writer = torch.cuda.current_stream(tensors[0].device)
+        self._device = self._writer.device_index
+        self._written = self._writer.record_event()
+        self._users: dict[int, torch.cuda.Stream] = {}
+        """Streams with calls since the tables were written, by number."""
+
+    def use(self) -> None:
+        """Orders what the current stream does from now on behind the last writes."""
+        number = torch._C._cuda_getCurrentRawStream(self._device)
+        if number in self._users or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        self._join(stream)
+        self._users[number] = stream
+
+    def __enter__(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        self._join(stream)
+        for user in [*self._users.values()]:
+            if user != stream:
+                stream.wait_stream(user)
+
+    def __exit__(self, *_exception: object) -> None:
+        self._writer = torch.cuda.current_stream(self._device)
+        self._written = self._writer.record_event()
+        self._users = {}
+
+    def _join(self, stream: torch.cuda.Stream) -> None:
+        if stream != self._writer:
+            stream.wait_event(self._written)
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
+
+
 def made(tensors: Sequence[Tensor]) -> Made | None:
     """Returns the order of uses of tensors that were made just now.
 
@@ -52,6 +97,13 @@ def made(tensors: Sequence[Tensor]) -> Made | None:
     if not _has_memory(tensors[0]) or torch.cuda.is_current_stream_capturing():
         return None
     return Made(tensors)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host that nobody writes to later; the host does not wait for a GPU."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 def read(tensor: Tensor) -> None:

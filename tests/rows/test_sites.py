@@ -316,11 +316,33 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("ordered", [True, False], ids=["ordered by the user", "not ordered"])
-@pytest.mark.parametrize("replays", [False, True], ids=["eager", "replayed"])
-@pytest.mark.xfail(strict=True, reason="issue 29, 2.2: tables are written on the batch's stream")
+def test_a_warm_batch_that_steers_waits_for_nothing(model: Model) -> None:
+    model = model.cuda()
+    x, vectors = torch.randn(6, WIDTH, device="cuda"), [torch.randn(WIDTH) for _ in range(3)]
+    with (
+        torch.no_grad(),
+        fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH),
+    ):
+        requests = [plan_of(vectors, keep=False).prepare(model).open() for _ in range(2)]
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            try:
+                rows = {requests[0]: slice(0, 1 + step % 3), requests[1]: [5, 3]}
+                with fh.batch(rows, size=6):
+                    model(x)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [each.error for each in requests] == [None, None]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("replays", "joined"),
+    [(False, False), (False, True), (True, True)],
+    ids=["eager", "eager, joined", "replayed, joined"],
+)
 def test_the_model_runs_on_another_stream_than_the_batch(
-    model: Model, replays: bool, ordered: bool
+    model: Model, replays: bool, joined: bool
 ) -> None:
     on_gpu, side = copy.deepcopy(model).cuda(), torch.cuda.Stream()
     inputs = [torch.randn(6, WIDTH) for _ in range(4)]
@@ -341,7 +363,7 @@ def test_the_model_runs_on_another_stream_than_the_batch(
         torch.cuda.synchronize()
         for number, request in enumerate(requests):
             with fh.batch({request: slice(number, number + 2)}, size=6):
-                if ordered:
+                if joined:
                     side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     torch.cuda._sleep(10_000_000)
@@ -349,8 +371,8 @@ def test_the_model_runs_on_another_stream_than_the_batch(
                     if replays:
                         graph.replay()
                     outs[number].copy_(replayed if replays else on_gpu(x))
-            if ordered:
-                torch.cuda.current_stream().wait_stream(side)
+                if joined:
+                    torch.cuda.current_stream().wait_stream(side)
         side.synchronize()
         for number, request in enumerate(requests):
             rows = slice(number, number + 2)

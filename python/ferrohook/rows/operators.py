@@ -26,7 +26,11 @@ _WIDER = {
 
 
 class Site(Protocol):
-    """A site on the CPU, where kernels ask it."""
+    """A site, which kernels on the CPU ask for whom they run."""
+
+    def use(self) -> None:
+        """Orders kernels on a GPU behind the writes to the tables."""
+        ...
 
     def serves(self, x: Tensor) -> bool:
         """Returns True for the output of a call that it serves."""
@@ -46,7 +50,12 @@ def assign(rows: Tensor, site: Site) -> None:
 
 
 def _site(x: Tensor, rows: Tensor) -> Site | None:
-    return _SITES.get(rows.data_ptr()) if x.is_cpu else None
+    """Returns the site that a call on the CPU asks."""
+    site = _SITES.get(rows.data_ptr())
+    if site is None or x.is_cpu:
+        return site
+    site.use()
+    return None
 
 
 def calls_of(count: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from ferrohook.rows.positions import places_of
 if TYPE_CHECKING:
     from ferrohook.plans import Request
     from ferrohook.plans.positions import At
+    from ferrohook.streams import Made
 
 
 class Kept(NamedTuple):
@@ -48,6 +49,8 @@ class Program:
     changes: list[tuple[At, list[int]]]
     """Positions, and the sites that are changed at them."""
     kept: list[Kept]
+    made: Made | None
+    """Order of the uses of vectors on a GPU."""
     slot: int = 0
     """Row of the tables that has its vectors; 0 for none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
@@ -21,6 +22,7 @@ from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
 from ferrohook.selection import select
+from ferrohook.streams import Tables, made, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,13 +67,19 @@ class _Form(NamedTuple):
 
 
 class _Site:
-    """A site on the CPU, for its operators."""
+    """A site, for its operators."""
 
     __slots__ = ("__weakref__", "_number", "_sites")
 
     def __init__(self, sites: Sites, number: int) -> None:
         self._sites = weakref.ref(sites)
         self._number = number
+
+    def use(self) -> None:
+        """Orders kernels on a GPU behind the writes to the tables."""
+        sites = self._sites()
+        if sites is not None and isinstance(sites._tables, Tables):
+            sites._tables.use()
 
     def serves(self, x: Tensor) -> bool:
         """Returns True for the output of a call that it serves."""
@@ -103,6 +111,10 @@ class Sites:
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
+        tables = (self._table, self._kept, self._index, self._places, self._calls)
+        on_gpu = self._table.is_cuda and torch.cuda.is_initialized()
+        self._tables = Tables(tables) if on_gpu else contextlib.nullcontext()
+        """Context of writes to the tables."""
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
         self._serving: BatchBase | None = None
         """The batch that was served last; it is served until it is closed."""
@@ -305,7 +317,7 @@ class Sites:
                 changes.append((at, [site]))
             else:
                 same.append(site)
-        return Program(vectors, changes, kept)
+        return Program(vectors, changes, kept, made((vectors,)) if vectors.is_cuda else None)
 
     def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
         reason = JUDGE.refusal(entry, self.dim)
@@ -329,18 +341,22 @@ class Sites:
         settled = [program for program in self._programs.values() if program.slot]
         free = iter({*range(1, self.max_requests + 1)} - {program.slot for program in settled})
         idle = (program for program in settled if program not in wanted)
-        for program in new:
-            slot = next(free, 0)
-            if not slot:
-                other = next(idle)
-                slot, other.slot = other.slot, 0
-            self._table[:, slot] = program.vectors
-            program.slot = slot
+        with self._tables:
+            for program in new:
+                slot = next(free, 0)
+                if not slot:
+                    other = next(idle)
+                    slot, other.slot = other.slot, 0
+                if program.made is not None:
+                    program.made.use()
+                self._table[:, slot] = program.vectors
+                program.slot = slot
 
     def write(self, positions: list[int] | None) -> None:
         """Writes the rows of the batch into the tables, for the calls from now on."""
-        self._collect()
-        self._write(positions)
+        with self._tables:
+            self._collect()
+            self._write(positions)
 
     def _write(self, positions: list[int] | None) -> None:
         batch = self._serving
@@ -358,11 +374,12 @@ class Sites:
                 error.member = request
                 raise
         before, self._written = self._written, max(self._written, batch._named)
-        self._index[:, : batch._named] = rows.index()
+        device = self._index.device
+        self._index[:, : batch._named] = to_device(rows.index(), device)
         if batch._named < before:
             self._index[:, batch._named : before] = 0
         if rows.wanted:
-            self._places[:, : batch._named] = rows.places()
+            self._places[:, : batch._named] = to_device(rows.places(), device)
         self._written = batch._named
         self._wanted = rows.wanted
         self._calls.zero_()
@@ -422,7 +439,8 @@ class Sites:
             return
         rows = [row for each in wanted for row in each.rows]
         with torch.inference_mode(mode=False):
-            kept = self._kept[:, torch.tensor(rows, device=self._kept.device)]  # one copy for all
+            chosen = to_device(torch.tensor(rows), self._kept.device)
+            kept = self._kept[:, chosen]  # one copy for all
             parts = kept.split([len(each.rows) for each in wanted], 1)
             for each, own in zip(wanted, parts, strict=True):
                 if each.number in live and not self._stores(each, ran, own):
@@ -482,13 +500,14 @@ class Sites:
         """Stores what was kept, and ends the service of a batch."""
         if self._serving is not batch:
             return
-        try:
-            self._collect()
-        finally:
-            self._index[:, : self._written] = 0
-            self._written = 0
-            self._served, self._wanted = {}, []
-            self._serving = None
+        with self._tables:
+            try:
+                self._collect()
+            finally:
+                self._index[:, : self._written] = 0
+                self._written = 0
+                self._served, self._wanted = {}, []
+                self._serving = None
 
 
 def sites(  # noqa: PLR0913 (all but the first two by keyword)
@@ -517,7 +536,9 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     batch. On the CPU a request that fails, is closed or is late is served no more, and neither are
     calls in contexts that have not entered the batch. A GPU has one table for all calls: make none
     beside the batch. There a request that ends is steered until the next batch or `move`, and other
-    rows than those of the batch are found where some are kept.
+    rows than those of the batch are found where some are kept. The model may run on another stream
+    than the batch is entered on. Nothing is known of a replayed graph's stream: have the two wait
+    for each other before and behind the replay, inside the batch.
 
     Several vectors that a request adds at a site are added up first.
 
