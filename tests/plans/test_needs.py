@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("fastapi", reason="the judge of batchers is in the group service")
+
 import ferrohook as fh
 from ferrohook.detectors import NormDetector
 from ferrohook.engines import planned
