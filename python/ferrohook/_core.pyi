@@ -53,6 +53,7 @@ __all__ = [
     "release_copy",
     "remember_merged",
     "store_rows",
+    "to_device",
 ]
 
 frames: ContextVar[tuple[Frame, ...]]
@@ -395,6 +396,7 @@ def calls_in_progress() -> set[RecordedCall]: ...
 def store_rows(
     collector: Collector, values: list[tuple[int, Any]], positions: list[int] | None
 ) -> None: ...
+def to_device(tensor: Any, device: Any) -> Any: ...
 def remember_merged(on: bool) -> None: ...
 def record_all(
     collector: Collector,

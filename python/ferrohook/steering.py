@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 import torch
 from torch import Tensor
 
-from ferrohook._core import InterventionBase
+from ferrohook._core import InterventionBase, to_device
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
@@ -93,13 +93,17 @@ class Intervention(InterventionBase):
             self._made.use()
         scale = self.values[1] if self.kind == "add" else None
         with torch.inference_mode(mode=False):  # a later call may record a graph
-            return prepared_vector(self.kind, vector, scale).to(device, dtype)
+            prepared = prepared_vector(self.kind, vector, scale)
+            return to_device(prepared.to(dtype), device)
 
     def _tables(
-        self, others: list[Intervention], dtype: torch.dtype, device: torch.device
+        self,
+        others: list[Intervention],
+        vectors: list[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> tuple[Tensor, ...]:
         """Returns tensors with a row for each of some interventions of this class."""
-        vectors = [each.vector_as(dtype, device) for each in others if each.vector is not None]
         if self.kind == "clamp":
             low, high = -math.inf, math.inf
             bounds = [[low if each.values[1] is None else each.values[1] for each in others]]
@@ -109,7 +113,9 @@ class Intervention(InterventionBase):
             # As exact as a number that multiplies a tensor.
             dtype = torch.float64 if dtype == torch.float64 else torch.float32
         with torch.inference_mode(mode=False):  # a later call may record a graph
-            columns = [torch.tensor(each, dtype=dtype, device=device)[:, None] for each in bounds]
+            columns = [
+                to_device(torch.tensor(each, dtype=dtype)[:, None], device) for each in bounds
+            ]
             return (torch.stack(vectors), *columns) if vectors else tuple(columns)
 
     def __setattr__(self, name: str, value: object) -> None:

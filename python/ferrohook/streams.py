@@ -99,13 +99,6 @@ def made(tensors: Sequence[Tensor]) -> Made | None:
     return Made(tensors)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the host that nobody writes to later; the host does not wait for a GPU."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor if device.type == "cpu" else tensor.to(device)
-
-
 def read(tensor: Tensor) -> None:
     """Keeps the memory of a tensor on a GPU until the current stream is done with it."""
     if _has_memory(tensor):

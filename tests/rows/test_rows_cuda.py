@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.engines import Span, Step
-from ferrohook.engines.planned import PlannedRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 WIDTH = 8
 LAYERS = 3
@@ -161,46 +159,6 @@ def test_a_request_alone_changes_and_keeps_positions(models: Models) -> None:
     expected = models.by_hand(([2, 3], lambda h: h + vector(1)))
     assert close(out[0], expected[-1])
     assert close(request.acts["layers.2"].view(-1, WIDTH), expected[2][-1:])
-
-
-# --- Steps of an engine --------------------------------------------------------------------------
-
-
-def decode(models: Models, plans: Iterable[fh.Plan], count: int) -> PlannedRequests:
-    """Two requests in steps of a row each; in the last ones the host may not wait."""
-    planned = PlannedRequests(models.gpu)
-    for number, plan in enumerate(plans):
-        with planned.admitting(str(number), plan):
-            pass
-    for at in range(count):
-        spans = [Span(str(number), number, 1, at, 1) for number in range(2)]
-        torch.cuda.set_sync_debug_mode("error" if at >= count // 2 else "default")
-        try:
-            with planned.running(Step(spans, ROWS)):
-                models.gpu(models.x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return planned
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        lambda seed: fh.on("*", fh.Add(vector(seed))),
-        lambda seed: fh.on("*", fh.Add(vector(seed)), at="generated"),
-        lambda seed: fh.on("*", fh.Ablate(vector(seed))),
-        lambda seed: fh.on("*", fh.Clamp(vector(seed), -1.0, 1.0)),
-        lambda seed: fh.on("*", halve),
-        lambda _seed: fh.keep("*"),
-        lambda _seed: fh.keep("*", at="generated"),
-        lambda _seed: fh.keep("*", device="cpu", max_bytes=1 << 20),
-    ],
-    ids=["Add", "Add at", "Ablate", "Clamp", "Python", "keep", "keep at", "keep on the CPU"],
-)
-def test_a_warm_step_waits_for_nothing(models: Models, entry: Callable[[int], Any]) -> None:
-    planned = decode(models, [fh.Plan(entry(0)), fh.Plan(entry(1))], count=8)
-    assert planned.failure_of("0") is None
-    assert planned.failure_of("1") is None
 
 
 # --- Streams -------------------------------------------------------------------------------------

@@ -440,6 +440,8 @@ class Elsewhere(Tensor):
 
 
 class Device:
+    type = "cpu"
+
     def __eq__(self, other: object) -> bool:
         met, Elsewhere.met = Elsewhere.met, None
         if met is not None:
@@ -465,12 +467,12 @@ def test_devices_are_compared_without_a_lock(
         def forward(self, x: Tensor) -> Tensor:
             return x.as_subclass(Elsewhere)
 
-    plain = torch.tensor
+    plain = Tensor.to
 
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        return plain(*args, **kwargs, device=None if isinstance(device, Device) else device)
+    def to(tensor: Tensor, *args: Any) -> Tensor:
+        return plain(tensor, *("cpu" if isinstance(each, Device) else each for each in args))
 
-    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(Tensor, "to", to)
     model = nn.Sequential(Into())
     a, b = (requests(model, fh.on("0", fh.Scale(factor), at=at)) for factor in (2.0, 3.0))
     met = []

@@ -81,6 +81,7 @@ class Batch(BatchBase, Scope):
         size = _check_positions(positions, self.dim, self.size)
         flat = positions.dim() == 1
         columns = None if flat else positions.shape[1]
+        positions = positions.cpu()  # the one wait for a GPU
         values = positions.flatten().tolist()
         if self._sites is not None and not flat:
             msg = "sites know the positions of rows: give positions of the shape (rows,)"

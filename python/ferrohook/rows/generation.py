@@ -6,6 +6,8 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ferrohook._core import Attachment
 from ferrohook.arguments import expect
 from ferrohook.errors import HookError, RowsError
@@ -53,10 +55,10 @@ class _Generation(Batch):
             )
             raise RowsError(msg)
         self._prompt = tokens.prompt
-        lengths = tokens.prompt.lengths.tolist()
-        self.move(
-            tokens.positions, {request: lengths[row] for request, row in self._places.items()}
-        )
+        both = torch.cat((tokens.prompt.lengths[:, None], tokens.positions), 1)
+        both = both.cpu()  # the one wait for a GPU
+        lengths = both[:, 0].tolist()
+        self.move(both[:, 1:], {request: lengths[row] for request, row in self._places.items()})
 
 
 def _find(

@@ -22,15 +22,18 @@ def masks_of(
 ) -> tuple[Any, ...]:
     """Returns which tokens of a request's padded rows are at each of its plan's positions.
 
+    Args:
+        ats: positions of its plan.
+        positions: those of its tokens, on the host.
+        lengths: of its prompts.
+
     Raises:
         RowsError: the length of its prompt is needed and not known.
     """
     _check_lengths(ats, lengths)
-    prompts = torch.as_tensor(0 if lengths is None else lengths, device=positions.device)
+    prompts = torch.as_tensor(0 if lengths is None else lengths)
     tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
-    masks = [mask_of(at, tokens) for at in ats]
-    if positions.device.type != "cpu":
-        return tuple(masks)
+    masks = (mask_of(at, tokens) for at in ats)
     return tuple(mask if mask.any() else None for mask in masks)
 
 

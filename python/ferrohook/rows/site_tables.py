@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, frames, store_rows
+from ferrohook._core import Attachment, frames, store_rows, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.groups import register
@@ -22,7 +22,7 @@ from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
 from ferrohook.selection import select
-from ferrohook.streams import Tables, made, to_device
+from ferrohook.streams import Tables, made
 
 if TYPE_CHECKING:
     from collections.abc import Callable

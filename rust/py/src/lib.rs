@@ -81,6 +81,8 @@ mod _core {
     #[pymodule_export]
     use crate::torch::cache::CallCache;
     #[pymodule_export]
+    use crate::torch::copies::to_device;
+    #[pymodule_export]
     use crate::torch::tree::ModuleTree;
 
     #[pymodule_init]

@@ -9,13 +9,14 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::capture::collector::Collector;
 use crate::capture::keeping;
 use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
+use crate::rows::mask::Mask;
 use crate::rows::merging::Places;
 use crate::rows::numbers::{OwnRows, Tokens};
 use crate::torch::is_tensor;
@@ -132,9 +133,19 @@ impl RequestBase {
 
     /// Sets the tokens at each of the plan's positions in the forward that begins: True for all, None
     /// for none, or a tensor of bools; None: not known.
-    fn _set_masks(&self, masks: Option<Py<PyTuple>>) {
-        let masks = masks.map(|masks| Arc::new(Masks::Tensors(masks)));
+    fn _set_masks(&self, masks: Option<&Bound<'_, PyTuple>>) -> PyResult<()> {
+        let chosen = |mask: Bound<'_, PyAny>| {
+            Ok(match is_tensor(&mask)? {
+                true => Chosen::At(Arc::new(Mask::of(&mask))),
+                false if mask.is_none() => Chosen::Nothing,
+                false => Chosen::All,
+            })
+        };
+        let masks = masks.map(|masks| masks.iter().map(chosen).collect::<PyResult<_>>());
+        let masks = masks.transpose()?.map(Masks::Tokens);
+        let masks = masks.map(Arc::new);
         let _former = mem::replace(&mut *self.masks.lock(), masks); // dropped after the lock is released
+        Ok(())
     }
 
     /// Sets the tokens at each of the plan's positions in the forward that begins, as places among
@@ -143,7 +154,12 @@ impl RequestBase {
         if places.iter().flatten().any(|place| *place >= count) {
             return Err(PyValueError::new_err("a place is out of range of the rows"));
         }
-        let masks = Arc::new(Masks::Rows { places, count, dim });
+        let masks = Arc::new(Masks::Rows {
+            masks: places.iter().map(|_| OnceLock::new()).collect(),
+            places,
+            count,
+            dim,
+        });
         let _former = self.masks.lock().replace(masks); // dropped after the lock is released
         Ok(())
     }
@@ -164,12 +180,7 @@ impl RequestBase {
 
     /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they are
     /// not those of the batch.
-    pub fn chosen<'py>(
-        &self,
-        py: Python<'py>,
-        at: usize,
-        own: Option<&OwnRows>,
-    ) -> PyResult<Chosen<'py>> {
+    pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
         let Some(masks) = self.masks() else {
             return Err(hook_error(
                 py,
@@ -178,32 +189,29 @@ impl RequestBase {
                     .to_owned(),
             ));
         };
-        let masks = match &*masks {
-            Masks::Tensors(masks) => masks.bind(py),
-            Masks::Rows { places, count, dim } => {
-                let (chosen, count, dim) = match own {
-                    Some(own) => (own.among(&places[at]), own.places.len(), own.dim),
-                    None => (places[at].clone(), *count, *dim),
-                };
-                let mut bools = vec![false; count];
-                for row in chosen {
-                    bools[row] = true;
+        let mask = match &*masks {
+            Masks::Tokens(chosen) => match (&chosen[at], own) {
+                (Chosen::At(mask), Some(own)) => Arc::new(mask.at(py, &own.places)?),
+                (chosen, _) => return Ok(chosen.clone()),
+            },
+            Masks::Rows {
+                places,
+                count,
+                dim,
+                masks,
+            } => match (own, masks[at].get()) {
+                (Some(own), _) => {
+                    let (rows, count) = (own.among(&places[at]), own.places.len());
+                    Arc::new(Mask::of_rows(py, &rows, count, own.dim)?)
                 }
-                return mask_along(py, bools, dim).map(Chosen::At);
-            }
+                (None, Some(mask)) => Arc::clone(mask),
+                (None, None) => {
+                    let mask = Arc::new(Mask::of_rows(py, &places[at], *count, *dim)?);
+                    Arc::clone(masks[at].get_or_init(|| mask))
+                }
+            },
         };
-        let mask = masks.get_item(at)?;
-        if mask.is_none() {
-            return Ok(Chosen::Nothing);
-        }
-        if !is_tensor(&mask)? {
-            return Ok(Chosen::All);
-        }
-        let Some(own) = own else {
-            return Ok(Chosen::At(mask));
-        };
-        let rows = mask.call_method1(intern!(py, "__getitem__"), (own.places.to_vec(),))?;
-        Ok(Chosen::At(rows))
+        Ok(Chosen::At(mask))
     }
 
     /// Returns one of the plan's positions as places among the rows of the batch; None if they are
@@ -211,41 +219,31 @@ impl RequestBase {
     pub fn places(&self, at: usize) -> Option<Vec<usize>> {
         match &*self.masks()? {
             Masks::Rows { places, .. } => Some(places[at].clone()),
-            Masks::Tensors(_) => None,
+            Masks::Tokens(_) => None,
         }
     }
 }
 
 /// Tokens at the positions of a plan, in the running forward.
 enum Masks {
-    /// For each of the positions True for all, None for none, or a tensor of bools.
-    Tensors(Py<PyTuple>),
+    Tokens(Box<[Chosen]>),
     /// For each of the positions places among the request's rows of the batch, their number and their
     /// dimension.
     Rows {
         places: Vec<Vec<usize>>,
         count: usize,
         dim: usize,
+        /// Each made when it is first needed.
+        masks: Box<[OnceLock<Arc<Mask>>]>,
     },
 }
 
 /// Tokens at one of the positions of a plan.
-pub enum Chosen<'py> {
+#[derive(Clone)]
+pub enum Chosen {
     All,
     Nothing,
-    /// Those where a tensor of bools, of the first dimensions of the value, is true.
-    At(Bound<'py, PyAny>),
-}
-
-/// Makes a mask of the rows of a dimension.
-fn mask_along(py: Python<'_>, bools: Vec<bool>, dim: usize) -> PyResult<Bound<'_, PyAny>> {
-    let torch = py.import(intern!(py, "torch"))?;
-    let options = PyDict::new(py);
-    options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "bool"))?)?;
-    let mut shape = vec![1; dim];
-    shape.push(bools.len());
-    let mask = torch.call_method(intern!(py, "tensor"), (bools,), Some(&options))?;
-    mask.call_method1(intern!(py, "reshape"), (shape,))
+    At(Arc<Mask>),
 }
 
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
@@ -301,20 +299,15 @@ impl Source {
             Chosen::At(mask) => Some(mask),
         };
         let positions = match (positions, &mask) {
-            (Some(all), Some(mask)) => {
-                let places = mask.call_method0(intern!(py, "flatten"))?;
-                let places = places.call_method0(intern!(py, "nonzero"))?;
-                let places = places.call_method0(intern!(py, "flatten"))?;
-                let places: Vec<usize> = places.call_method0(intern!(py, "tolist"))?.extract()?;
-                all.at(&places, Some(0))
-            }
+            (Some(all), Some(mask)) => all.at(&mask.places(py)?, Some(0)),
             (positions, _) => positions.cloned(),
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
             return Ok(());
         }
+        let names = collector.get().names();
         let at = map_tensors(value, &mut |tensor| match &mask {
-            Some(mask) => tensor.get_item(mask),
+            Some(mask) => mask.take(&|| format!("capture of {:?}", names[index]), tensor),
             None => tensor.call_method1(intern!(py, "flatten"), (0, 1)),
         })?;
         keeping::record(&collector, index, &at, positions.as_ref(), shared)

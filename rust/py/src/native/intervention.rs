@@ -13,6 +13,7 @@ use pyo3::types::PyTuple;
 
 use crate::error::{hook_type_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
+use crate::rows::mask::Mask;
 use crate::torch;
 use crate::torch::made::Order;
 use crate::torch::tensors::{part_of, summed, with_part};
@@ -184,7 +185,7 @@ impl InterventionBase {
     pub fn run_masked<'py>(
         slf: &Bound<'py, Self>,
         turn: &Turn<'_, 'py>,
-        mask: Option<&Bound<'py, PyAny>>,
+        mask: Option<&Mask>,
     ) -> Outcome<'py> {
         let change = Change {
             intervention: slf,
@@ -234,7 +235,7 @@ pub struct Change<'a, 'py> {
     pub intervention: &'a Bound<'py, InterventionBase>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
-    pub mask: Option<&'a Bound<'py, PyAny>>,
+    pub mask: Option<&'a Mask>,
 }
 
 impl<'py> Change<'_, 'py> {
@@ -291,10 +292,10 @@ impl<'py> Change<'_, 'py> {
         residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let changed = with_residual(x, residual, |x| self.everywhere(x))?;
-        let Some(mask) = self.mask else {
-            return Ok(changed);
-        };
-        merge(self.describe, mask, &changed, x)
+        match self.mask {
+            Some(mask) => mask.merge(self.describe, &changed, x),
+            None => Ok(changed),
+        }
     }
 
     /// Changes a tensor by the vector or the numbers of the intervention.
@@ -415,34 +416,6 @@ impl<'py> Change<'_, 'py> {
         let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
-}
-
-/// Takes `changed` where the mask, of (batch, length), is true, and `x` elsewhere.
-pub fn merge<'py>(
-    describe: &dyn Fn() -> String,
-    mask: &Bound<'py, PyAny>,
-    changed: &Bound<'py, PyAny>,
-    x: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = x.py();
-    let shape = |tensor: &Bound<'py, PyAny>| -> PyResult<Vec<usize>> {
-        tensor.getattr(intern!(py, "shape"))?.extract()
-    };
-    let (of_x, of_mask) = (shape(x)?, shape(mask)?);
-    if !of_x.starts_with(&of_mask) {
-        let message = format!(
-            "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value \
-             has the shape {of_x:?}",
-            describe(),
-        );
-        return Err(hook_type_error(py, message));
-    }
-    let device = x.getattr(intern!(py, "device"))?;
-    let mut mask = mask.call_method1(intern!(py, "to"), (device,))?;
-    for _ in of_mask.len()..of_x.len() {
-        mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
-    }
-    changed.call_method1(intern!(py, "where"), (mask, x))
 }
 
 /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.

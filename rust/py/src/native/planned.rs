@@ -10,7 +10,7 @@ use crate::capture::request::{Chosen, RequestBase};
 use crate::cpython::invoke;
 use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
-use crate::native::intervention::{InterventionBase, merge};
+use crate::native::intervention::InterventionBase;
 use crate::rows::merging::{InBatch, Merging, in_batch};
 use crate::rows::numbers::Tokens;
 use crate::torch;
@@ -75,7 +75,7 @@ impl Native for MaskedHook {
         };
         let hook = self.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
-            return InterventionBase::run_masked(intervention, turn, mask.as_ref());
+            return InterventionBase::run_masked(intervention, turn, mask.as_deref());
         }
         let result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
         if result.is_none() {
@@ -87,7 +87,7 @@ impl Native for MaskedHook {
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }
-        merge(turn.describe, &mask, &result, turn.value).map(Some)
+        mask.merge(turn.describe, &result, turn.value).map(Some)
     }
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {

@@ -166,7 +166,7 @@ impl Group {
         if self.hooks.len() == 1 || operation == Operation::Zero {
             return change.everywhere(x);
         }
-        let tables = self.tables(change.intervention, x)?;
+        let tables = self.tables(change, x)?;
         let changed = change.by(x, |place| {
             spread(&tables.get_item(place)?, &self.selection, x, dim)
         })?;
@@ -181,10 +181,11 @@ impl Group {
     /// Returns the tables of the interventions, as `x` takes them.
     fn tables<'py>(
         &self,
-        first: &Bound<'py, InterventionBase>,
+        change: &Change<'_, 'py>,
         x: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let py = x.py();
+        let first = change.intervention;
         let this = first.get();
         let dtype = x.getattr(intern!(py, "dtype"))?;
         let device = x.getattr(intern!(py, "device"))?;
@@ -211,8 +212,19 @@ impl Group {
                 return Ok(tensors.into_bound(py));
             }
         }
+        let vectors = PyList::empty(py);
+        if this.dims.is_some() {
+            for hook in &self.hooks {
+                let change = Change {
+                    intervention: hook.bind(py),
+                    ..*change
+                };
+                vectors.append(change.vector(x)?)?;
+            }
+        }
         let hooks = PyList::new(py, &self.hooks)?;
-        let tensors = first.call_method1(intern!(py, "_tables"), (hooks, &dtype, &device))?;
+        let arguments = (hooks, vectors, &dtype, &device);
+        let tensors = first.call_method1(intern!(py, "_tables"), arguments)?;
         let tensors = tensors.cast_into::<PyTuple>()?;
         if let Some(order) = Order::of(&tensors)? {
             let table = Table {

@@ -11,6 +11,7 @@ pub mod around;
 pub mod batch;
 mod given;
 pub mod hooks;
+pub mod mask;
 pub mod member;
 pub mod merged;
 pub mod merging;

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::hooks::native::Turn;
+use crate::torch::copies::Copies;
 use crate::torch::facts::Facts;
-use crate::torch::made::Order;
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -22,19 +22,12 @@ pub enum Rows {
     Index(Index),
 }
 
-/// Tensor on a device.
-struct OnDevice {
-    device: Py<PyAny>,
-    tensor: Py<PyAny>,
-    order: Order,
-}
-
 /// Rows in any order.
 #[derive(Clone)]
 pub struct Index {
     pub rows: Arc<[usize]>,
-    /// Tensors of the rows, one for each device.
-    tensors: Arc<Mutex<Vec<OnDevice>>>,
+    /// Those of the tensor of the rows.
+    copies: Arc<Copies>,
 }
 
 impl PartialEq for Index {
@@ -49,41 +42,17 @@ impl Index {
     pub fn of(rows: Vec<usize>) -> Self {
         Self {
             rows: rows.into(),
-            tensors: Arc::default(),
+            copies: Arc::default(),
         }
     }
 
     /// Returns the rows as a tensor on the device of another.
     pub fn on_device_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
-        let device = tensor.getattr(intern!(py, "device"))?;
-        let known = |nth: usize| {
-            let tensors = self.tensors.lock();
-            let of = tensors.get(nth)?;
-            let order = of.order.clone_ref(py);
-            Some((of.device.clone_ref(py), of.tensor.clone_ref(py), order))
-        };
-        // Compared without the lock: a device may be of Python.
-        for (of, index, order) in (0..).map_while(known) {
-            if of.bind(py).eq(&device)? {
-                order.begin_use(py)?;
-                return Ok(index.into_bound(py));
-            }
-        }
-        let options = PyDict::new(py);
-        options.set_item(intern!(py, "device"), &device)?;
-        let torch = py.import(intern!(py, "torch"))?;
-        let rows = self.rows.to_vec();
-        let index = torch.call_method(intern!(py, "tensor"), (rows,), Some(&options))?;
-        if let Some(order) = Order::of(&PyTuple::new(py, [&index])?)? {
-            let (device, tensor) = (device.unbind(), index.clone().unbind());
-            self.tensors.lock().push(OnDevice {
-                device,
-                tensor,
-                order,
-            });
-        }
-        Ok(index)
+        self.copies.on_device_of(tensor, || {
+            let torch = py.import(intern!(py, "torch"))?;
+            torch.call_method1(intern!(py, "tensor"), (self.rows.to_vec(),))
+        })
     }
 }
 

@@ -5,6 +5,7 @@
 //! instance or the class, to `nn.Module.__call__`.
 
 pub mod cache;
+pub mod copies;
 pub mod facts;
 pub mod hooks;
 pub mod made;

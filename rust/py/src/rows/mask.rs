@@ -1,0 +1,112 @@
+//! Tokens at positions, as a mask of the first dimensions of tensors.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::hook_type_error;
+use crate::torch::copies::Copies;
+
+/// Mask of the tokens of a forward, (batch, length) or (1, ..., rows), for all of its calls.
+pub struct Mask {
+    /// Tensor of bools.
+    bools: Py<PyAny>,
+    on_devices: Copies,
+    /// Places of the tokens where it is true, in the order of memory.
+    places: Copies,
+}
+
+impl Mask {
+    pub fn of(bools: &Bound<'_, PyAny>) -> Self {
+        Self {
+            bools: bools.clone().unbind(),
+            on_devices: Copies::default(),
+            places: Copies::default(),
+        }
+    }
+
+    /// Makes the mask of some of the `count` rows of a dimension.
+    pub fn of_rows(py: Python<'_>, rows: &[usize], count: usize, dim: usize) -> PyResult<Self> {
+        let mut bools = vec![false; count];
+        for row in rows {
+            bools[*row] = true;
+        }
+        let torch = py.import(intern!(py, "torch"))?;
+        let options = PyDict::new(py);
+        options.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "bool"))?)?;
+        let mut shape = vec![1; dim];
+        shape.push(count);
+        let mask = torch.call_method(intern!(py, "tensor"), (bools,), Some(&options))?;
+        let mask = mask.call_method1(intern!(py, "reshape"), (shape,))?;
+        Ok(Self::of(&mask))
+    }
+
+    /// Returns the mask of other rows, of one dimension: those with these places among its own.
+    pub fn at(&self, py: Python<'_>, places: &[usize]) -> PyResult<Self> {
+        Ok(Self::of(&self.bools.bind(py).get_item(places)?))
+    }
+
+    /// Places of the tokens, as a tensor where the mask is.
+    fn nonzero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let flatten = intern!(py, "flatten");
+        let flat = self.bools.bind(py).call_method0(flatten)?;
+        flat.call_method0(intern!(py, "nonzero"))?
+            .call_method0(flatten)
+    }
+
+    /// Returns the places of the tokens.
+    pub fn places(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let places = self.nonzero(py)?;
+        places.call_method0(intern!(py, "tolist"))?.extract()
+    }
+
+    /// Takes the tokens of a tensor: a copy, with one dimension in place of those of the mask.
+    pub fn take<'py>(
+        &self,
+        describe: &dyn Fn() -> String,
+        tensor: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let dims = self.dims_of(describe, tensor)?;
+        let places = self.places.on_device_of(tensor, || self.nonzero(py))?;
+        let last = dims.saturating_sub(1);
+        let flat = tensor.call_method1(intern!(py, "flatten"), (0, last))?;
+        flat.call_method1(intern!(py, "index_select"), (0, places))
+    }
+
+    /// Takes the tokens of `changed`, and the others of `x`.
+    pub fn merge<'py>(
+        &self,
+        describe: &dyn Fn() -> String,
+        changed: &Bound<'py, PyAny>,
+        x: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = x.py();
+        let dims = self.dims_of(describe, x)?;
+        let bools = || Ok(self.bools.bind(py).clone());
+        let mut mask = self.on_devices.on_device_of(x, bools)?;
+        let of_x: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
+        for _ in dims..of_x {
+            mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
+        }
+        changed.call_method1(intern!(py, "where"), (mask, x))
+    }
+
+    /// Returns the number of its dimensions, the first ones of a tensor.
+    fn dims_of(&self, describe: &dyn Fn() -> String, x: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let py = x.py();
+        let shape = |tensor: &Bound<'_, PyAny>| -> PyResult<Vec<usize>> {
+            tensor.getattr(intern!(py, "shape"))?.extract()
+        };
+        let (of_x, of_mask) = (shape(x)?, shape(self.bools.bind(py))?);
+        if !of_x.starts_with(&of_mask) {
+            let message = format!(
+                "{}: positions are known for {of_mask:?} tokens (batch, length), the module's \
+                 value has the shape {of_x:?}",
+                describe(),
+            );
+            return Err(hook_type_error(py, message));
+        }
+        Ok(of_mask.len())
+    }
+}

@@ -1,0 +1,90 @@
+//! Tensors of the host, and their copies on the devices of others.
+
+use parking_lot::Mutex;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::torch::made::Order;
+use crate::torch::tensors::requires_grad;
+
+/// Copies a tensor to a device; one of the host through pinned memory, so that the host does not
+/// wait for a GPU. Nobody may write to it later.
+#[pyfunction]
+pub fn to_device<'py>(
+    tensor: &Bound<'py, PyAny>,
+    device: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
+    let to = intern!(py, "to");
+    if !leaves_host(tensor, device)? {
+        return tensor.call_method1(to, (device,));
+    }
+    let options = PyDict::new(py);
+    options.set_item(intern!(py, "non_blocking"), true)?;
+    let pinned = tensor.call_method0(intern!(py, "pin_memory"))?;
+    pinned.call_method(to, (device,), Some(&options))
+}
+
+/// True for a tensor of the host that goes to a GPU. Not for one whose copy is part of a graph:
+/// autograd's, or a CUDA graph, which reads the memory of the host in each replay.
+fn leaves_host(tensor: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let goes_to_gpu = device.getattr(intern!(py, "type"))?.eq("cuda")?
+        && tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
+    if !goes_to_gpu || requires_grad(tensor)? {
+        return Ok(false);
+    }
+    let cuda = py
+        .import(intern!(py, "torch"))?
+        .getattr(intern!(py, "cuda"))?;
+    // Not initialized: no GPU, and shape propagation of tensors that say to be on one.
+    let open = cuda.call_method0(intern!(py, "is_initialized"))?;
+    let capturing = intern!(py, "is_current_stream_capturing");
+    Ok(open.is_truthy()? && !cuda.call_method0(capturing)?.is_truthy()?)
+}
+
+struct Copy {
+    device: Py<PyAny>,
+    tensor: Py<PyAny>,
+    order: Order,
+}
+
+/// Copies of a tensor of the host, one for each device, made when they are first needed.
+#[derive(Default)]
+pub struct Copies(Mutex<Vec<Copy>>);
+
+impl Copies {
+    /// Returns the copy on the device of another tensor.
+    pub fn on_device_of<'py>(
+        &self,
+        other: &Bound<'py, PyAny>,
+        make: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = other.py();
+        let device = other.getattr(intern!(py, "device"))?;
+        let known = |nth: usize| {
+            let copies = self.0.lock();
+            let of = copies.get(nth)?;
+            let order = of.order.clone_ref(py);
+            Some((of.device.clone_ref(py), of.tensor.clone_ref(py), order))
+        };
+        // Compared without the lock: a device may be of Python.
+        for (of, tensor, order) in (0..).map_while(known) {
+            if of.bind(py).eq(&device)? {
+                order.begin_use(py)?;
+                return Ok(tensor.into_bound(py));
+            }
+        }
+        let tensor = to_device(&make()?, &device)?;
+        if let Some(order) = Order::of(&PyTuple::new(py, [&tensor])?)? {
+            let (device, tensor) = (device.unbind(), tensor.clone().unbind());
+            self.0.lock().push(Copy {
+                device,
+                tensor,
+                order,
+            });
+        }
+        Ok(tensor)
+    }
+}
