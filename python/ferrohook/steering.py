@@ -94,7 +94,8 @@ class Intervention(InterventionBase):
         scale = self.values[1] if self.kind == "add" else None
         with torch.inference_mode(mode=False):  # a later call may record a graph
             prepared = prepared_vector(self.kind, vector, scale)
-            return to_device(prepared.to(dtype), device)
+            cast_vector: Tensor = to_device(prepared.to(dtype), device)
+            return cast_vector
 
     def _tables(
         self,
