@@ -17,7 +17,7 @@ use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::rows::merging::Places;
-use crate::rows::numbers::{OwnRows, Tokens};
+use crate::rows::places::{MemberPlace, OwnRows, TokenPlace, Tokens, in_tensors};
 use crate::torch::is_tensor;
 use crate::torch::tensors::map_tensors;
 
@@ -143,7 +143,13 @@ impl RequestBase {
         if places.iter().flatten().any(|place| *place >= count) {
             return Err(PyValueError::new_err("a place is out of range of the rows"));
         }
-        let masks = Arc::new(Masks::Rows { places, count, dim });
+        let places = places.into_iter();
+        let places = places.map(|of_one| of_one.into_iter().map(MemberPlace).collect());
+        let masks = Arc::new(Masks::Rows {
+            places: places.collect(),
+            count,
+            dim,
+        });
         let _former = self.masks.lock().replace(masks); // dropped after the lock is released
         Ok(())
     }
@@ -183,11 +189,11 @@ impl RequestBase {
             Masks::Rows { places, count, dim } => {
                 let (chosen, count, dim) = match own {
                     Some(own) => (own.among(&places[at]), own.places.len(), own.dim),
-                    None => (places[at].clone(), *count, *dim),
+                    None => (in_tensors(&places[at]), *count, *dim),
                 };
                 let mut bools = vec![false; count];
-                for row in chosen {
-                    bools[row] = true;
+                for TokenPlace(place) in chosen {
+                    bools[place] = true;
                 }
                 return mask_along(py, bools, dim).map(Chosen::At);
             }
@@ -202,13 +208,14 @@ impl RequestBase {
         let Some(own) = own else {
             return Ok(Chosen::At(mask));
         };
-        let rows = mask.call_method1(intern!(py, "__getitem__"), (own.places.to_vec(),))?;
-        Ok(Chosen::At(rows))
+        let rows: Vec<_> = own.places.iter().map(|place| place.0).collect();
+        let mask = mask.call_method1(intern!(py, "__getitem__"), (rows,))?;
+        Ok(Chosen::At(mask))
     }
 
     /// Returns one of the plan's positions as places among the rows of the batch; None if they are
     /// not known as such.
-    pub fn places(&self, at: usize) -> Option<Vec<usize>> {
+    pub fn places(&self, at: usize) -> Option<Vec<MemberPlace>> {
         match &*self.masks()? {
             Masks::Rows { places, .. } => Some(places[at].clone()),
             Masks::Tensors(_) => None,
@@ -223,7 +230,7 @@ enum Masks {
     /// For each of the positions places among the request's rows of the batch, their number and their
     /// dimension.
     Rows {
-        places: Vec<Vec<usize>>,
+        places: Vec<Vec<MemberPlace>>,
         count: usize,
         dim: usize,
     },
@@ -306,6 +313,7 @@ impl Source {
                 let places = places.call_method0(intern!(py, "nonzero"))?;
                 let places = places.call_method0(intern!(py, "flatten"))?;
                 let places: Vec<usize> = places.call_method0(intern!(py, "tolist"))?.extract()?;
+                let places: Vec<_> = places.into_iter().map(TokenPlace).collect();
                 all.at(&places, Some(0))
             }
             (positions, _) => positions.cloned(),
