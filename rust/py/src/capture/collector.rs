@@ -16,7 +16,7 @@ use crate::capture::store::{
     Budget, Gradient, Kept, KeptTensor, OverBudget, RootCall, Store, TensorSlot,
 };
 use crate::error;
-use crate::rows::numbers::TokenPositions;
+use crate::rows::places::TokenPositions;
 use crate::torch;
 use crate::torch::made;
 use crate::torch::tensors::{requires_grad, version};
@@ -151,7 +151,7 @@ impl Collector {
     fn positions(&self, index: usize) -> Vec<Option<(Vec<i64>, Option<usize>)>> {
         let store = self.store.lock();
         let positions = store.kept[index].iter().map(|kept| &kept.positions);
-        let found = |it: &TokenPositions| (it.values.to_vec(), it.dim);
+        let found = |it: &TokenPositions| (it.values.iter().map(|at| at.0).collect(), it.dim);
         positions.map(|it| it.as_ref().map(found)).collect()
     }
 

@@ -20,7 +20,7 @@ use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
-use crate::rows::numbers::{TokenPositions, Tokens};
+use crate::rows::places::{Position, TokenPositions, Tokens};
 use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
@@ -195,7 +195,7 @@ pub fn store_rows(
     positions: Option<Vec<i64>>,
 ) -> PyResult<()> {
     let positions = positions.map(|values| TokenPositions {
-        values: values.into(),
+        values: values.into_iter().map(Position).collect(),
         dim: Some(0),
     });
     values.iter().try_for_each(|(index, value)| {

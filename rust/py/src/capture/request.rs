@@ -18,7 +18,7 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::rows::mask::Mask;
 use crate::rows::merging::Places;
-use crate::rows::numbers::{OwnRows, Tokens};
+use crate::rows::places::{MemberPlace, OwnRows, Tokens, in_tensors};
 use crate::torch::is_tensor;
 use crate::torch::tensors::map_tensors;
 
@@ -154,6 +154,9 @@ impl RequestBase {
         if places.iter().flatten().any(|place| *place >= count) {
             return Err(PyValueError::new_err("a place is out of range of the rows"));
         }
+        let places = places.into_iter();
+        let places = places.map(|of_one| of_one.into_iter().map(MemberPlace).collect());
+        let places: Vec<Vec<_>> = places.collect();
         let masks = Arc::new(Masks::Rows {
             masks: places.iter().map(|_| OnceLock::new()).collect(),
             places,
@@ -206,7 +209,8 @@ impl RequestBase {
                 }
                 (None, Some(mask)) => Arc::clone(mask),
                 (None, None) => {
-                    let mask = Arc::new(Mask::of_rows(py, &places[at], *count, *dim)?);
+                    let rows = in_tensors(&places[at]);
+                    let mask = Arc::new(Mask::of_rows(py, &rows, *count, *dim)?);
                     Arc::clone(masks[at].get_or_init(|| mask))
                 }
             },
@@ -216,7 +220,7 @@ impl RequestBase {
 
     /// Returns one of the plan's positions as places among the rows of the batch; None if they are
     /// not known as such.
-    pub fn places(&self, at: usize) -> Option<Vec<usize>> {
+    pub fn places(&self, at: usize) -> Option<Vec<MemberPlace>> {
         match &*self.masks()? {
             Masks::Rows { places, .. } => Some(places[at].clone()),
             Masks::Tokens(_) => None,
@@ -230,7 +234,7 @@ enum Masks {
     /// For each of the positions places among the request's rows of the batch, their number and their
     /// dimension.
     Rows {
-        places: Vec<Vec<usize>>,
+        places: Vec<Vec<MemberPlace>>,
         count: usize,
         dim: usize,
         /// Each made when it is first needed.

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
-use crate::rows::numbers::{Rows, TokenPositions, length};
+use crate::rows::numbers::{Rows, length};
+use crate::rows::places::TokenPositions;
 use crate::torch::tensors::{map_tensors, owned};
 
 /// A stored tensor, and its version if reading checks that.

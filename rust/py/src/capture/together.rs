@@ -16,7 +16,8 @@ use crate::hooks::native::{Extension, Native, Outcome, Trace, Traced, Turn};
 use crate::rows::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
 };
-use crate::rows::numbers::{Rows, Selection, TokenPositions, Tokens};
+use crate::rows::numbers::{Rows, Selection};
+use crate::rows::places::{TokenPositions, Tokens};
 use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.

@@ -12,7 +12,7 @@ use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::InterventionBase;
 use crate::rows::merging::{InBatch, Merging, in_batch};
-use crate::rows::numbers::Tokens;
+use crate::rows::places::Tokens;
 use crate::torch;
 use crate::torch::tree::ModuleTree;
 

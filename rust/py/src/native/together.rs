@@ -38,9 +38,9 @@ fn spread<'py>(
     let py = x.py();
     let dims: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
     let mut rows = table.clone();
-    if let Some(places) = &selection.places {
-        let places = places.on_device_of(x)?;
-        rows = rows.call_method1(intern!(py, "index_select"), (0, places))?;
+    if let Some(members) = &selection.members {
+        let members = members.on_device_of(x)?;
+        rows = rows.call_method1(intern!(py, "index_select"), (0, members))?;
     }
     let between = dims - dim - 2;
     if between == 0 {

@@ -15,7 +15,7 @@ use crate::hooks::hook::Hook;
 use crate::rows::batch::{BatchBase, Batches, Layout, Member};
 use crate::rows::hooks::{Found, Hooks, MemberHooks};
 use crate::rows::merged::{MergedHooks, Simple};
-use crate::rows::numbers::Tokens;
+use crate::rows::places::Tokens;
 use crate::rows::stages::Stages;
 use crate::rows::value::{self, Needs, Value};
 use crate::torch::target::Target;

@@ -1,6 +1,5 @@
 //! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
 
-use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -22,14 +21,17 @@ use crate::hooks::site::{is_fault, log_error};
 use crate::rows::given;
 use crate::rows::member::Membership;
 use crate::rows::merged::MergedHooks;
-use crate::rows::numbers::{OwnRows, Rows, Selections, TokenPositions, length};
+use crate::rows::numbers::{BatchRows, Rows, Selections, length};
+use crate::rows::places::{
+    BatchRow, MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors,
+};
 use crate::rows::remembered::{Key, Remembered};
 use crate::torch::is_tensor;
 
 /// Request, scope or capture in a batch.
 pub struct Member {
     pub frame: Py<Frame>,
-    pub rows: Rows,
+    pub rows: BatchRows,
     /// True once one of its hooks ran.
     pub ran: AtomicBool,
 }
@@ -81,26 +83,22 @@ struct Gathered {
 /// Positions of the rows of a batch.
 struct Positions {
     /// Those of the first row, then those of the next.
-    values: Vec<i64>,
+    values: Vec<Position>,
     /// Number of columns of a padded batch; None if each row is one token.
     columns: Option<usize>,
     /// Those of each member, made when first needed.
-    members: Box<[OnceLock<Arc<[i64]>>]>,
+    members: Box<[OnceLock<Arc<[Position]>>]>,
 }
 
 impl Positions {
     /// Returns the positions of a member's tokens; None for several padded rows.
-    fn of(&self, number: usize, member: &Member) -> Option<Arc<[i64]>> {
+    fn of(&self, number: usize, member: &Member) -> Option<Arc<[Position]>> {
         if let Some(columns) = self.columns {
-            let row = member
-                .rows
-                .iter()
-                .next()
-                .filter(|_| member.rows.len() == 1)?;
+            let BatchRow(row) = member.rows.single()?;
             let found = || self.values[row * columns..(row + 1) * columns].into();
             return Some(Arc::clone(self.members[number].get_or_init(found)));
         }
-        let found = || member.rows.iter().map(|row| self.values[row]).collect();
+        let found = || member.rows.iter().map(|row| self.values[row.0]).collect();
         Some(Arc::clone(self.members[number].get_or_init(found)))
     }
 }
@@ -163,7 +161,7 @@ impl BatchBase {
                 return Err(rows_error(py, message));
             }
             let rows = given::read(&rows, size)?;
-            named = named.max(rows.end());
+            named = named.max(rows.in_tensors().end());
             members.push(Member {
                 frame: frame.unbind(),
                 rows,
@@ -179,7 +177,7 @@ impl BatchBase {
         if named > given::MOST_ROWS {
             return Err(given::too_many(py, named - 1));
         }
-        owners(py, &members, named)?;
+        Owners::of(py, &members, named)?;
         let mut modules = Vec::new();
         let mut by_address = FxHashMap::default();
         for (module, index, own) in gathered {
@@ -212,7 +210,7 @@ impl BatchBase {
     fn _set_positions(&self, values: Vec<i64>, columns: Option<usize>) {
         let members = self.members.iter().map(|_| OnceLock::new()).collect();
         let positions = Positions {
-            values,
+            values: values.into_iter().map(Position).collect(),
             columns,
             members,
         };
@@ -284,7 +282,8 @@ impl BatchBase {
 
     /// Rows of a member.
     fn _rows(&self, member: usize) -> Vec<usize> {
-        self.members[member].rows.iter().collect()
+        let rows = self.members[member].rows.iter();
+        rows.map(|row| row.0).collect()
     }
 
     /// Dimension of the rows.
@@ -519,7 +518,7 @@ impl BatchBase {
         match layout.own_rows(member) {
             None => Some(of_batch),
             Some(own) => match positions.columns {
-                None => of_batch.at(&own.places, dim),
+                None => of_batch.of_own(own),
                 // As for several padded rows of a member: whose columns they are is not known.
                 Some(_) => (own.places.len() == 1).then_some(of_batch),
             },
@@ -602,7 +601,7 @@ impl BatchBase {
                     format!("an index in gathered is a tensor of ints, got {got}"),
                 )
             })?;
-        let owners = owners(py, &self.members, self.named)?;
+        let owners = Owners::of(py, &self.members, self.named)?;
         let mut rows = vec![(Vec::new(), Vec::new()); self.members.len()];
         for (at, row) in index.iter().enumerate() {
             let Ok(row) = usize::try_from(*row) else {
@@ -615,9 +614,9 @@ impl BatchBase {
                 );
                 return Err(rows_error(py, message));
             }
-            if let Some(Some((member, place))) = owners.get(row) {
-                rows[*member].0.push(at);
-                rows[*member].1.push(*place);
+            if let Some((member, place)) = owners.of_row(BatchRow(row)) {
+                rows[member].0.push(at);
+                rows[member].1.push(place);
             }
         }
         let dim = gathered.dim;
@@ -644,7 +643,7 @@ impl Layout {
     pub fn rows<'a>(&'a self, batch: &'a BatchBase, member: usize) -> &'a Rows {
         match &self.gathered {
             Some(own) => &own[member].0,
-            None => &batch.members[member].rows,
+            None => batch.members[member].rows.in_tensors(),
         }
     }
 
@@ -654,10 +653,10 @@ impl Layout {
     }
 
     /// Converts places among a member's rows of the batch to places among its rows here.
-    pub fn places<'a>(&self, member: usize, of_batch: &'a [usize]) -> Cow<'a, [usize]> {
+    pub fn places(&self, member: usize, of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
         match self.own_rows(member) {
-            Some(own) => own.among(of_batch).into(),
-            None => of_batch.into(),
+            Some(own) => own.among(of_batch),
+            None => in_tensors(of_batch),
         }
     }
 
@@ -667,24 +666,28 @@ impl Layout {
     }
 }
 
-/// Member of each row and the row's place among those of it, None for a row of nobody.
-fn owners(
-    py: Python<'_>,
-    members: &[Member],
-    named: usize,
-) -> PyResult<Vec<Option<(usize, usize)>>> {
-    let mut owners = vec![None; named];
-    for (number, member) in members.iter().enumerate() {
-        for (place, row) in member.rows.iter().enumerate() {
-            if let Some((other, _)) = owners[row].replace((number, place)) {
-                let message = if other == number {
-                    format!("row {row} is named twice for member {number} of the batch")
-                } else {
-                    format!("rows overlap: row {row} is of members {other} and {number}")
-                };
-                return Err(rows_error(py, message));
+/// Member of each row, by number, and the row's place among those of it; None for a row of nobody.
+struct Owners(Vec<Option<(usize, MemberPlace)>>);
+
+impl Owners {
+    fn of(py: Python<'_>, members: &[Member], named: usize) -> PyResult<Self> {
+        let mut owners = vec![None; named];
+        for (number, member) in members.iter().enumerate() {
+            for (place, BatchRow(row)) in member.rows.iter().enumerate() {
+                if let Some((other, _)) = owners[row].replace((number, MemberPlace(place))) {
+                    let message = if other == number {
+                        format!("row {row} is named twice for member {number} of the batch")
+                    } else {
+                        format!("rows overlap: row {row} is of members {other} and {number}")
+                    };
+                    return Err(rows_error(py, message));
+                }
             }
         }
+        Ok(Self(owners))
     }
-    Ok(owners)
+
+    fn of_row(&self, row: BatchRow) -> Option<(usize, MemberPlace)> {
+        self.0.get(row.0).copied().flatten()
+    }
 }

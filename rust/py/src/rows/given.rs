@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyString};
 
 use crate::error::{hook_type_error, rows_error, type_name};
-use crate::rows::numbers::Rows;
+use crate::rows::numbers::{BatchRows, Rows};
 use crate::torch::is_tensor;
 
 /// Limit for the number of rows.
@@ -19,7 +19,7 @@ pub fn too_many(py: Python<'_>, row: usize) -> PyErr {
 }
 
 /// Reads rows as they are given to `fh.batch`; `size`: number of rows of the batch, if known.
-pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
+pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows> {
     let py = rows.py();
     let unknown = || {
         let message = "negative rows and slices without an end count from the number of rows: \
@@ -45,13 +45,14 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
         let end = behind.map_or_else(|| size.ok_or_else(unknown), place)?;
         if step == 1 {
             let length = end.saturating_sub(start);
-            return Ok(Rows::Range { start, length });
+            return Ok(BatchRows(Rows::Range { start, length }));
         }
         let every = usize::try_from(step).unwrap_or(usize::MAX);
         if end > MOST_ROWS {
             return Err(too_many(py, end - 1));
         }
-        return Ok(Rows::of((start..end).step_by(every).collect()));
+        let rows = (start..end).step_by(every).collect();
+        return Ok(BatchRows(Rows::of(rows)));
     }
     let one = rows.is_instance_of::<PyInt>();
     let wrong = |_| {
@@ -94,5 +95,5 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<Rows> {
         .into_iter()
         .map(place)
         .collect::<PyResult<_>>()
-        .map(Rows::of)
+        .map(|rows| BatchRows(Rows::of(rows)))
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::hook_type_error;
+use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
 
 /// Mask of the tokens of a forward, (batch, length) or (1, ..., rows), for all of its calls.
@@ -26,10 +27,15 @@ impl Mask {
     }
 
     /// Makes the mask of some of the `count` rows of a dimension.
-    pub fn of_rows(py: Python<'_>, rows: &[usize], count: usize, dim: usize) -> PyResult<Self> {
+    pub fn of_rows(
+        py: Python<'_>,
+        rows: &[TokenPlace],
+        count: usize,
+        dim: usize,
+    ) -> PyResult<Self> {
         let mut bools = vec![false; count];
         for row in rows {
-            bools[*row] = true;
+            bools[row.0] = true;
         }
         let torch = py.import(intern!(py, "torch"))?;
         let options = PyDict::new(py);
@@ -42,8 +48,9 @@ impl Mask {
     }
 
     /// Returns the mask of other rows, of one dimension: those with these places among its own.
-    pub fn at(&self, py: Python<'_>, places: &[usize]) -> PyResult<Self> {
-        Ok(Self::of(&self.bools.bind(py).get_item(places)?))
+    pub fn at(&self, py: Python<'_>, places: &[MemberPlace]) -> PyResult<Self> {
+        let rows: Vec<_> = places.iter().map(|place| place.0).collect();
+        Ok(Self::of(&self.bools.bind(py).get_item(rows)?))
     }
 
     /// Places of the tokens, as a tensor where the mask is.
@@ -55,9 +62,10 @@ impl Mask {
     }
 
     /// Returns the places of the tokens.
-    pub fn places(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+    pub fn places(&self, py: Python<'_>) -> PyResult<Vec<TokenPlace>> {
         let places = self.nonzero(py)?;
-        places.call_method0(intern!(py, "tolist"))?.extract()
+        let places: Vec<usize> = places.call_method0(intern!(py, "tolist"))?.extract()?;
+        Ok(places.into_iter().map(TokenPlace).collect())
     }
 
     /// Takes the tokens of a tensor: a copy, with one dimension in place of those of the mask.

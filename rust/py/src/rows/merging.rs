@@ -12,11 +12,12 @@ use pyo3::{PyClass, PyTypeCheck};
 
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{Extension, Native, NativeHook};
-use crate::rows::numbers::{Rows, Selection, Selections, TokenPositions, length};
+use crate::rows::numbers::{Rows, Selection, Selections, length};
+use crate::rows::places::{MemberPlace, TokenPositions};
 
 /// Index of positions among those of a plan, and their places among the rows of a member; None for
 /// all rows.
-pub type Places = Option<(usize, Vec<usize>)>;
+pub type Places = Option<(usize, Vec<MemberPlace>)>;
 
 /// Form of a hook that runs for many members of a batch at once.
 pub struct Merging {

@@ -16,6 +16,7 @@ pub mod member;
 pub mod merged;
 pub mod merging;
 pub mod numbers;
+pub mod places;
 pub mod remembered;
 pub mod stages;
 pub mod value;

@@ -7,7 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::hooks::native::Turn;
+use crate::rows::places::{BatchRow, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::facts::Facts;
 
@@ -70,9 +70,9 @@ impl Rows {
     }
 
     /// Those of the rows with these places among them; None if a place is out of range.
-    pub fn at(&self, places: &[usize]) -> Option<Self> {
+    pub fn at(&self, places: &[TokenPlace]) -> Option<Self> {
         let rows: Vec<_> = self.iter().collect();
-        let chosen = places.iter().map(|place| rows.get(*place).copied());
+        let chosen = places.iter().map(|place| rows.get(place.0).copied());
         chosen.collect::<Option<_>>().map(Self::of)
     }
 
@@ -155,11 +155,35 @@ impl Rows {
     }
 }
 
+/// Rows of a member in the batch.
+#[derive(Clone, PartialEq, Eq)]
+pub struct BatchRows(pub Rows);
+
+impl BatchRows {
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = BatchRow> + '_ {
+        self.0.iter().map(BatchRow)
+    }
+
+    /// The only one; None if there are others or none.
+    pub fn single(&self) -> Option<BatchRow> {
+        self.iter().next().filter(|_| self.len() == 1)
+    }
+
+    /// Returns the rows of tensors whose rows are those of the batch.
+    pub fn in_tensors(&self) -> &Rows {
+        &self.0
+    }
+}
+
 /// Rows of several members of a batch, and the member of each.
 pub struct Selection {
     pub rows: Rows,
-    /// Place of each row's member; None if each has one row.
-    pub places: Option<Index>,
+    /// Number of each row's member; None if each has one row.
+    pub members: Option<Index>,
 }
 
 /// Members of a selection: number, and the index of its positions, if it is of some.
@@ -184,65 +208,15 @@ impl Selections {
 
 impl Selection {
     pub fn of(rows: &[&Rows]) -> Self {
-        let places = rows.iter().enumerate();
-        let places = places.flat_map(|(place, rows)| std::iter::repeat_n(place, rows.len()));
+        let members = rows.iter().enumerate();
+        let members = members.flat_map(|(member, rows)| std::iter::repeat_n(member, rows.len()));
         Self {
             rows: Rows::of(rows.iter().flat_map(|rows| rows.iter()).collect()),
-            places: rows
+            members: rows
                 .iter()
                 .any(|rows| rows.len() != 1)
-                .then(|| Index::of(places.collect())),
+                .then(|| Index::of(members.collect())),
         }
-    }
-}
-
-/// Positions of the tokens of a request in a tensor.
-#[derive(Clone)]
-pub struct TokenPositions {
-    pub values: Arc<[i64]>,
-    /// Dimension whose rows are the tokens; None for a padded row, the tokens of which are columns.
-    pub dim: Option<usize>,
-}
-
-impl TokenPositions {
-    /// Those of some tokens along a dimension; None if a place is out of range.
-    pub fn at(&self, places: &[usize], dim: Option<usize>) -> Option<Self> {
-        let chosen = places.iter().map(|place| self.values.get(*place).copied());
-        let values = chosen.collect::<Option<_>>()?;
-        Some(Self { values, dim })
-    }
-}
-
-/// Rows of a request in the tensors of a module that has rows of its own.
-#[derive(Clone)]
-pub struct OwnRows {
-    /// Place of each among the request's rows of the batch.
-    pub places: Arc<[usize]>,
-    /// Their dimension.
-    pub dim: usize,
-}
-
-impl OwnRows {
-    /// Returns those that are among some of the request's rows of the batch.
-    pub fn among(&self, of_batch: &[usize]) -> Vec<usize> {
-        let places = self.places.iter().enumerate();
-        let chosen = places.filter(|(_, place)| of_batch.contains(place));
-        chosen.map(|(own, _)| own).collect()
-    }
-}
-
-/// Tokens of a member of a batch in a value.
-pub struct Tokens {
-    /// None if they are not known.
-    pub positions: Option<TokenPositions>,
-    /// None if its rows are those of the batch.
-    pub own: Option<OwnRows>,
-}
-
-impl Tokens {
-    /// Returns those of a turn, if that is of a member of a batch.
-    pub fn of<'a>(turn: &Turn<'a, '_>) -> Option<&'a Self> {
-        turn.part?.downcast_ref()
     }
 }
 

@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 
 use crate::contexts::frame::FrameId;
 use crate::rows::merged::MergedHooks;
-use crate::rows::numbers::Rows;
+use crate::rows::numbers::BatchRows;
 
 static REMEMBERING: AtomicBool = AtomicBool::new(true);
 
@@ -25,7 +25,7 @@ pub fn remember_merged(on: bool) {
 #[derive(PartialEq, Eq)]
 pub struct Key {
     /// Each member, the number of changes of its hooks, and its rows.
-    pub members: Vec<(FrameId, u64, Rows)>,
+    pub members: Vec<(FrameId, u64, BatchRows)>,
     pub dim: usize,
 }
 

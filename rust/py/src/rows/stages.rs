@@ -15,7 +15,7 @@ use crate::hooks::site::is_fault;
 use crate::rows::batch::{BatchBase, Layout};
 use crate::rows::merged::{HookAt, MergedHooks, Simple};
 use crate::rows::merging::{InBatch, Joint, Part, Select, SharedValue, in_batch_of, of_hook};
-use crate::rows::numbers::TokenPositions;
+use crate::rows::places::{TokenPlace, TokenPositions};
 use crate::rows::value::note_run;
 
 impl Simple {
@@ -113,8 +113,8 @@ impl Stages<'_> {
         run(&parts)
     }
 
-    /// Places of a hook's rows among those of its member, if it is for some.
-    fn places(&self, (member, at): HookAt) -> Option<Cow<'_, [usize]>> {
+    /// Places of a hook's tokens among those of its member, if it is for some.
+    fn places(&self, (member, at): HookAt) -> Option<Vec<TokenPlace>> {
         let simple = &self.hooks.members[member];
         let (_, of_batch) = simple.merging[at].at.as_ref()?;
         Some(self.layout.places(simple.number, of_batch))
