@@ -14,7 +14,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import vllm
 from ferrohook.engines.vllm import requests
-from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.engines.wire import digest_of
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
 

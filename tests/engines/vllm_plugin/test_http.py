@@ -21,11 +21,10 @@ import safetensors.torch
 import ferrohook as fh
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests
-from ferrohook.engines.vllm.captures import error_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
-from ferrohook.engines.vllm.plugin import HEADER, connect_async
-from ferrohook.engines.vllm.requests import FIELD
+from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import Served, Worker
+from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
 from support.vllm_server import frames_of
 from support.vllm_shapes import config
 

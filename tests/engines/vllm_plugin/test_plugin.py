@@ -18,10 +18,10 @@ import psutil
 
 import ferrohook as fh
 from ferrohook.engines.vllm import plugin, runners, supported
-from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
 from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.vllm.requests import EngineOptions
 from ferrohook.engines.vllm.worker import Served, Worker
+from ferrohook.engines.wire import packed, spans_of, unpacked
 from support import vllm_engine
 from support.vllm_shapes import config
 

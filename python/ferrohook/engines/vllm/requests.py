@@ -18,6 +18,7 @@ import torch
 
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.wire import FIELD, NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from ferrohook.engines.vllm.modules import ModuleTable
     from ferrohook.plans.positions import At
 
-NAME: Final = "ferrohook"
-"""Key of a plan in `SamplingParams.extra_args`, and of the options in `additional_config`."""
-FIELD: Final = "ferrohook_captures"
-"""Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
 _MOST_TICKETS: Final = 10_000
 _MOST_VECTORS: Final = 10_000
 _LONGEST_NAME: Final = 200

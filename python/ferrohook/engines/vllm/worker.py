@@ -18,11 +18,11 @@ import torch
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
-from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
 from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, ModuleTable, observe
 from ferrohook.engines.vllm.ranks import Ranks, fill
-from ferrohook.engines.vllm.requests import NAME, EngineOptions, wanted
+from ferrohook.engines.vllm.requests import EngineOptions, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
+from ferrohook.engines.wire import NAME, digest_of, packed, spans_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep
