@@ -18,7 +18,7 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
-from ferrohook.engines.vllm.captures import Captured, error_of, unpacked
+from ferrohook.engines.captures import Captured, error_of, unpacked
 from ferrohook.engines.vllm.plugin import HEADER
 from ferrohook.engines.vllm.requests import FIELD
 from support.engines import Change, Job

@@ -12,7 +12,7 @@ Examples:
 
 from __future__ import annotations
 
-from ferrohook.engines.vllm.captures import Captured as Captured
+from ferrohook.engines.captures import Captured as Captured
 from ferrohook.engines.vllm.clients import activations as activations
 from ferrohook.engines.vllm.clients import drop_vectors as drop_vectors
 from ferrohook.engines.vllm.clients import extra_args as extra_args

@@ -8,7 +8,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ferrohook.arguments import expect
-from ferrohook.engines.vllm.captures import digest_of, unpacked
+from ferrohook.engines.captures import digest_of, unpacked
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
 from ferrohook.errors import HookError
@@ -16,7 +16,7 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ferrohook.engines.vllm.captures import Captured
+    from ferrohook.engines.captures import Captured
     from ferrohook.engines.vllm.requests import FrontEnd, Ticket
     from ferrohook.plans import Plan
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import MutableHeaders
 
-from ferrohook.engines.vllm.captures import error_of, is_empty, packed
+from ferrohook.engines.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import HEADER, call, connect_async
