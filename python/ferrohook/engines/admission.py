@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from ferrohook.engines.options import EngineOptions
     from ferrohook.plans.positions import At
 
-NAME: Final = "ferrohook"
-"""Key of a plan in the parameters of a request."""
 _SALT: Final = f"{NAME}:"
 """Begin of the salts that are made here."""
 

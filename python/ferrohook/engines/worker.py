@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ferrohook.engines.admission import wanted
-from ferrohook.engines.captures import packed, spans_of
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.modules import OBSERVED_ROWS
 from ferrohook.engines.steps import Span, Step
+from ferrohook.engines.wire import packed, spans_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep

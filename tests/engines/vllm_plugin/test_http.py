@@ -19,13 +19,12 @@ import httpx
 import safetensors.torch
 
 import ferrohook as fh
-from ferrohook.engines.captures import error_of, unpacked
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests
-from ferrohook.engines.vllm.plugin import HEADER, connect_async
-from ferrohook.engines.vllm.requests import FIELD
+from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
 from ferrohook.engines.worker import Served
 from support.vllm_server import frames_of
 from support.vllm_shapes import config

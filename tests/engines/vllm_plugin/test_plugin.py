@@ -17,11 +17,11 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import psutil
 
 import ferrohook as fh
-from ferrohook.engines.captures import packed, spans_of, unpacked
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.wire import packed, spans_of, unpacked
 from ferrohook.engines.worker import Served
 from support import vllm_engine
 from support.vllm_shapes import config

@@ -22,11 +22,12 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.admission import NAME, check_salt
+from ferrohook.engines.admission import check_salt
 from ferrohook.engines.modules import ModuleTable
-from ferrohook.engines.vllm.requests import FIELD, FrontEnd, VllmOptions
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
+from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
 """Environment variable that lets an untried release of vLLM be used."""
-HEADER: Final = "X-Ferrohook-Captures"
-"""Header with the token of a request's captures: of the answer, and of who fetches them."""
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _PATIENCE: Final = 1.0

@@ -12,18 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from ferrohook.engines.admission import NAME, Admission, ReadPlan
+from ferrohook.engines.admission import Admission, ReadPlan
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.wire import FIELD, NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.engines.modules import ModuleTable
 
-FIELD: Final = "ferrohook_captures"
-"""Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
 _MOST_TICKETS: Final = 10_000
 _MOST_VECTORS: Final = 10_000
 _LONGEST_NAME: Final = 200

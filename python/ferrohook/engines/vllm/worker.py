@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import safetensors.torch
 import torch
 
-from ferrohook.engines.admission import NAME
-from ferrohook.engines.captures import digest_of, packed
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import explain, refusals
+from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
