@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.registered import clear as clear
+    from ferrohook.registered import hooks as hooks
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -93,10 +95,12 @@ __all__ = [
     "__version__",
     "batch",
     "capture",
+    "clear",
     "collect",
     "data",
     "detectors",
     "engines",
+    "hooks",
     "instrument",
     "keep",
     "on",
@@ -118,6 +122,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),

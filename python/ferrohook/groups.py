@@ -225,6 +225,8 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             timed=timed,
             scope=frame,
         )
+        if frame is None:
+            group.attachment.release_when_unused([*modules.values()])
     except BaseException:
         group.attachment.release()
         raise
