@@ -253,24 +253,30 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
     """Calls an attention function, through the points of the module."""
     if torch.compiler.is_compiling():
         points = getattr(module, KEY, None)  # guarded, which a look-up in the dict is not
+        calls = None
     else:
         points = module.__dict__.get(KEY)
-        if (calls := _CALLS.get()) is not None:
-            function = _Function(call, implementation, eager)
-            return _observe(calls, function, module, query, key, value, attention_mask, kwargs)
-    if points is None:
+        calls = _CALLS.get()
+    if points is None and calls is None:
         return call(module, query, key, value, attention_mask, **kwargs)
-    query = _heads_inside(points.q, query)
-    key = _heads_inside(points.k, key)
-    value = _heads_inside(points.v, value)
-    if _asked_for(points.pattern):
-        function = _Function(call, implementation, eager)
+    function = _Function(call, implementation, eager)
+    if points is not None:
+        query = _heads_inside(points.q, query)
+        key = _heads_inside(points.k, key)
+        value = _heads_inside(points.v, value)
+    if points is not None and _asked_for(points.pattern):
         output, weights = _through_pattern(
             points, function, module, query, key, value, attention_mask, kwargs
         )
     else:
         output, weights = call(module, query, key, value, attention_mask, **kwargs)
-    return _passed(points.z, output), weights
+    if calls is not None:
+        arguments = (function, module, query, key, value, attention_mask, dict(kwargs))
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        calls.append(Attended(module, q, k, v, output, functools.partial(pattern_of, *arguments)))
+    if points is not None:
+        output = _passed(points.z, output)
+    return output, weights
 
 
 def _heads_inside(point: AttentionPoint, tensor: Tensor) -> Tensor:
@@ -443,13 +449,11 @@ class Attended(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    """What the function took, behind hooks at the points."""
     z: Tensor
+    """What it returned, ahead of hooks on z."""
     pattern: Callable[[], Tensor]
-    """Computes the pattern.
-
-    Raises:
-        HookError: see `pattern_of`.
-    """
+    """Computes its pattern of what it took, see `pattern_of`."""
 
 
 _CALLS: Final[contextvars.ContextVar[list[Attended] | None]] = contextvars.ContextVar(
@@ -466,7 +470,7 @@ def attended() -> Iterator[list[Attended]]:
     """Lists the calls of attention functions that are made in a block, in this context.
 
     Empty if the model asks for none: it is not of transformers, or its attention has no choice of
-    functions. Points are not passed meanwhile.
+    functions.
     """
     calls: list[Attended] = []
     if getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None) is None:
@@ -482,27 +486,6 @@ def attended() -> Iterator[list[Attended]]:
         SEAM.leave(look)
 
 
-def _observe(  # noqa: PLR0913, PLR0917 (those of attention functions)
-    calls: list[Attended],
-    function: _Function,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    output, weights = function.call(module, query, key, value, mask, **kwargs)
-    if weights is None or function.call is not function.eager:
-        pattern = functools.partial(
-            pattern_of, function, module, query, key, value, mask, dict(kwargs)
-        )
-    else:
-        pattern = functools.partial(_same, weights)
-    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
-    calls.append(Attended(module, q, k, v, output, pattern))
-    return output, weights
-
-
-def _same(weights: Tensor) -> Tensor:
-    return weights
+def attended_to(pattern: Tensor, value: Tensor) -> Tensor:
+    """Returns `pattern @ v` for values of (batch, tokens, kv_heads, head_dim)."""
+    return _attended_to(pattern, value.transpose(1, 2))
