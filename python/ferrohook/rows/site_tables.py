@@ -137,7 +137,8 @@ class Sites:
         self._attachment = Attachment()
         attach({"": model}, self._attachment)
         self._handles = [
-            register(model, name, self._hook(site)) for site, name in enumerate(self.names)
+            register(model, name, self._hook(site), scope=None)
+            for site, name in enumerate(self.names)
         ]
         _OPEN[model] = self
         count_sites(opened=True)
