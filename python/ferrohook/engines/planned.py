@@ -367,9 +367,9 @@ class Running:
     def __enter__(self) -> None:
         self._batch = self._planned.enter(self._step, self._gathered)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *others: object) -> None:
         if self._batch is not None:
-            self._batch.__exit__(*exception)
+            self._batch.__exit__(error, *others)
 
 
 def _blame(members: list[_Member], error: Exception) -> None:
