@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, frames, store_rows, to_device
+from ferrohook._core import Attachment, count_sites, frames, store_rows, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
@@ -141,6 +141,8 @@ class Sites:
             self._attachment.register([module], "forward", self._hook(site), names=[name])
         self._attachment.release_when_unused([*modules.values()])
         _OPEN[model] = self
+        self._counted = True
+        count_sites(opened=True)
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -180,7 +182,10 @@ class Sites:
             if self._serves_another(None):
                 msg = "sites are closed after the batch that they serve is left"
                 raise HookError(msg)
+            counted, self._counted = self._counted, False
             self._attachment.release()
+        if counted:
+            count_sites(opened=False)
         if (model := self._model()) is not None and _OPEN.get(model) is self:
             del _OPEN[model]
 
