@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 
@@ -140,16 +141,24 @@ class Part(NamedTuple):
         return self._replace(values=_Copied(values))
 
 
-class Captured(Mapping[str, Any]):
-    """View of captured values by name, of one capture or several with different names."""
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
+
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
 
     __slots__ = ("_parts",)
 
+    def __new__(cls, parts: list[Part]) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (places, values.collector)
+            for places, values, _ in parts
+            if isinstance(values, RecordedSteps)
+        ]
+        return super().__new__(cls, parts, last)
+
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
 
     def peek(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""

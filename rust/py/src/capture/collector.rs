@@ -212,6 +212,34 @@ impl Collector {
         Py::new(py, fresh)
     }
 
+    /// Reads the last value of a name if it is a tensor that can be given out as it is stored: one that
+    /// nobody changed, nobody copies, and that is no part of a batch.
+    pub fn plain<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.convert.is_some() {
+            return Ok(None);
+        }
+        let (tensor, captured) = {
+            let store = self.store.lock();
+            let Some(kept) = store.kept[index].back() else {
+                return Ok(None);
+            };
+            let whole = !kept.shared && kept.rows.is_none() && kept.positions.is_none();
+            match &*kept.tensors {
+                [only] if whole && only.value.is(&kept.value) => {
+                    (only.value.bind(py).clone(), only.version)
+                }
+                _ => return Ok(None),
+            }
+        };
+        if let Some(captured) = captured
+            && version(&tensor)? != captured
+        {
+            return Ok(None);
+        }
+        made::read(&tensor)?;
+        Ok(Some(tensor))
+    }
+
     /// True if all names have run.
     pub fn complete(&self) -> bool {
         self.store.lock().ran.len() == self.names.len()
