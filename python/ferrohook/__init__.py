@@ -15,6 +15,7 @@ from ferrohook.errors import CaptureBudgetError as CaptureBudgetError
 from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
+from ferrohook.errors import NonFiniteError as NonFiniteError
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
 from ferrohook.errors import RowsError as RowsError
 from ferrohook.errors import SelectionError as SelectionError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.profiling import profile as profile
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from ferrohook.steering import Scale as Scale
     from ferrohook.steering import Zero as Zero
     from ferrohook.summaries import summary as summary
+    from ferrohook.watching import nan_watch as nan_watch
 
 _refuse_old_torch()
 
@@ -80,6 +83,7 @@ __all__ = [
     "HookedModule",
     "Intervention",
     "NeverFiredWarning",
+    "NonFiniteError",
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
@@ -101,8 +105,10 @@ __all__ = [
     "engines",
     "instrument",
     "keep",
+    "nan_watch",
     "on",
     "plot",
+    "profile",
     "register",
     "restore",
     "rows",
@@ -119,7 +125,9 @@ _NEEDS_TORCH = {
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
+    "watching": ("nan_watch",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "profiling": ("profile",),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
