@@ -510,6 +510,22 @@ class Sites:
                 self._serving = None
 
 
+def bytes_of_tables(
+    count: int, max_requests: int, max_rows: int, width: int, dtype: torch.dtype
+) -> int:
+    """Returns the bytes that the tables of sites take, see `sites`.
+
+    Args:
+        count: number of the sites.
+        max_requests: number of plans in a batch.
+        max_rows: number of rows of a batch.
+        width: last dimension of their outputs.
+        dtype: of the tables.
+    """
+    vectors = (max_requests + 1 + max_rows + 1) * width * dtype.itemsize
+    return count * (vectors + (2 * max_rows + 1) * torch.long.itemsize)
+
+
 def sites(  # noqa: PLR0913 (all but the first two by keyword)
     model: nn.Module,
     what: Selector,

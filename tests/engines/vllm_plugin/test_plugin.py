@@ -58,6 +58,7 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
         ({"capture_byte": 1}, "got 'capture_byte'"),
         ({"capture_bytes": 0}, "at least 1; got 0"),
         ({"results_bytes": "many"}, "at least 1; got 'many'"),
+        ({"sites_bytes": True}, "at least 1; got True"),
         ([], r"got \[\]"),
     ],
 )
@@ -81,22 +82,57 @@ def test_the_plug_in_attaches_once() -> None:
         assert {name.partition("_")[0] for name in changed} <= {"ferrohook"}  # plain functions
 
 
-def test_an_untried_release_serves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    untried = fh.engines.Capabilities("vllm", "9.9.1", ("0.32",), (), {})
-    monkeypatch.setattr(plugin, "CAPABILITIES", untried)
-    monkeypatch.delenv(plugin.UNTRIED, raising=False)
-
+@pytest.mark.parametrize(
+    ("version", "missing", "reason"),
+    [
+        ("0.31.4", None, r"vllm 0\.31\.4 is older than those that were tried: 0\.32"),
+        (
+            "9.9.1",
+            "run_busy_loop",
+            r"vllm 9\.9\.1 lacks EngineCoreProc\.run_busy_loop in vllm\.v1",
+        ),
+    ],
+)
+def test_a_release_without_what_is_needed_serves_no_plan(
+    monkeypatch: pytest.MonkeyPatch, version: str, missing: str | None, reason: str
+) -> None:
     class Processor:
         def process_inputs(self, request_id: str, prompt: Any, params: Any) -> str:
             return "processed"
 
-    monkeypatch.setattr(plugin, "_named", lambda _module, _name: Processor)
+    found = fh.engines.Capabilities("vllm", version, supported.CAPABILITIES.tried, (), {})
+    for module in (plugin, supported):
+        monkeypatch.setattr(module, "CAPABILITIES", found)
+    owner = plugin._owner
+    monkeypatch.setattr(
+        plugin,
+        "_owner",
+        lambda seam: (
+            Processor
+            if seam == plugin._PROCESSOR
+            else object  # which has none
+            if seam.method == missing
+            else owner(seam)
+        ),
+    )
     plugin.register()
     params = types.SimpleNamespace(extra_args=None)
     assert Processor().process_inputs("a", [1], params) == "processed"
     params.extra_args = {"ferrohook": "{}"}
-    with pytest.raises(ValueError, match=r"vllm 9.9.1 was not tried.*only 0.32"):
+    with pytest.raises(ValueError, match=reason):
         Processor().process_inputs("a", [1], params)
+    with pytest.raises(fh.HookError, match=reason):
+        plugin.check_release()
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [("0.32.1", False), ("0.33.0rc2", False), ("0.34.0.dev3+g1", True), ("1.0", True)],
+)
+def test_newer_releases(monkeypatch: pytest.MonkeyPatch, version: str, newer: bool) -> None:
+    found = fh.engines.Capabilities("vllm", version, ("0.32", "0.33"), (), {})
+    monkeypatch.setattr(supported, "CAPABILITIES", found)
+    assert supported.is_newer() == newer
 
 
 def test_an_unknown_model_runner_is_refused() -> None:
@@ -234,10 +270,7 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Worker, "loaded", loaded)
     runner = RunnerV2()
     plain = runner.model
-    with pytest.warns(
-        UserWarning, match=r"V2 was tested against recorded shapes.*not run on a GPU"
-    ):
-        worker = runners.attach(runner, config())
+    worker = runners.attach(runner, config())
     runner.load_model()
     vector = torch.arange(1.0, 1 + WIDTH)
     steer = fh.Plan(fh.on("layer", fh.Add(vector), at="generated"), fh.keep("layer"))

@@ -33,6 +33,8 @@ NAME: Final = "ferrohook"
 """Key of a plan in `SamplingParams.extra_args`, and of the options in `additional_config`."""
 FIELD: Final = "ferrohook_captures"
 """Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
+PROBE: Final = f"{NAME}-self-test"
+"""Begin of the ids of the self-test's requests."""
 _MOST_TICKETS: Final = 10_000
 _MOST_VECTORS: Final = 10_000
 _LONGEST_NAME: Final = 200
@@ -65,6 +67,7 @@ class EngineOptions:
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
+        sites_bytes: most bytes of the tables of the sites, on the device of the model.
         vectors_bytes: most bytes of all uploaded vectors.
         captures_by_id: give captures over HTTP to whoever knows the id of the response, which
             clients choose, instead of its token.
@@ -73,6 +76,7 @@ class EngineOptions:
     capture_bytes: int = 64 * 2**20
     results_bytes: int = 2**30
     sites: Any = None
+    sites_bytes: int = 8 * 2**30
     vectors_bytes: int = 2**30
     captures_by_id: bool = False
 
@@ -91,7 +95,7 @@ class EngineOptions:
             named = ", ".join(names)
             msg = f"additional_config[{NAME!r}] has the options {named}; got {unknown!r}"
             raise ValueError(msg)
-        for name in ("capture_bytes", "results_bytes", "vectors_bytes"):
+        for name in ("capture_bytes", "results_bytes", "sites_bytes", "vectors_bytes"):
             value = found.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 msg = (
@@ -332,7 +336,6 @@ class FrontEnd:
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
         self._sent.add(key)
-        metrics.PLANS.inc()
 
     def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
         if params.n > 1:

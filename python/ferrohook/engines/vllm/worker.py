@@ -12,6 +12,7 @@ import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import psutil
 import safetensors.torch
 import torch
 
@@ -19,14 +20,14 @@ from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.planned import PlannedRequests, Result
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
-from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, ModuleTable, observe
+from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleTable, observe
 from ferrohook.engines.vllm.ranks import Ranks, fill
-from ferrohook.engines.vllm.requests import NAME, EngineOptions, wanted
+from ferrohook.engines.vllm.requests import NAME, PROBE, EngineOptions, wanted
 from ferrohook.engines.vllm.supported import explain, refusals
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry, keep
-from ferrohook.rows.site_tables import sites
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,6 +92,8 @@ class Worker:
         self.options = EngineOptions.of(config)
         self.refused = refusals(config, has_sites=self.options.sites is not None)
         self.served: Served | None = None
+        self._failed_test: str | None = None
+        """Reason, if the self-test failed."""
         self._vectors: dict[str, Tensor] = {}
         self._admitted: dict[str, _Admitted] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
@@ -123,18 +126,40 @@ class Worker:
             modules = modules.without(self._ranks.partial(model, forward))
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
-            scheduler = self._config.scheduler_config
-            self._sites = sites(  # open as long as the engine
-                model,
-                names,
-                max_requests=scheduler.max_num_seqs,
-                max_rows=scheduler.max_num_batched_tokens,
-                output_index=index,
-                width=modules.table[names[0]].width,
-            )
-        served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
-        self._test_itself(model, served)
-        self.served = served
+            self._lay_sites(model, names, index, modules.table[names[0]].width)
+        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+
+    def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
+        """Lays the operators of a compiled engine, if their tables fit.
+
+        Raises:
+            HookError: they do not.
+        """
+        scheduler = self._config.scheduler_config
+        requests, rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        dtype = self._config.model_config.dtype
+        size = bytes_of_tables(len(names), requests, rows, width, dtype)
+        tables = (
+            f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
+            f"{rows:,} tokens of a step, of width {width:,} in {dtype}"
+        )
+        _LOG.info("ferrohook: %s", tables)
+        advice = "name fewer sites, or lower max_num_batched_tokens or max_num_seqs"
+        if size > self.options.sites_bytes:
+            msg = f"{tables}; sites_bytes={self.options.sites_bytes:,}: {advice}, or raise it"
+            raise HookError(msg)
+        if size > (free := _free_bytes(self._runner.device)):
+            msg = f"{tables}; {free:,} bytes are free on {self._runner.device}: {advice}"
+            raise HookError(msg)
+        self._sites = sites(  # open as long as the engine
+            model,
+            names,
+            max_requests=requests,
+            max_rows=rows,
+            output_index=index,
+            width=width,
+            dtype=dtype,
+        )
 
     def _forward(self, model: Any) -> None:
         """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
@@ -175,37 +200,6 @@ class Worker:
             for hook in hooks:
                 hook.remove()
 
-    def _test_itself(self, model: Any, served: Served) -> None:
-        """Runs a known step, and compares the rows that two requests capture.
-
-        Raises:
-            HookError: they are not the rows of the step.
-        """
-        table = served.modules.table
-        names = [name for name, info in table.items() if info.refused is None and name]
-        if not names:
-            return
-        whole: list[Tensor] = []
-        hook = model.get_submodule(names[0]).register_forward_hook(
-            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
-        )
-        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = served.modules.rewritten(Plan(keep(names[0])))
-        try:
-            for span in spans:
-                with served.planned.admitting(span.request_id, plan):
-                    pass
-            with served.planned.running(Step(spans, OBSERVED_ROWS)):
-                self._forward(model)
-        finally:
-            hook.remove()
-            results = [served.planned.retire(span.request_id) for span in spans]
-        for span, result in zip(spans, results, strict=True):
-            rows = whole[0][span.first_row : span.first_row + span.rows]
-            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
-                msg = f"the self-test of ferrohook in vLLM failed: {names[0]!r} has other rows"
-                raise HookError(msg)
-
     # --- requests ----------------------------------------------------------------------------
 
     def admit(self, request_id: str, params: Any, prompt_length: int) -> None:
@@ -235,9 +229,14 @@ class Worker:
 
     def _loaded(self) -> Served:
         if self.served is None:
-            msg = explain(self.refused) if self.refused else "the model is not loaded"
-            raise HookError(msg)
+            raise HookError(self._reason())
         return self.served
+
+    def _reason(self) -> str:
+        """Returns why no plan is served."""
+        if self._failed_test is not None:
+            return self._failed_test
+        return explain(self.refused) if self.refused else "the model is not loaded"
 
     def _prepared(self, payload: Mapping[str, Any]) -> Prepared:
         served = self._loaded()
@@ -399,7 +398,8 @@ class Worker:
             return {}
         failed, self._failures = self._failures, {}
         for request_id, reason in failed.items():
-            _LOG.error("ferrohook: request %s: %s", request_id, reason)
+            level = logging.DEBUG if request_id.startswith(PROBE) else logging.ERROR
+            _LOG.log(level, "ferrohook: request %s: %s", request_id, reason)
         return failed
 
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
@@ -407,10 +407,17 @@ class Worker:
     def describe(self) -> bytes:
         """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
-            reason = explain(self.refused) if self.refused else "the model is not loaded"
-            return json.dumps({"refused": reason}).encode()
+            return json.dumps({"refused": self._reason()}).encode()
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
+
+    def refuse(self, reason: str) -> bytes:
+        """Serves no plan from now on, as the self-test failed."""
+        if self.served is not None:
+            self.served.planned.forget([*self._admitted])
+        self._admitted.clear()
+        self.served, self._failed_test = None, reason
+        return b""
 
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
@@ -509,10 +516,9 @@ def _reason(error: BaseException) -> str:
     return f"the plan of the request failed: {'; '.join(lines)}"
 
 
-def _meant(output: Any, info: ModuleInfo) -> Tensor:
-    """Returns a copy of the tensor of an output that is meant."""
-    if info.kind == "stream":
-        hidden, residual = output
-        return hidden + residual  # type: ignore[no-any-return]
-    tensor: Tensor = output if info.kind == "tensor" else output[0]
-    return tensor.clone()
+def _free_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that are free on a device."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free)
