@@ -27,6 +27,7 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import analysis as analysis
     from ferrohook import data as data
     from ferrohook import detectors as detectors
     from ferrohook import engines as engines
@@ -91,6 +92,7 @@ __all__ = [
     "StaleActivationError",
     "Zero",
     "__version__",
+    "analysis",
     "batch",
     "capture",
     "collect",
@@ -123,7 +125,7 @@ _NEEDS_TORCH = {
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
 }
-_MODULES = ("data", "detectors", "engines", "plot", "rows", "service")
+_MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 
 
 def __getattr__(name: str) -> object:

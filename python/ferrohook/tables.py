@@ -27,6 +27,9 @@ MOST_BARS = 32
 MOST_ROWS = 200
 """Rows of an HTML table."""
 STALE = "changed in place"
+MOST_COLUMNS = 12
+"""Columns of a grid behind the names; a wider one is without those in the middle."""
+GAP = "…"
 
 
 class Row(NamedTuple):
@@ -109,6 +112,28 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
     if len(rows) > len(shown):
         lines.append(f"<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>")
     return "\n".join(lines)
+
+
+def grid_as_text(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, headings first; all columns but the first end on the right."""
+    lines = [_elided(line) for line in lines]
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["  ".join([it[0].ljust(first), *map(str.rjust, it[1:], widths)]) for it in lines]
+    return "\n".join(map(str.rstrip, texts))
+
+
+def grid_as_html(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, headings first, as an HTML table."""
+    head, *body = [_elided(line) for line in lines]
+    rows = [_html_row("th", head), *(_html_row("td", line) for line in body)]
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+def _elided(line: Sequence[str]) -> list[str]:
+    if len(line) <= MOST_COLUMNS + 1:
+        return [*line]
+    half = MOST_COLUMNS // 2
+    return [*line[: half + 1], GAP, *line[-half:]]
 
 
 def _is_stale(check: Callable[[str], object], name: str) -> bool:

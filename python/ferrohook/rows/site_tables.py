@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, frames, store_rows, to_device
+from ferrohook._core import Attachment, count_sites, frames, store_rows, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.groups import register
@@ -137,9 +137,11 @@ class Sites:
         self._attachment = Attachment()
         attach({"": model}, self._attachment)
         self._handles = [
-            register(model, name, self._hook(site)) for site, name in enumerate(self.names)
+            register(model, name, self._hook(site), scope=None)
+            for site, name in enumerate(self.names)
         ]
         _OPEN[model] = self
+        count_sites(opened=True)
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -180,6 +182,8 @@ class Sites:
                 msg = "sites are closed after the batch that they serve is left"
                 raise HookError(msg)
             handles, self._handles = self._handles, []
+        if handles:
+            count_sites(opened=False)
         for handle in handles:
             handle.remove()
         self._attachment.release()

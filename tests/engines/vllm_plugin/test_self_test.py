@@ -155,7 +155,7 @@ def fresh(llm: Any, patch: pytest.MonkeyPatch) -> Any:
     core, worker = parts(llm)
     patch.delattr(core, self_test._MARK)
     patch.setattr(worker, "served", worker.served)
-    patch.setattr(worker, "_failed_test", None)
+    patch.setattr(worker, "refused", {})
     patch.setattr(plugin, "_front_ends", weakref.WeakKeyDictionary())
     return core
 

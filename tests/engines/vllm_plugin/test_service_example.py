@@ -24,8 +24,7 @@ pytest.importorskip("ray", reason="needs Ray: run `make vllm`")
 import httpx
 
 import support.engines
-from ferrohook.engines.vllm.captures import unpacked
-from ferrohook.engines.vllm.plugin import HEADER
+from ferrohook.engines.wire import HEADER, unpacked
 from support.vllm_engine import ENVIRONMENT, EOS, Answer, random_jobs
 
 if TYPE_CHECKING:

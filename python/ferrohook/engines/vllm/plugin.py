@@ -21,19 +21,19 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ferrohook.engines.admission import check_salt
+from ferrohook.engines.modules import ModuleTable
 from ferrohook.engines.vllm import metrics, self_test
-from ferrohook.engines.vllm.modules import ModuleTable
-from ferrohook.engines.vllm.requests import FIELD, NAME, EngineOptions, FrontEnd, check_salt
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
+from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 _LOG: Final = logging.getLogger("ferrohook")
-HEADER: Final = "X-Ferrohook-Captures"
-"""Header with the token of a request's captures: of the answer, and of who fetches them."""
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _PATIENCE: Final = 1.0
@@ -187,7 +187,7 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
     if "refused" in described:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
-    options = EngineOptions.of(engine.vllm_config)
+    options = VllmOptions.of(engine.vllm_config)
     modules = ModuleTable.from_json(described["modules"])
     made = FrontEnd(modules, options, bytes.fromhex(described["secret"]), max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
@@ -237,7 +237,7 @@ def _processing(original: Any) -> Any:
     ) -> Any:
         request = original(self, request_id, prompt, params, *args, **kwargs)
         try:
-            check_salt(request)
+            check_salt(request.cache_salt)
             if _has_plan(params):
                 front_end = _front_ends.get(self)
                 if front_end is None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ferrohook.engines.vllm.captures import unpacked
-from ferrohook.engines.vllm.modules import ModuleTable
-from ferrohook.engines.vllm.requests import NAME, PROBE, EngineOptions, FrontEnd
+from ferrohook.engines.modules import ModuleTable
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, is_newer
+from ferrohook.engines.wire import NAME, unpacked
+from ferrohook.engines.worker import PROBE
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import KeepEntry, keep, on
@@ -221,7 +222,7 @@ class _Engine:
         self._core = core
         self.modules = ModuleTable.from_json(described["modules"])
         secret = bytes.fromhex(described["secret"])
-        self._front_end = FrontEnd(self.modules, EngineOptions(), secret)
+        self._front_end = FrontEnd(self.modules, VllmOptions(), secret)
         self._number = 0
         config = core.vllm_config
         self.block: int = config.cache_config.block_size

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from ferrohook.engines.support import Capabilities
 
+SELF_TEST: Final = "self-test"
+"""Key of the reason of an engine whose self-test failed."""
 CAPABILITIES: Final = Capabilities(
     engine="vllm",
     version=importlib.import_module("vllm").__version__,

@@ -223,6 +223,11 @@ impl Frame {
         &**self.slot.get_or_init(make)
     }
 
+    /// State that others keep with the frame whose hooks it shares, if there is some.
+    pub fn shared_slot(&self) -> Option<&dyn Slot> {
+        self.shared.as_ref()?.get().slot()
+    }
+
     /// True if it shares the hooks of a frame that is closed.
     pub fn shared_closed(&self) -> bool {
         self.shared.as_ref().is_some_and(|it| it.get().closed())
