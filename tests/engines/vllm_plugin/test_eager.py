@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
+from prometheus_client import REGISTRY
+
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, vllm
@@ -457,6 +459,26 @@ def test_several_children_capture_nothing(llm: Any) -> None:
     params.temperature, params.n = 1.0, 2
     with pytest.raises(ValueError, match="n > 1 with captures"):
         llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_several_children_leave_nothing(llm: Any, aborted: bool) -> None:
+    params = sampling(steering().plan)
+    params.temperature, params.n = 1.0, 3
+    engine = llm.llm_engine
+    engine.add_request("children", {"prompt_token_ids": PROMPT}, params)
+    before = REGISTRY.get_sample_value("ferrohook_rows_total")
+    engine.step()
+    if aborted:
+        engine.abort_request(["children"])
+    else:
+        while engine.has_unfinished_requests():
+            engine.step()
+        ran = REGISTRY.get_sample_value("ferrohook_rows_total") - before
+        assert ran >= 3 * len(PROMPT)
+    assert connect(llm)._running == set()
+    answer(llm, Job([5]))
+    assert state(llm)["requests"] == 0
 
 
 def test_vectors_have_names(models: Any, llm: Any) -> None:

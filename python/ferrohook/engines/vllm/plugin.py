@@ -355,8 +355,14 @@ def _finishing(original: Any) -> Any:
     def _finish_request(self: Any, state: Any) -> Any:
         if state.detokenizer is not None:
             tokens = state.prompt_len + state.detokenizer.num_output_tokens()
+            parent = state.parent_req
+            owner, last = (
+                (state.request_id, True)
+                if parent is None
+                else (parent.request_id, not parent.child_requests)
+            )
             for front_end in [*_front_ends.values()]:
-                front_end.finished(state.request_id, tokens)
+                front_end.finished(owner, tokens, last=last)
         return original(self, state)
 
     return _finish_request

@@ -292,12 +292,19 @@ class FrontEnd:
                 ticket.engine_id = engine_id
                 self._by_engine_id[engine_id] = ticket
 
-    def finished(self, engine_id: str, tokens: int) -> None:
-        """Notes the number of tokens of a finished request."""
+    def finished(self, engine_id: str, tokens: int, *, last: bool = True) -> None:
+        """Notes the number of tokens of a finished request.
+
+        Args:
+            engine_id: of the request; of its parent, if it is one of `n`.
+            tokens: tokens of prompt and answer.
+            last: no other of the `n` runs.
+        """
         with self._lock:
             if engine_id in self._running:
-                self._running.discard(engine_id)
                 metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
+            if last:
+                self._running.discard(engine_id)
         if (ticket := self._by_engine_id.get(engine_id)) is not None:
             ticket.tokens = tokens
 
@@ -323,6 +330,7 @@ class FrontEnd:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
             self._running.discard(engine_id)
+            self._running.discard(engine_id.partition("_")[2])  # of one of `n`: its parent
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)
