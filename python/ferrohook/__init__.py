@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.quantity import Quantities as Quantities
+    from ferrohook.quantity import Quantity as Quantity
+    from ferrohook.quantity import quantities as quantities
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -82,6 +85,8 @@ __all__ = [
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
+    "Quantities",
+    "Quantity",
     "Replace",
     "Request",
     "RowsError",
@@ -101,6 +106,7 @@ __all__ = [
     "keep",
     "on",
     "plot",
+    "quantities",
     "register",
     "restore",
     "rows",
@@ -118,6 +124,7 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "quantity": ("Quantities", "Quantity", "quantities"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
