@@ -27,6 +27,7 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import analysis as analysis
     from ferrohook import data as data
     from ferrohook import detectors as detectors
     from ferrohook import engines as engines
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ferrohook.quantity import Quantities as Quantities
     from ferrohook.quantity import Quantity as Quantity
     from ferrohook.quantity import quantities as quantities
+    from ferrohook.registered import clear as clear
+    from ferrohook.registered import hooks as hooks
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -96,12 +99,15 @@ __all__ = [
     "StaleActivationError",
     "Zero",
     "__version__",
+    "analysis",
     "batch",
     "capture",
+    "clear",
     "collect",
     "data",
     "detectors",
     "engines",
+    "hooks",
     "instrument",
     "keep",
     "on",
@@ -125,12 +131,13 @@ _NEEDS_TORCH = {
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
     "quantity": ("Quantities", "Quantity", "quantities"),
+    "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
 }
-_MODULES = ("data", "detectors", "engines", "plot", "rows", "service")
+_MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ import copyreg
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, overload
 
 from ferrohook._core import (
     AttachmentContext,
@@ -26,7 +26,7 @@ from ferrohook.places import hooks_at, modules_of
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import KeepEntry
 from ferrohook.quantity import hooked_places_of
-from ferrohook.scopes import Scope
+from ferrohook.scopes import Scope, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -167,7 +167,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     priority: int = 0,
     on_error: OnError = "raise",
     timed: bool = False,
-    scope: Scope | None = None,
+    scope: Scope | Literal["innermost"] | None = "innermost",
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
 
@@ -189,7 +189,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         priority: higher fires first.
         on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
         timed: count the time spent in the hook, for `summary`.
-        scope: fire only in the contexts that entered this scope, until it is left.
+        scope: fire only in the contexts that entered this scope, until it is left: by default the
+            one that this context entered last, if any, captures, requests and batches included.
+            None for calls in every context.
 
     Returns:
         The handles of the hook, as a group.
@@ -206,12 +208,14 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     places = hooked_places_of(model, what, phase)
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
+    frame: object = innermost() if isinstance(scope, str) and scope == "innermost" else scope
     group = HandleGroup(model)
-    group._scoped = scope is not None
-    if isinstance(scope, Frame):  # registering rejects any other type
-        group.attachment.release_with(scope)
+    group._scoped = frame is not None
+    if isinstance(frame, Frame):  # registering rejects any other type
+        group.attachment.release_with(frame)
     try:
-        attach(modules_of(places.values()), group.attachment)
+        modules = modules_of(places.values())
+        attach(modules, group.attachment)
         options = {
             "prepend": prepend,
             "with_kwargs": with_kwargs,
@@ -219,10 +223,12 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             "priority": priority,
             "on_error": on_error,
             "timed": timed,
-            "scope": scope,
+            "scope": frame,
         }
         for each in hooks_at(places, hook, phase):
             add_hooks(group, each.modules, each.phase, each.hook, **options | each.options)
+        if frame is None:
+            group.attachment.release_when_unused([*modules.values()])
     except BaseException:
         group.attachment.release()
         raise

@@ -76,7 +76,7 @@ def small(config: Any) -> dict[str, Any]:
         if isinstance(found.get(name), int | float) and not isinstance(found[name], bool)
     }
     for name in getattr(config, "sub_configs", None) or {}:
-        part = getattr(config, name, None)
+        part: Any = getattr(config, name, None)
         if hasattr(part, "to_dict"):
             changed[name] = type(part)(**small(part)).to_dict()
     return changed

@@ -369,7 +369,7 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="model.embed_tokens", inputs=True), "inputs=True.*has none"),
         (
             entry(type="on", what="model.layers.1.self_attn", hook=ADD, phase="forward_pre"),
-            "phase='forward_pre'.*has none: vLLM calls it by keywords.*or its own",
+            "phase='forward_pre'.*has none: the engine calls it by keywords.*or its own",
         ),
         (entry(type="on", what="model.layers.1", hook=ADD, timed=True), "timed is not served"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),

@@ -12,9 +12,8 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import ferrohook as fh
 import support.engines
-from ferrohook.engines import vllm
-from ferrohook.engines.vllm import requests
-from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.engines import admission, vllm
+from ferrohook.engines.wire import digest_of
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
 
@@ -104,16 +103,16 @@ def test_what_a_failed_request_wrote_is_in_no_cache(
     _, model = models["llama"]
     llm.reset_prefix_cache()
     worker = worker_of(llm)
-    plan_of, failed = worker._prepared, []
+    admit, failed = worker.admit, []
 
-    def failing_once(payload: Any) -> Any:
+    def failing_once(*admitted: Any) -> None:
         if not failed:
-            failed.append(payload)
+            failed.append(admitted)
             msg = "out of luck"
             raise RuntimeError(msg)
-        return plan_of(payload)
+        admit(*admitted)
 
-    monkeypatch.setattr(worker, "_prepared", failing_once)
+    monkeypatch.setattr(worker, "admit", failing_once)
     outputs = served(llm, {"first": STEERED.plan, "second": STEERED.plan})
     (text,) = outputs["first"].outputs
     assert text.finish_reason == "error"
@@ -142,8 +141,8 @@ def test_salts_cannot_be_forged(llm: Any) -> None:
     first, second, third = salts
     assert first == third != second
     plan, used = STEERED.plan.to_json(), {}
-    assert requests._digest(plan, used) not in first + second
-    for forged in (first, "ferrohook:", f"ferrohook:{requests._digest(plan, used)}"):
+    assert admission._digest(plan, used) not in first + second
+    for forged in (first, "ferrohook:", f"ferrohook:{admission._digest(plan, used)}"):
         with pytest.raises(ValueError, match="made by ferrohook alone"):
             engine.add_request(
                 "forged", {"prompt_token_ids": PROMPT, "cache_salt": forged}, sampling()

@@ -19,13 +19,13 @@ import httpx
 import safetensors.torch
 
 import ferrohook as fh
+from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests
-from ferrohook.engines.vllm.captures import error_of, unpacked
-from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
-from ferrohook.engines.vllm.plugin import HEADER, connect_async
-from ferrohook.engines.vllm.requests import FIELD
-from ferrohook.engines.vllm.worker import Served, Worker
+from ferrohook.engines.vllm.plugin import connect_async
+from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
+from ferrohook.engines.worker import Served
 from support.vllm_server import frames_of
 from support.vllm_shapes import config
 
@@ -85,7 +85,7 @@ class Engine:
         first = len(self.rows)
         if not first:
             params = types.SimpleNamespace(extra_args={"ferrohook": self.payload})
-            self.worker.admit("a-engine", params, PROMPT)
+            self.worker.take_request("a-engine", params, PROMPT)
         x = torch.randn(rows, WIDTH)
         self.worker.settle(["a-engine"], [rows], [first])
         with self.worker.running(rows):

@@ -17,11 +17,12 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import psutil
 
 import ferrohook as fh
+from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.vllm import plugin, runners, supported
-from ferrohook.engines.vllm.captures import packed, spans_of, unpacked
-from ferrohook.engines.vllm.modules import ModuleInfo, ModuleTable
-from ferrohook.engines.vllm.requests import EngineOptions
-from ferrohook.engines.vllm.worker import Served, Worker
+from ferrohook.engines.vllm.requests import VllmOptions
+from ferrohook.engines.vllm.worker import Worker
+from ferrohook.engines.wire import packed, spans_of, unpacked
+from ferrohook.engines.worker import Served
 from support import vllm_engine
 from support.vllm_shapes import config
 
@@ -63,7 +64,7 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
 )
 def test_options_are_validated(options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        EngineOptions.of(config(additional_config={"ferrohook": options}))
+        VllmOptions.of(config(additional_config={"ferrohook": options}))
 
 
 def test_the_plug_in_attaches_once() -> None:

@@ -126,16 +126,18 @@ def test_a_plan_that_fails_on_one_rank_fails_its_request(
         if wrapper.rpc_rank != failing:
             return
         worker = wrapper.ferrohook
-        find = worker._prepared
+        admit = worker.admit
 
-        def spoilt(payload: Any) -> Any:
-            worker._prepared = find
+        def spoilt(request_id: str, prompt: int, digest: str, read: Any, key: str) -> None:
+            worker.admit = admit
             if when == "admitted":
                 raise RuntimeError("out of luck")  # noqa: EM101, TRY003
             add = ferrohook.Add(torch.ones(width), output_index=7)  # a layer returns two tensors
-            return ferrohook.Plan(ferrohook.on("model.layers.1", add))
+            plan = ferrohook.Plan(ferrohook.on("model.layers.1", add))
+            admit(request_id, prompt, "spoilt", lambda: plan, key)
+            worker._admitted[request_id].digest = digest
 
-        worker._prepared = spoilt
+        worker.admit = spoilt
 
     engine.collective_rpc(spoil)
     outputs = served(engine, {"first": STEERED.plan, "second": STEERED.plan, "plain": None})

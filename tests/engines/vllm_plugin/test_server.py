@@ -18,9 +18,7 @@ import safetensors.torch
 
 import ferrohook as fh
 import support.engines
-from ferrohook.engines.vllm.captures import Captured, error_of, unpacked
-from ferrohook.engines.vllm.plugin import HEADER
-from ferrohook.engines.vllm.requests import FIELD
+from ferrohook.engines.wire import FIELD, HEADER, Captured, error_of, unpacked
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import KEY, NEW, Server, body, frames_of, serving, worker_of

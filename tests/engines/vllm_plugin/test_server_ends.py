@@ -14,8 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 import httpx
 
 import ferrohook as fh
-from ferrohook.engines.vllm.captures import error_of
-from ferrohook.engines.vllm.plugin import HEADER
+from ferrohook.engines.wire import HEADER, error_of
 from support.engines import Change, Job
 from support.vllm_server import KEY, body, frames_of, serving, worker_of
 

@@ -8,16 +8,16 @@ import safetensors.torch
 from torch import Tensor
 
 from ferrohook.arguments import expect
-from ferrohook.engines.vllm.captures import digest_of, unpacked
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
+from ferrohook.engines.wire import digest_of, unpacked
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ferrohook.engines.vllm.captures import Captured
     from ferrohook.engines.vllm.requests import FrontEnd, Ticket
+    from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
 
 

@@ -16,12 +16,11 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import MutableHeaders
 
-from ferrohook.engines.vllm.captures import error_of, is_empty, packed
 from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
 from ferrohook.engines.vllm.metrics import fetched
-from ferrohook.engines.vllm.plugin import HEADER, call, connect_async
-from ferrohook.engines.vllm.requests import FIELD
+from ferrohook.engines.vllm.plugin import call, connect_async
 from ferrohook.engines.vllm.supported import CAPABILITIES
+from ferrohook.engines.wire import FIELD, HEADER, error_of, is_empty, packed
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:

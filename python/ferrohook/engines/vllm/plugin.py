@@ -22,10 +22,12 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.vllm.modules import ModuleTable
-from ferrohook.engines.vllm.requests import FIELD, NAME, EngineOptions, FrontEnd, check_salt
+from ferrohook.engines.admission import check_salt
+from ferrohook.engines.modules import ModuleTable
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
 from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
+from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("ferrohook")
 UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
 """Environment variable that lets an untried release of vLLM be used."""
-HEADER: Final = "X-Ferrohook-Captures"
-"""Header with the token of a request's captures: of the answer, and of who fetches them."""
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _PATIENCE: Final = 1.0
@@ -151,7 +151,7 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
     if "refused" in described:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
-    options = EngineOptions.of(engine.vllm_config)
+    options = VllmOptions.of(engine.vllm_config)
     modules, secret = (
         ModuleTable.from_json(described["modules"]),
         bytes.fromhex(described["secret"]),
@@ -199,7 +199,7 @@ def _processing(original: Any) -> Any:
     ) -> Any:
         request = original(self, request_id, prompt, params, *args, **kwargs)
         try:
-            check_salt(request)
+            check_salt(request.cache_salt)
             if _has_plan(params):
                 front_end = _front_ends.get(self)
                 if front_end is None:

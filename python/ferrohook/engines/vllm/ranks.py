@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from ferrohook.engines.vllm.captures import digest_of
+from ferrohook.engines.wire import digest_of
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:

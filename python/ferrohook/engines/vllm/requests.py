@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import itertools
-import json
 import re
 import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import torch
-
+from ferrohook.engines.admission import Admission, ReadPlan
+from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
-from ferrohook.errors import HookTypeError
-from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.positions import Prompt, Tokens, mask_of
+from ferrohook.engines.wire import FIELD, NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ferrohook.engines.vllm.modules import ModuleTable
-    from ferrohook.plans.positions import At
+    from ferrohook.engines.modules import ModuleTable
 
-NAME: Final = "ferrohook"
-"""Key of a plan in `SamplingParams.extra_args`, and of the options in `additional_config`."""
-FIELD: Final = "ferrohook_captures"
-"""Key of the token of a request's captures in `extra_args`, and field of vLLM's response."""
 _MOST_TICKETS: Final = 10_000
 _MOST_VECTORS: Final = 10_000
 _LONGEST_NAME: Final = 200
@@ -40,27 +30,13 @@ _LARGE: Final = 2**16
 """Characters of a plan from which it is read in a thread: about a millisecond."""
 _SHOWN: Final = 10
 """Names in an error."""
-_SALT: Final = f"{NAME}:"
-"""Begin of the salts that are made here."""
-
-
-def check_salt(request: Any) -> None:
-    """Refuses a client's cache salt of the form of ours.
-
-    Raises:
-        ValueError: it has that form.
-    """
-    if request.cache_salt is not None and request.cache_salt.startswith(_SALT):
-        msg = f"a cache_salt that begins with {_SALT!r} is made by ferrohook alone: choose another"
-        raise ValueError(msg)
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineOptions:
+class VllmOptions(EngineOptions):
     """Options of an engine: `additional_config={"ferrohook": {...}}`.
 
     Args:
-        capture_bytes: most bytes that one request captures.
         results_bytes: bytes of captures of finished requests that wait for their client; beyond
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
@@ -70,14 +46,13 @@ class EngineOptions:
             clients choose, instead of its token.
     """
 
-    capture_bytes: int = 64 * 2**20
     results_bytes: int = 2**30
     sites: Any = None
     vectors_bytes: int = 2**30
     captures_by_id: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> EngineOptions:
+    def of(cls, config: Any) -> Self:
         """Reads the options of a `VllmConfig`.
 
         Raises:
@@ -85,23 +60,7 @@ class EngineOptions:
         """
         additional = config.additional_config
         found = additional.get(NAME, {}) if isinstance(additional, dict) else {}
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = min(found.keys() - {*names}, default=None) if isinstance(found, dict) else found
-        if unknown is not None:
-            named = ", ".join(names)
-            msg = f"additional_config[{NAME!r}] has the options {named}; got {unknown!r}"
-            raise ValueError(msg)
-        for name in ("capture_bytes", "results_bytes", "vectors_bytes"):
-            value = found.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                msg = (
-                    f"{name} of additional_config[{NAME!r}] is an int of at least 1; got {value!r}"
-                )
-                raise ValueError(msg)
-        if not isinstance(found.get("captures_by_id", False), bool):
-            msg = f"captures_by_id of additional_config[{NAME!r}] is a bool"
-            raise ValueError(msg)  # noqa: TRY004 (one error for a bad option)
-        return cls(**found)
+        return cls.read(found, f"additional_config[{NAME!r}]")
 
 
 @dataclasses.dataclass
@@ -130,7 +89,7 @@ class Vectors(Mapping[str, "Tensor"]):
         self._replaced: dict[str, int] = {}
         """Bytes of vectors whose names mean others by now, by digest, the oldest first."""
 
-    def check_room(self, vectors: Mapping[str, Tensor], options: EngineOptions) -> None:
+    def check_room(self, vectors: Mapping[str, Tensor], options: VllmOptions) -> None:
         """Checks that more vectors may be named.
 
         Raises:
@@ -157,7 +116,7 @@ class Vectors(Mapping[str, "Tensor"]):
             self._replaced[former[1]] = former[0].nbytes
         self._named[name] = tensor, digest
 
-    def surplus(self, options: EngineOptions) -> list[str]:
+    def surplus(self, options: VllmOptions) -> list[str]:
         """Returns the digests of replaced vectors beyond the limit, and forgets them."""
         named = {digest for _, digest in self._named.values()}
         for digest in named & self._replaced.keys():
@@ -231,19 +190,6 @@ class _Named(Mapping[str, "Tensor"]):
         return True  # asked for names, although it may have none
 
 
-class _Read(NamedTuple):
-    """A plan that was read and validated; it stands in `extra_args` in place of its text."""
-
-    plan: Plan
-    text: str
-    used: dict[str, str]
-    """Digests of the vectors that it names."""
-    digest: str
-
-    def __deepcopy__(self, _memo: object) -> _Read:
-        return self  # vLLM copies parameters
-
-
 _SEVERAL: Final = "the plans of several requests of this id failed: choose ids that differ"
 
 
@@ -258,12 +204,12 @@ class FrontEnd:
     """
 
     def __init__(
-        self, modules: ModuleTable, options: EngineOptions, secret: bytes, servers: int = 1
+        self, modules: ModuleTable, options: VllmOptions, secret: bytes, servers: int = 1
     ) -> None:
         self.modules = modules
         self.options = options
         self.vectors = Vectors()
-        self._secret = secret
+        self._admission = Admission(modules, options, secret)
         self._servers = servers
         self._lock = threading.Lock()
         self._tickets: dict[str, list[Ticket]] = {}
@@ -276,14 +222,9 @@ class FrontEnd:
         self._running: set[str] = set()
         """Engine's ids of requests with a plan."""
 
-    def _read(self, value: Any) -> _Read:
-        text = value if isinstance(value, str) else _dumped(value)
+    def _read(self, value: Any) -> ReadPlan:
         named = _Named(self.vectors)
-        try:
-            plan = Plan.from_json(text, named)
-        except HookTypeError as error:
-            raise ValueError(str(error)) from error
-        return _Read(self.modules.rewritten(plan), text, named.used, _digest(text, named.used))
+        return self._admission.read(value, named, named.used)
 
     async def read_large(self, params: Any) -> None:
         """Reads the plan of a request in a thread, if it is large.
@@ -306,51 +247,31 @@ class FrontEnd:
         """
         params = request.sampling_params
         value = params.extra_args[NAME]
-        plan, text, used, digest = value if isinstance(value, _Read) else self._read(value)
+        read = value if isinstance(value, ReadPlan) else self._read(value)
         if request.resumable:
             _refuse("streamed inputs")
         key = uuid.uuid4().hex
-        if any(isinstance(entry, KeepEntry) for entry in plan.entries):
-            self._check_captures(plan, request, params)
+        prompt = _prompt_length(request)
+        if read.captures:
+            if params.n > 1:
+                _refuse("n > 1 with captures")
+            if self._servers > 1:
+                _refuse("captures with several API servers")
+            self._admission.check_captures(read.plan, prompt, params.max_tokens)
             # Positions that a cache has are run again, where they are wanted.
-            if any(isinstance(it, KeepEntry) and _reaches_back(it.at) for it in plan.entries):
+            if read.reaches_back:
                 params.skip_reading_prefix_cache = True
             self._issue(Ticket(key, request.request_id, params.extra_args.get(FIELD)))
-        if changes := [entry for entry in plan.entries if isinstance(entry, HookEntry)]:
-            # Keys and values that a plan changed are for requests of the same plan alone; of the
-            # same length of prompt, where the plan counts from its end.
-            counts = any(_counts_from_prompt(entry.at) for entry in changes)
-            length = _prompt_length(request) if counts else None
-            content = json.dumps([request.cache_salt, digest, length]).encode()
-            # Keyed: nobody else can make it, and read or write these keys and values.
-            salt = hashlib.blake2b(content, key=self._secret, digest_size=16).hexdigest()
-            request.cache_salt = f"{_SALT}{salt}"
+        if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
+            request.cache_salt = salt
         # The worker learns of captures that nobody can fetch with the next request.
         cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
-        payload = {"plan": text, "vectors": used, "digest": digest, "key": key}
+        payload = {"plan": read.text, "vectors": read.used, "digest": read.digest, "key": key}
         payload["cancelled"] = cancelled
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
         self._sent.add(key)
         metrics.PLANS.inc()
-
-    def _check_captures(self, plan: Plan, request: Any, params: Any) -> None:
-        if params.n > 1:
-            _refuse("n > 1 with captures")
-        if self._servers > 1:
-            _refuse("captures with several API servers")
-        prompt = _prompt_length(request)
-        most = prompt + params.max_tokens - 1
-        size = sum(
-            row * _captured(entry, prompt, most) for entry, row in self.modules.row_bytes(plan)
-        )
-        if size > self.options.capture_bytes:
-            msg = (
-                f"the captures of {most:,} tokens may take {size:,} bytes, more than "
-                f"capture_bytes={self.options.capture_bytes:,}: capture fewer modules or "
-                "positions, or lower max_tokens"
-            )
-            raise ValueError(msg)
 
     def _issue(self, ticket: Ticket) -> None:
         with self._lock:
@@ -450,43 +371,3 @@ def _prompt_length(request: Any) -> int:
 def _refuse(feature: str) -> None:
     msg = f"{feature} is refused with vllm: {CAPABILITIES.refused[feature]}"
     raise ValueError(msg)
-
-
-def _dumped(value: Any) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        msg = f"a plan in extra_args is the JSON of Plan.to_json: {error}"
-        raise ValueError(msg) from error
-
-
-def _digest(text: str, vectors: Mapping[str, str]) -> str:
-    content = json.dumps([text, sorted(vectors.items())])
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _counts_from_prompt(at: At) -> bool:
-    """True if positions depend on the length of the prompt."""
-    if at is None or callable(at):
-        return False
-    if isinstance(at, slice):
-        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
-    return isinstance(at, str) or at < 0
-
-
-def _reaches_back(at: At) -> bool:
-    """True if positions may be in a cache: the last of the prompt never is."""
-    return at not in {"generated", "last_prompt", -1} if not isinstance(at, slice) else True
-
-
-def _captured(entry: KeepEntry, prompt: int, most: int) -> int:
-    """Returns the most tokens that an entry captures."""
-    return int(wanted(entry.at, prompt, most).sum())
-
-
-def wanted(at: At, prompt: int, tokens: int) -> Tensor:
-    """Returns which of the first positions of a request an entry names: bools, (tokens,)."""
-    if at is None:
-        return torch.ones(tokens, dtype=torch.bool)
-    lengths = Prompt(torch.tensor([prompt]), None)
-    return mask_of(at, Tokens(torch.arange(tokens)[None], lengths))[0]

@@ -97,7 +97,7 @@ def _attach_v1(runner: Any, worker: Worker) -> None:
             worker.reconcile(runner.requests)
             for new in scheduler_output.scheduled_new_reqs:
                 state = runner.requests[new.req_id]
-                worker.admit(new.req_id, new.sampling_params, state.num_prompt_tokens)
+                worker.take_request(new.req_id, new.sampling_params, state.num_prompt_tokens)
             return result
 
         return _update_states
@@ -137,7 +137,7 @@ def _attach_v2(runner: Any, worker: Worker) -> None:
             worker.reconcile(runner.req_states.req_id_to_index)
             result = original(scheduler_output)
             for new in scheduler_output.scheduled_new_reqs:
-                worker.admit(new.req_id, new.sampling_params, new.prompt_len)
+                worker.take_request(new.req_id, new.sampling_params, new.prompt_len)
             return result
 
         return add_requests

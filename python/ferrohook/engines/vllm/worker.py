@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -10,30 +9,29 @@ import json
 import logging
 import secrets
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import safetensors.torch
 import torch
 
-from ferrohook.engines.finite import failure, is_finite
-from ferrohook.engines.planned import PlannedRequests, Result
-from ferrohook.engines.steps import Span, Step
-from ferrohook.engines.vllm.captures import digest_of, packed, spans_of
-from ferrohook.engines.vllm.modules import OBSERVED_ROWS, ModuleInfo, ModuleTable, observe
+from ferrohook.engines.modules import OBSERVED_ROWS, observe
+from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm.ranks import Ranks, fill
-from ferrohook.engines.vllm.requests import NAME, EngineOptions, wanted
+from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import explain, refusals
+from ferrohook.engines.wire import NAME, digest_of, packed
+from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry, keep
+from ferrohook.plans.entries import HookEntry
 from ferrohook.rows.site_tables import sites
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from ferrohook.plans import Prepared
+    from ferrohook.engines.planned import Result
 
 _LOG: Final = logging.getLogger("ferrohook")
 _MOST_PLANS: Final = 256
@@ -42,42 +40,16 @@ _DROPPED: Final = "the captures of the request were dropped for results_bytes"
 
 
 @dataclasses.dataclass
-class _Admitted:
-    """A request of the engine that has a plan."""
-
-    key: str
-    """Name of its captures."""
-    prompt_length: int
-    digest: str
-    """Of its plan and vectors."""
-    prepared: Prepared
-    """Its plan, rewritten."""
-    row_bytes: int
-    """Bytes that it captures per token, at most; 0 without a capture."""
-    end: int = 0
-    """Position behind its last row."""
-    tokens: int = 0
-    """Tokens that ran."""
-
-
-@dataclasses.dataclass
 class _Finished:
     """Captures that wait for their client."""
 
-    admitted: _Admitted
+    admitted: Admitted
     result: Result
     size: int
     """Bytes."""
 
 
-class Served(NamedTuple):
-    """A loaded model whose requests may have plans."""
-
-    modules: ModuleTable
-    planned: PlannedRequests
-
-
-class Worker:
+class Worker(EngineWorker):
     """Plans of the requests of one model runner.
 
     Args:
@@ -86,35 +58,28 @@ class Worker:
     """
 
     def __init__(self, runner: Any, config: Any) -> None:
+        super().__init__()
         self._runner = runner
         self._config = config
-        self.options = EngineOptions.of(config)
+        self.options = VllmOptions.of(config)
         self.refused = refusals(config, has_sites=self.options.sites is not None)
-        self.served: Served | None = None
         self._vectors: dict[str, Tensor] = {}
-        self._admitted: dict[str, _Admitted] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
-        self._spans: list[Span] = []
-        self._from_cache: list[str] = []
-        """Requests of the settled step that begin with keys and values of others."""
-        self._failures: dict[str, str] = {}
-        """Reasons, by request."""
-        self._failed: dict[str, str] = {}
-        """Digests of the plans of failed requests that live in the runner."""
         self._ranks = Ranks.of(config)
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
-        self.steps = 0
-        """Forwards in which a request with a plan had rows."""
+
+    def _explained(self) -> str:
+        return explain({**self.refused})
 
     # --- the model ---------------------------------------------------------------------------
 
     def loaded(self) -> None:
         """Takes over a model that was loaded, before it is compiled or called."""
         if self.refused:
-            _LOG.warning("ferrohook: %s", explain(self.refused))
+            _LOG.warning("ferrohook: %s", self._explained())
             return
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
@@ -133,7 +98,7 @@ class Worker:
                 width=modules.table[names[0]].width,
             )
         served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
-        self._test_itself(model, served)
+        self.test_itself(model, served, forward)
         self.served = served
 
     def _forward(self, model: Any) -> None:
@@ -175,45 +140,14 @@ class Worker:
             for hook in hooks:
                 hook.remove()
 
-    def _test_itself(self, model: Any, served: Served) -> None:
-        """Runs a known step, and compares the rows that two requests capture.
-
-        Raises:
-            HookError: they are not the rows of the step.
-        """
-        table = served.modules.table
-        names = [name for name, info in table.items() if info.refused is None and name]
-        if not names:
-            return
-        whole: list[Tensor] = []
-        hook = model.get_submodule(names[0]).register_forward_hook(
-            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
-        )
-        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = served.modules.rewritten(Plan(keep(names[0])))
-        try:
-            for span in spans:
-                with served.planned.admitting(span.request_id, plan):
-                    pass
-            with served.planned.running(Step(spans, OBSERVED_ROWS)):
-                self._forward(model)
-        finally:
-            hook.remove()
-            results = [served.planned.retire(span.request_id) for span in spans]
-        for span, result in zip(spans, results, strict=True):
-            rows = whole[0][span.first_row : span.first_row + span.rows]
-            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
-                msg = f"the self-test of ferrohook in vLLM failed: {names[0]!r} has other rows"
-                raise HookError(msg)
-
     # --- requests ----------------------------------------------------------------------------
 
-    def admit(self, request_id: str, params: Any, prompt_length: int) -> None:
+    def take_request(self, request_id: str, params: Any, prompt_length: int) -> None:
         """Opens the plan of a request that the runner has taken, if it has one."""
         payload = ((params and params.extra_args) or {}).get(NAME)
         if payload is None:
             return
-        self._retire(request_id)
+        self.retire(request_id)
         digest = ""
         try:
             if not isinstance(payload, dict):
@@ -222,54 +156,31 @@ class Worker:
             digest = payload["digest"]
             for key in payload.get("cancelled", ()):
                 self._discard(key)
-            prepared = self._prepared(payload)
-            with self._loaded().planned.admitting(request_id, prepared):
-                pass
+            read = functools.partial(self._read, payload)
+            self.admit(request_id, prompt_length, digest, read, payload["key"])
         except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
-            self._fail(request_id, digest, error)
+            self.fail(request_id, digest, error)
             return
-        row_bytes = sum(size for _, size in self._loaded().modules.row_bytes(prepared))
         self._discard(payload["key"])
-        key = payload["key"]
-        self._admitted[request_id] = _Admitted(key, prompt_length, digest, prepared, row_bytes)
 
-    def _loaded(self) -> Served:
-        if self.served is None:
-            msg = explain(self.refused) if self.refused else "the model is not loaded"
-            raise HookError(msg)
-        return self.served
-
-    def _prepared(self, payload: Mapping[str, Any]) -> Prepared:
-        served = self._loaded()
-        read = functools.partial(self._read, payload, served.modules)
-        return served.planned.plans.find(payload["digest"], read)
-
-    def _read(self, payload: Mapping[str, Any], modules: ModuleTable) -> Plan:
+    def _read(self, payload: Mapping[str, Any]) -> Plan:
         missing = [it for it in payload["vectors"].values() if it not in self._vectors]
         if missing:
             msg = f"vectors were dropped before the request ran: {missing}"
             raise HookError(msg)
         vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-        plan = modules.rewritten(Plan.from_json(payload["plan"], vectors))
+        plan = self.loaded_model().modules.rewritten(Plan.from_json(payload["plan"], vectors))
         if self._ranks is not None and self._ranks.rank:  # the first one captures
             return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
         return plan
 
-    def reconcile(self, live: Mapping[str, Any]) -> None:
-        """Closes the requests that are not among those that live in the runner."""
-        for request_id in self._admitted.keys() - live.keys():
-            self._retire(request_id)
-        for request_id in self._failed.keys() - live.keys():
-            del self._failed[request_id]
-
-    def _retire(self, request_id: str) -> None:
-        admitted = self._admitted.pop(request_id, None)
-        if admitted is None:
-            return
-        result = self._loaded().planned.retire(request_id)
-        if result is not None and admitted.row_bytes:
+    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
+        """Closes a request, and keeps what it captured for its client."""
+        ended = super().retire(request_id)
+        if ended is not None and ended[0].row_bytes:
             # Not that of the activations, which are put together as they are read.
-            self._keep(_Finished(admitted, result, admitted.row_bytes * admitted.tokens))
+            self._keep(_Finished(*ended, ended[0].row_bytes * ended[0].tokens))
+        return ended
 
     def _keep(self, finished: _Finished) -> None:
         self._finished[finished.admitted.key] = finished
@@ -289,82 +200,25 @@ class Worker:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def settle(
-        self, request_ids: Sequence[str], counts: Sequence[int], positions: Sequence[int]
-    ) -> None:
-        """Takes the row map of the next forward.
-
-        Args:
-            request_ids: in order of their rows.
-            counts: rows of each.
-            positions: position of the first row of each.
-        """
-        self._spans = []
-        self._from_cache = []
-        if not self._admitted:
+    def _agree(self) -> None:
+        if self._ranks is None or not (self._admitted or self._failed):  # alike on all ranks
             return
-        row = 0
-        for request_id, count, position in zip(request_ids, counts, positions, strict=True):
+        for request_id, reason in self._ranks.merged(self._failures).items():
+            self._failures[request_id] = reason
             admitted = self._admitted.get(request_id)
-            rows = int(count)
-            if admitted is not None:
-                first = int(position)
-                if first not in {0, admitted.end}:
-                    self._from_cache.append(request_id)
-                admitted.end = first + rows
-                admitted.tokens = max(admitted.tokens, admitted.end)
-                self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
-            row += rows
-
-    @contextlib.contextmanager
-    def running(self, rows: int) -> Iterator[None]:
-        """Enters the batch of the settled step around its forward of `rows` rows."""
-        spans = self._spans
-        if spans:
-            self.steps += 1
-            planned = self._loaded().planned
-            try:
-                with planned.running(Step(spans, rows)):
-                    yield
-            finally:
-                self._spans = []
-            for span in spans:
-                error = planned.failure_of(span.request_id)
-                if error is not None and span.request_id not in self._failed:
-                    self._fail(span.request_id, self._admitted[span.request_id].digest, error)
-        else:
-            yield
-        if self._ranks is not None and (self._admitted or self._failed):  # alike on all ranks
-            for request_id, reason in self._ranks.merged(self._failures).items():
-                self._failures[request_id] = reason
-                admitted = self._admitted.get(request_id)
-                self._failed.setdefault(request_id, admitted.digest if admitted else "")
-        if self._failed:
-            self._fail_sharers()
+            self._failed.setdefault(request_id, admitted.digest if admitted else "")
 
     def check(self, output: Any, slots: Mapping[str, Tensor]) -> None:
         """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
 
-        What they wrote in this step is zeroed: whoever gets the blocks next reads them behind a
-        mask, and NaN times zero is NaN.
-
         Args:
-            output: of the model, behind its last norm, where NaN and infinities have become NaN.
+            output: of the model.
             slots: of each layer, the slots of the step's rows.
         """
-        changed = [it for it in self._spans if self._loaded().planned.changes(it.request_id)]
-        if not changed:
-            return
         hidden = output[0] if isinstance(output, tuple) else output
-        end = changed[-1].first_row + changed[-1].rows
-        if is_finite(hidden[changed[0].first_row : end]):
-            return
-        for span in changed:
-            rows = slice(span.first_row, span.first_row + span.rows)
-            if not is_finite(hidden[rows]):
-                self._loaded().planned.fail(span.request_id, failure("hidden states"))
-                hidden[rows] = 0
-                self._zero({layer: each[rows] for layer, each in slots.items()})
+        self.check_rows(
+            hidden, lambda rows: self._zero({layer: each[rows] for layer, each in slots.items()})
+        )
 
     def _zero(self, slots: Mapping[str, Tensor]) -> None:
         """Zeroes the blocks of some slots, which nobody shares: they were not full before."""
@@ -376,38 +230,12 @@ class Worker:
                     size = group.kv_cache_spec.block_size * config.num_blocks // cache.shape[0]
                     cache[(slots[layer] // size).unique()] = 0
 
-    def _fail(self, request_id: str, digest: str, error: BaseException) -> None:
-        self._failed[request_id] = digest
-        self._failures[request_id] = _reason(error)
-
-    def _fail_sharers(self) -> None:
-        """Fails requests that begin with keys and values of one whose plan failed.
-
-        The scheduler shares them until it learns of the failure; they may lack the plan's changes.
-        """
-        digests = {*self._failed.values()}
-        for request_id in self._from_cache:
-            admitted = self._admitted[request_id]
-            changes = any(isinstance(entry, HookEntry) for entry in admitted.prepared.entries)
-            if changes and admitted.digest in digests and request_id not in self._failed:
-                msg = "its cached prefix may be that of a request whose plan failed: send it again"
-                self._fail(request_id, "", HookError(msg))
-
-    def failures(self) -> dict[str, str]:
-        """Returns the requests that failed since it was called last, with the reasons."""
-        if not self._failures:
-            return {}
-        failed, self._failures = self._failures, {}
-        for request_id, reason in failed.items():
-            _LOG.error("ferrohook: request %s: %s", request_id, reason)
-        return failed
-
     # --- calls from the front end: bytes, so that nothing is pickled -------------------------
 
     def describe(self) -> bytes:
         """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
-            reason = explain(self.refused) if self.refused else "the model is not loaded"
+            reason = self._explained() if self.refused else "the model is not loaded"
             return json.dumps({"refused": reason}).encode()
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
@@ -449,7 +277,7 @@ class Worker:
             return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
         # The runner may run it once more, and others read what that writes: its plan stays.
         found[0].row_bytes = 0  # nothing is kept of it
-        return self._packed(*found, since, tokens)
+        return self.packed_captures(*found, tokens, since=since)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
@@ -458,61 +286,14 @@ class Worker:
         be finished.
         """
         if (found := self._captured(key)) is not None:
-            return self._packed(*found, since, tokens, partial=True)
+            return self.packed_captures(*found, tokens, since=since, partial=True)
         return packed({}, {}, error=_DROPPED if key in self._dropped else None)
 
-    def _captured(self, key: str) -> tuple[_Admitted, Result] | None:
+    def _captured(self, key: str) -> tuple[Admitted, Result] | None:
         """Returns what a request has captured, of one that lives what there is so far."""
         for request_id, admitted in self._admitted.items():
             if admitted.key == key:
-                result = self._loaded().planned.peek(request_id)
+                result = self.loaded_model().planned.peek(request_id)
                 return None if result is None else (admitted, result)
         finished = self._finished.get(key)
         return None if finished is None else (finished.admitted, finished.result)
-
-    def _packed(
-        self,
-        admitted: _Admitted,
-        result: Result,
-        since: int,
-        tokens: int,
-        *,
-        partial: bool = False,
-    ) -> bytes:
-        modules = self._loaded().modules
-        acts, positions = {}, {}
-        for entry in admitted.prepared.entries:
-            if not isinstance(entry, KeepEntry):
-                continue
-            expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
-            expected = expected[expected >= since]
-            for path in modules.selected(entry.what):
-                name = entry.name_of(path)
-                found = torch.tensor(result.positions(name), dtype=torch.int64)
-                if len(missing := expected[~torch.isin(expected, found)]):
-                    if result.error is not None:
-                        return packed({}, {}, error=_reason(result.error))
-                    if partial:
-                        return packed({}, {})
-                    error = f"{name!r} never ran for the positions {spans_of(missing)}"
-                    return packed({}, {}, error=error)
-                if len(expected):
-                    inside = torch.isin(found, expected)
-                    acts[name] = result.acts[name][inside].cpu().contiguous()
-                    positions[name] = expected
-        return packed(acts, positions)
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the reason of a failure, with the notes that name hook and module."""
-    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-    return f"the plan of the request failed: {'; '.join(lines)}"
-
-
-def _meant(output: Any, info: ModuleInfo) -> Tensor:
-    """Returns a copy of the tensor of an output that is meant."""
-    if info.kind == "stream":
-        hidden, residual = output
-        return hidden + residual  # type: ignore[no-any-return]
-    tensor: Tensor = output if info.kind == "tensor" else output[0]
-    return tensor.clone()

@@ -1,10 +1,10 @@
-"""Captures of a request on their way from the worker to its client: safetensors, never pickle."""
+"""Names that clients and engines share, and captures on their way: safetensors, never pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import safetensors.torch
 import torch
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+NAME: Final = "ferrohook"
+"""Key of a plan in the parameters of a request, and of the options of an engine."""
+FIELD: Final = "ferrohook_captures"
+"""Key of the token of a request's captures: in its parameters, and in the engine's answer."""
+HEADER: Final = "X-Ferrohook-Captures"
+"""Header with the token of a request's captures: of the answer, and of who fetches them."""
 
 
 class Captured(NamedTuple):

@@ -1,4 +1,4 @@
-"""Modules of a model in vLLM: which can be hooked, and which tensor of their output is meant.
+"""Modules of a model in an engine: which can be hooked, and which tensor of their output is meant.
 
 The worker observes one forward of a few tokens as it loads the model. The front end, which has no
 model, validates plans by the table; the worker rewrites them by it.
@@ -68,7 +68,7 @@ class ModuleTable:
 
     Args:
         table: the modules.
-        fused: names of modules that vLLM fuses, by the name of the fused one.
+        fused: names of modules that the engine fuses, by the name of the fused one.
         compiled: True if they are the sites of a compiled engine.
     """
 
@@ -146,12 +146,12 @@ class ModuleTable:
         for path in _paths(what):
             info = self.table.get(path)
             if info is not None and info.refused is not None:
-                msg = f"{path!r} cannot be hooked in vLLM: {info.refused}"
+                msg = f"{path!r} cannot be hooked: {info.refused}"
                 raise ValueError(msg)
             *_, last = path.rpartition(".")
             if info is None and (whole := self.fused.get(last)) is not None:
                 fused = path.removesuffix(last) + whole
-                msg = f"{path!r} is part of a module that vLLM fuses: {fused!r}"
+                msg = f"{path!r} is part of a module that the engine fuses: {fused!r}"
                 raise ValueError(msg)
         try:
             names = [*select(self._skeleton, what, called=True)]
@@ -160,12 +160,12 @@ class ModuleTable:
         found = {name: self.table[name] for name in names}
         for name, info in found.items():
             if info.refused is not None:
-                msg = f"{name!r} cannot be hooked in vLLM: {info.refused}"
+                msg = f"{name!r} cannot be hooked: {info.refused}"
                 raise ValueError(msg)
         return found
 
     def rewritten(self, plan: Plan) -> Plan:
-        """Rewrites a plan for the outputs of vLLM's modules, and validates it.
+        """Rewrites a plan for the outputs of the engine's modules, and validates it.
 
         An entry without an `output_index` means the stream of a layer that returns
         (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
@@ -334,8 +334,8 @@ def _input(info: ModuleInfo, name: str, index: Any) -> Tokens:
         advice = (
             f"name one of {places} by output_index"
             if places
-            else "vLLM calls it by keywords, or not at all as one that is fused; take the output "
-            "of the module before it, or its own"
+            else "the engine calls it by keywords, or not at all as one that is fused; take the "
+            "output of the module before it, or its own"
         )
         msg = (
             "inputs=True and phase='forward_pre' take a positional argument with a row per token, "
@@ -382,7 +382,7 @@ def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
     return made[""]
 
 
-NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of vLLM's model")
+NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of the engine's model")
 
 
 def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
@@ -409,7 +409,7 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
         for hook in hooks:
             hook.remove()
     if not outputs:
-        msg = "no module of vLLM's model ran in the observed forward"
+        msg = "no module of the engine's model ran in the observed forward"
         raise HookError(msg)
     table = {
         name: dataclasses.replace(

@@ -1,0 +1,175 @@
+"""Plans on their way into an engine: read, judged, measured, and given the salt of their cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ferrohook.engines.wire import NAME
+from ferrohook.errors import HookTypeError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.positions import Prompt, Tokens, mask_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.options import EngineOptions
+    from ferrohook.plans.positions import At
+
+_SALT: Final = f"{NAME}:"
+"""Begin of the salts that are made here."""
+
+
+class ReadPlan(NamedTuple):
+    """A plan that was read and validated."""
+
+    plan: Plan
+    """Rewritten for the engine's modules."""
+    text: str
+    used: dict[str, str]
+    """Digests of the uploaded vectors that it names."""
+    digest: str
+    """Of text and vectors."""
+
+    @property
+    def captures(self) -> bool:
+        """True if it keeps anything."""
+        return any(isinstance(entry, KeepEntry) for entry in self.plan.entries)
+
+    @property
+    def changes(self) -> list[HookEntry]:
+        """The entries that may change rows."""
+        return [entry for entry in self.plan.entries if isinstance(entry, HookEntry)]
+
+    @property
+    def reaches_back(self) -> bool:
+        """True if it captures positions that may be in a cache."""
+        entries = self.plan.entries
+        return any(isinstance(it, KeepEntry) and _reaches_back(it.at) for it in entries)
+
+    def __deepcopy__(self, _memo: object) -> ReadPlan:
+        return self  # engines copy parameters
+
+
+class Admission:
+    """Judge of the plans of one engine's requests.
+
+    Args:
+        modules: modules of its model.
+        options: of the engine.
+        secret: key of the salts. Whoever has it can read and write what a plan has cached.
+    """
+
+    def __init__(self, modules: ModuleTable, options: EngineOptions, secret: bytes) -> None:
+        self._modules = modules
+        self._options = options
+        self._secret = secret
+
+    def read(self, value: Any, vectors: Mapping[str, Tensor], used: dict[str, str]) -> ReadPlan:
+        """Reads a plan that a client sent.
+
+        Args:
+            value: its JSON, as text or as objects.
+            vectors: those that it may name.
+            used: digests of those that it names, once it was read.
+
+        Raises:
+            ValueError: the plan is bad; the request must not be scheduled.
+        """
+        text = value if isinstance(value, str) else _dumped(value)
+        try:
+            plan = Plan.from_json(text, vectors)
+        except HookTypeError as error:
+            raise ValueError(str(error)) from error
+        return ReadPlan(self._modules.rewritten(plan), text, used, _digest(text, used))
+
+    def check_captures(self, plan: Plan, prompt_length: int, new_tokens: int) -> None:
+        """Checks that the captures of a request keep within `capture_bytes`.
+
+        Raises:
+            ValueError: they may not.
+        """
+        most = prompt_length + new_tokens - 1  # the last token never runs
+        size = sum(
+            row * int(wanted(entry.at, prompt_length, most).sum())
+            for entry, row in self._modules.row_bytes(plan)
+        )
+        if size > self._options.capture_bytes:
+            msg = (
+                f"the captures of {most:,} tokens may take {size:,} bytes, more than "
+                f"capture_bytes={self._options.capture_bytes:,}: capture fewer modules or "
+                "positions, or ask for fewer new tokens"
+            )
+            raise ValueError(msg)
+
+    def salt(self, read: ReadPlan, prompt_length: int, of_client: object) -> str | None:
+        """Returns the cache salt of a request; None if its plan changes nothing.
+
+        Keys and values that a plan changed are for requests of the same plan alone; of the same
+        length of prompt, where the plan counts from its end. Keyed by the secret, so that nobody
+        else can make it.
+
+        Args:
+            read: its plan.
+            prompt_length: tokens of its prompt.
+            of_client: salts that its client gave it.
+        """
+        if not read.changes:
+            return None
+        counts = any(_counts_from_prompt(entry.at) for entry in read.changes)
+        content = json.dumps([of_client, read.digest, prompt_length if counts else None])
+        salt = hashlib.blake2b(content.encode(), key=self._secret, digest_size=16).hexdigest()
+        return f"{_SALT}{salt}"
+
+
+def check_salt(salt: str | None) -> None:
+    """Refuses a client's cache salt of the form of ours.
+
+    Raises:
+        ValueError: it has that form.
+    """
+    if salt is not None and salt.startswith(_SALT):
+        msg = f"a cache_salt that begins with {_SALT!r} is made by ferrohook alone: choose another"
+        raise ValueError(msg)
+
+
+def wanted(at: At, prompt: int, tokens: int) -> Tensor:
+    """Returns which of the first positions of a request an entry names: bools, (tokens,)."""
+    if at is None:
+        return torch.ones(tokens, dtype=torch.bool)
+    lengths = Prompt(torch.tensor([prompt]), None)
+    return mask_of(at, Tokens(torch.arange(tokens)[None], lengths))[0]
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        msg = f"the plan of a request is the JSON of Plan.to_json: {error}"
+        raise ValueError(msg) from error
+
+
+def _digest(text: str, vectors: Mapping[str, str]) -> str:
+    content = json.dumps([text, sorted(vectors.items())])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _counts_from_prompt(at: At) -> bool:
+    """True if positions depend on the length of the prompt."""
+    if at is None or callable(at):
+        return False
+    if isinstance(at, slice):
+        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
+    return isinstance(at, str) or at < 0
+
+
+def _reaches_back(at: At) -> bool:
+    """True if positions may be in a cache: the last of the prompt never is."""
+    return at not in {"generated", "last_prompt", -1} if not isinstance(at, slice) else True

@@ -1,0 +1,336 @@
+"""Plans of an engine's requests where its model runs, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ferrohook.engines.admission import wanted
+from ferrohook.engines.finite import failure, is_finite
+from ferrohook.engines.modules import OBSERVED_ROWS
+from ferrohook.engines.steps import Span, Step
+from ferrohook.engines.wire import packed, spans_of
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry, keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from ferrohook.engines.modules import ModuleInfo, ModuleTable
+    from ferrohook.engines.planned import PlannedRequests, Result
+    from ferrohook.plans import Prepared
+
+_LOG: Final = logging.getLogger("ferrohook")
+
+
+@dataclasses.dataclass
+class Admitted:
+    """A request of the engine that has a plan."""
+
+    key: str
+    """Name of its captures."""
+    prompt_length: int
+    digest: str
+    """Of its plan and vectors."""
+    prepared: Prepared
+    """Its plan, rewritten."""
+    row_bytes: int
+    """Bytes that it captures per token, at most; 0 without a capture."""
+    end: int = 0
+    """Position behind its last row."""
+    tokens: int = 0
+    """Tokens that ran."""
+
+    @property
+    def changes(self) -> bool:
+        """True if its plan may change rows."""
+        return any(isinstance(entry, HookEntry) for entry in self.prepared.entries)
+
+
+class Served(NamedTuple):
+    """A loaded model whose requests may have plans."""
+
+    modules: ModuleTable
+    planned: PlannedRequests
+
+
+class EngineWorker:
+    """Plans of the requests of one model in an engine.
+
+    An engine derives from it, and answers where its rows, positions and requests are: it calls
+    `admit`, then `settle` and `running` for each forward, `check_rows` inside of that, and
+    `reconcile` or `retire`.
+    """
+
+    def __init__(self) -> None:
+        self.refused: Mapping[str, str] = {}
+        """Features in use with which no plan is served, with the reasons."""
+        self.served: Served | None = None
+        self.steps = 0
+        """Forwards in which a request with a plan had rows."""
+        self._admitted: dict[str, Admitted] = {}
+        self._spans: list[Span] = []
+        self._from_cache: list[str] = []
+        """Requests of the settled step that begin with keys and values of others."""
+        self._failures: dict[str, str] = {}
+        """Reasons, by request."""
+        self._failed: dict[str, str] = {}
+        """Digests of the plans of failed requests that live in the engine."""
+
+    def _explained(self) -> str:
+        """Returns the error of an engine that serves no plans."""
+        raise NotImplementedError
+
+    def loaded_model(self) -> Served:
+        """Returns the model.
+
+        Raises:
+            HookError: plans are refused, or it is not loaded.
+        """
+        if self.served is None:
+            raise HookError(self._explained() if self.refused else "the model is not loaded")
+        return self.served
+
+    def test_itself(self, model: nn.Module, served: Served, forward: Callable[[], object]) -> None:
+        """Runs a known step, and compares the rows that two requests capture.
+
+        Args:
+            model: the engine's.
+            served: it, with its table.
+            forward: runs it for `OBSERVED_ROWS` tokens that nobody wants.
+
+        Raises:
+            HookError: they are not the rows of the step.
+        """
+        table = served.modules.table
+        names = [name for name, info in table.items() if info.refused is None and name]
+        if not names:
+            return
+        whole: list[Tensor] = []
+        hook = model.get_submodule(names[0]).register_forward_hook(
+            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
+        )
+        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
+        plan = served.modules.rewritten(Plan(keep(names[0])))
+        try:
+            for span in spans:
+                with served.planned.admitting(span.request_id, plan):
+                    pass
+            with served.planned.running(Step(spans, OBSERVED_ROWS)):
+                forward()
+        finally:
+            hook.remove()
+            results = [served.planned.retire(span.request_id) for span in spans]
+        for span, result in zip(spans, results, strict=True):
+            rows = whole[0][span.first_row : span.first_row + span.rows]
+            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
+                msg = (
+                    f"the self-test of ferrohook in the engine failed: {names[0]!r} has other rows"
+                )
+                raise HookError(msg)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def admit(
+        self, request_id: str, prompt_length: int, digest: str, read: Callable[[], Plan], key: str
+    ) -> None:
+        """Opens the plan of a request.
+
+        Args:
+            request_id: as the steps call it.
+            prompt_length: tokens of its prompt.
+            digest: of its plan and vectors.
+            read: returns the plan, rewritten; called if it is not prepared.
+            key: name of its captures.
+
+        Raises:
+            HookError: the plan cannot be served.
+        """
+        served = self.loaded_model()
+        prepared = served.planned.plans.find(digest, read)
+        with served.planned.admitting(request_id, prepared):
+            pass
+        row_bytes = sum(size for _, size in served.modules.row_bytes(prepared))
+        self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, row_bytes)
+
+    def reconcile(self, live: Collection[str]) -> None:
+        """Closes the requests that are not among those that live in the engine."""
+        for request_id in self._admitted.keys() - live:
+            self.retire(request_id)
+        for request_id in self._failed.keys() - live:
+            del self._failed[request_id]
+
+    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
+        """Closes a request; returns what it captured, None for one without a plan."""
+        admitted = self._admitted.pop(request_id, None)
+        result = None if admitted is None else self.loaded_model().planned.retire(request_id)
+        return None if admitted is None or result is None else (admitted, result)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def settle(
+        self, request_ids: Sequence[str | None], counts: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        """Takes the row map of the next forward.
+
+        Args:
+            request_ids: in order of their rows; None for one without a plan.
+            counts: rows of each.
+            positions: position of the first row of each.
+        """
+        self._spans = []
+        self._from_cache = []
+        if not self._admitted:
+            return
+        row = 0
+        for request_id, count, position in zip(request_ids, counts, positions, strict=True):
+            admitted = None if request_id is None else self._admitted.get(request_id)
+            rows = int(count)
+            if request_id is not None and admitted is not None:
+                first = int(position)
+                if first not in {0, admitted.end}:
+                    self._from_cache.append(request_id)
+                admitted.end = first + rows
+                admitted.tokens = max(admitted.tokens, admitted.end)
+                self._spans.append(Span(request_id, row, rows, first, admitted.prompt_length))
+            row += rows
+
+    @contextlib.contextmanager
+    def running(self, rows: int) -> Iterator[None]:
+        """Enters the batch of the settled step around its forward of `rows` rows."""
+        spans = self._spans
+        if spans:
+            self.steps += 1
+            planned = self.loaded_model().planned
+            try:
+                with planned.running(Step(spans, rows)):
+                    yield
+            finally:
+                self._spans = []
+            for span in spans:
+                error = planned.failure_of(span.request_id)
+                if error is not None and span.request_id not in self._failed:
+                    self.fail(span.request_id, self._admitted[span.request_id].digest, error)
+        else:
+            yield
+        self._agree()
+        if self._failed:
+            self._fail_sharers()
+
+    def _agree(self) -> None:
+        """Exchanges failures with other workers of the same rows."""
+
+    def check_rows(self, hidden: Tensor, clean: Callable[[slice], object]) -> None:
+        """Fails the requests whose plans made rows NaN or infinite, inside of `running`.
+
+        What they wrote in this step is zeroed: whoever gets the blocks next reads them behind a
+        mask, and NaN times zero is NaN.
+
+        Args:
+            hidden: behind the last norm of the model, where NaN and infinities have become NaN.
+            clean: zeroes what some rows of the step wrote.
+        """
+        changed = [it for it in self._spans if self.loaded_model().planned.changes(it.request_id)]
+        if not changed:
+            return
+        end = changed[-1].first_row + changed[-1].rows
+        if is_finite(hidden[changed[0].first_row : end]):
+            return
+        for span in changed:
+            rows = slice(span.first_row, span.first_row + span.rows)
+            if not is_finite(hidden[rows]):
+                self.loaded_model().planned.fail(span.request_id, failure("hidden states"))
+                hidden[rows] = 0
+                clean(rows)
+
+    def fail(self, request_id: str, digest: str, error: BaseException) -> None:
+        """Notes the failure of a request's plan."""
+        self._failed[request_id] = digest
+        self._failures[request_id] = reason_of(error)
+
+    def _fail_sharers(self) -> None:
+        """Fails requests that begin with keys and values of one whose plan failed.
+
+        The scheduler shares them until it learns of the failure; they may lack the plan's changes.
+        """
+        digests = {*self._failed.values()}
+        for request_id in self._from_cache:
+            admitted = self._admitted[request_id]
+            if admitted.changes and admitted.digest in digests and request_id not in self._failed:
+                msg = "its cached prefix may be that of a request whose plan failed: send it again"
+                self.fail(request_id, "", HookError(msg))
+
+    def failures(self) -> dict[str, str]:
+        """Returns the requests that failed since it was called last, with the reasons."""
+        if not self._failures:
+            return {}
+        failed, self._failures = self._failures, {}
+        for request_id, reason in failed.items():
+            _LOG.error("ferrohook: request %s: %s", request_id, reason)
+        return failed
+
+    # --- captures ----------------------------------------------------------------------------
+
+    def packed_captures(
+        self,
+        admitted: Admitted,
+        result: Result,
+        tokens: int,
+        *,
+        since: int = 0,
+        partial: bool = False,
+    ) -> bytes:
+        """Packs what a request captured, or why rows are missing.
+
+        Args:
+            admitted: the request.
+            result: its captures.
+            tokens: tokens of prompt and answer. Rows of the last one and behind it are cut off: an
+                engine that schedules ahead runs them for nothing.
+            since: first position that is wanted.
+            partial: pack none, instead of the reason, until all ran.
+        """
+        modules = self.loaded_model().modules
+        acts, positions = {}, {}
+        for entry in admitted.prepared.entries:
+            if not isinstance(entry, KeepEntry):
+                continue
+            expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
+            expected = expected[expected >= since]
+            for path in modules.selected(entry.what):
+                name = entry.name_of(path)
+                found = torch.tensor(result.positions(name), dtype=torch.int64)
+                if len(missing := expected[~torch.isin(expected, found)]):
+                    if result.error is not None:
+                        return packed({}, {}, error=reason_of(result.error))
+                    if partial:
+                        return packed({}, {})
+                    error = f"{name!r} never ran for the positions {spans_of(missing)}"
+                    return packed({}, {}, error=error)
+                if len(expected):
+                    inside = torch.isin(found, expected)
+                    acts[name] = result.acts[name][inside].cpu().contiguous()
+                    positions[name] = expected
+        return packed(acts, positions)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the reason of a failure, with the notes that name hook and module."""
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    return f"the plan of the request failed: {'; '.join(lines)}"
+
+
+def _meant(output: Any, info: ModuleInfo) -> Tensor:
+    """Returns a copy of the tensor of an output that is meant."""
+    if info.kind == "stream":
+        hidden, residual = output
+        return hidden + residual  # type: ignore[no-any-return]
+    tensor: Tensor = output if info.kind == "tensor" else output[0]
+    return tensor.clone()
