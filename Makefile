@@ -22,7 +22,7 @@ demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
 	$(BIN)/python -m examples.service
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
+test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
 	script/embedded
 	$(PYTEST)
@@ -113,6 +113,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # Stamp file of an installed dependency group.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

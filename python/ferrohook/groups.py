@@ -7,7 +7,7 @@ import copyreg
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, overload
 
 from ferrohook._core import (
     AttachmentContext,
@@ -24,7 +24,7 @@ from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import KeepEntry
-from ferrohook.scopes import Scope
+from ferrohook.scopes import Scope, innermost
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     priority: int = 0,
     on_error: OnError = "raise",
     timed: bool = False,
-    scope: Scope | None = None,
+    scope: Scope | Literal["innermost"] | None = "innermost",
 ) -> HandleGroup:
     """Registers one hook on modules of a model, by name.
 
@@ -186,7 +186,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         priority: higher fires first.
         on_error: response to the hook's exception: `raise`, `disable` or `ignore`.
         timed: count the time spent in the hook, for `summary`.
-        scope: fire only in the contexts that entered this scope, until it is left.
+        scope: fire only in the contexts that entered this scope, until it is left: by default the
+            one that this context entered last, if any, captures, requests and batches included.
+            None for calls in every context.
 
     Returns:
         The handles of the hook, as a group.
@@ -203,10 +205,11 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
+    frame: object = innermost() if isinstance(scope, str) and scope == "innermost" else scope
     group = HandleGroup(model)
-    group._scoped = scope is not None
-    if isinstance(scope, Frame):  # registering rejects any other type
-        group.attachment.release_with(scope)
+    group._scoped = frame is not None
+    if isinstance(frame, Frame):  # registering rejects any other type
+        group.attachment.release_with(frame)
     try:
         attach(modules, group.attachment)
         add_hooks(
@@ -220,8 +223,10 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
             priority=priority,
             on_error=on_error,
             timed=timed,
-            scope=scope,
+            scope=frame,
         )
+        if frame is None:
+            group.attachment.release_when_unused([*modules.values()])
     except BaseException:
         group.attachment.release()
         raise

@@ -6,8 +6,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from ferrohook._core import Activation, Frame
-from ferrohook.errors import HookTypeError
+from ferrohook._core import Activation, Frame, frames
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     import contextlib
@@ -21,7 +21,8 @@ class Scope(Frame):
     """Set of hooks that fire only for calls in the contexts that entered the scope.
 
     A context manager: entering adds it to the scopes of the current context (`contextvars`);
-    leaving removes the hooks that were registered with it, and no others. Scopes nest. Tasks of
+    `register` inside it registers with it; leaving removes the hooks that were registered with it,
+    and no others. Scopes nest. Tasks of
     asyncio and `asyncio.to_thread` inherit the scopes entered at their creation; other threads get
     them by `wrap` or `activate`. A scope that is dropped without being left stays entered as long
     as the context lives.
@@ -91,11 +92,31 @@ class Scope(Frame):
 def scope() -> Scope:
     """Makes a scope, to be entered by `with`.
 
-    Register hooks with it by the keyword `scope`, before it is entered or after.
+    `register` inside it registers with it. The keyword `scope` names a scope that is not entered
+    yet, or one further out; `scope=None` is for everybody.
 
     Examples:
-        >>> with fh.scope() as s:
-        ...     handles = fh.register(model, "layers.3.mlp", steer, scope=s)
+        >>> with fh.scope():
+        ...     fh.register(model, "layers.3.mlp", steer)
         ...     model(ids)  # steered; other threads' calls are not
     """
     return Scope()
+
+
+def innermost() -> Frame | None:
+    """Returns the scope that the current context entered last; None if it entered none.
+
+    Raises:
+        HookError: it was left by another context, such as the one that started this task.
+    """
+    entered = frames.get()
+    if not entered:
+        return None
+    last = entered[-1]
+    if last.closed:
+        msg = (
+            "the scope of this context was left elsewhere, and its hooks with it: pass scope=None "
+            "to register for everybody, or another scope"
+        )
+        raise HookError(msg)
+    return last

@@ -66,13 +66,13 @@ def test_a_request_scope_is_active_in_every_kind_of_endpoint(path: str) -> None:
     app = FastAPI()
 
     @app.get("/async")
-    async def by_loop(scope: RequestScope) -> float:
-        fh.register(model, "", add_one, scope=scope)
+    async def by_loop(_scope: RequestScope) -> float:
+        fh.register(model, "", add_one)
         return model(x).item()
 
     @app.get("/thread")
-    def by_pool(scope: RequestScope) -> float:
-        fh.register(model, "", add_one, scope=scope)
+    def by_pool(_scope: RequestScope) -> float:
+        fh.register(model, "", add_one)
         return model(x).item()
 
     @app.get("/depends")
@@ -81,8 +81,8 @@ def test_a_request_scope_is_active_in_every_kind_of_endpoint(path: str) -> None:
         return model(x).item()
 
     @app.get("/to_thread")
-    async def by_to_thread(scope: RequestScope) -> float:
-        fh.register(model, "", add_one, scope=scope)
+    async def by_to_thread(_scope: RequestScope) -> float:
+        fh.register(model, "", add_one)
         return (await asyncio.to_thread(model, x)).item()
 
     with TestClient(app) as client:

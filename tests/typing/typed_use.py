@@ -113,6 +113,8 @@ def runs(model: nn.Module, chosen: str | list[type[nn.Module]], any_: str | None
 def endpoint(scope: RequestScope) -> None:
     assert_type(scope, fh.Scope)
     fh.register(hooked, "", check_deadline, phase="forward_pre", scope=scope)
+    fh.register(hooked, "", check_deadline, phase="forward_pre", scope=None)
+    fh.register(hooked, "", watch, scope="all")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 assert_type(ModelMetrics(hooked, buckets=(0.1, 1.0)).close(), None)

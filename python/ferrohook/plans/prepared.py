@@ -18,6 +18,7 @@ from ferrohook._core import (
     ModuleTree,
     PlanGuard,
     RequestBase,
+    name_positions,
 )
 from ferrohook.activations import ActivationCache, cache_of
 from ferrohook.captured import not_captured
@@ -25,7 +26,7 @@ from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, Select
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
-from ferrohook.plans.positions import At, mask_of, tokens_of
+from ferrohook.plans.positions import At, mask_of, native_at, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.recorders import PlaceInPlan, Recorders, options_of
 from ferrohook.scopes import Scope
@@ -102,6 +103,8 @@ class Prepared:
                 raise HookError(msg)
             names |= kept.keys()
             self._keep(model, number, entry, kept, selected)
+        if ats := self._contents.ats:
+            name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
 
     def _needs_positions(self) -> bool:
@@ -217,11 +220,11 @@ def _find_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> None:
     """Finds the positions of a forward that runs for a request."""
-    if not request._positioned:
+    if not request.positioned:
         tokens = tokens_of(model, args, kwargs, request._prompt)
         request._prompt = tokens.prompt
         masks = (_shortened(mask_of(at, tokens)) for at in request.plan_positions)
-        request._set_masks(tuple(masks))
+        request.set_masks(tuple(masks), positioned=False)
 
 
 def _find_untraced(*call: Any) -> None:
@@ -248,9 +251,6 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     _prompt: Prompt | None = None
-    _positioned = False
-    prompt_lengths: Any = None
-    """Number of tokens of its prompt, as the last batch with `lengths` for it had it."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
@@ -319,16 +319,6 @@ class Request(RequestBase, Scope):
     def plan_positions(self) -> Sequence[At]:
         """The positions that its plan names."""
         return self._plan.ats
-
-    def set_masks(self, masks: tuple[Any, ...] | None) -> None:
-        """Sets the tokens at the plan's positions in this step; None: the model's call says."""
-        self._positioned = masks is not None
-        self._set_masks(masks)
-
-    def set_places(self, places: list[list[int]], count: int, dim: int) -> None:
-        """Sets which of its `count` rows of a batch are at the plan's positions in this step."""
-        self._positioned = True
-        self._set_places(places, count, dim)
 
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""

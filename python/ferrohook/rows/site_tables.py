@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, frames, store_rows, to_device
+from ferrohook._core import Attachment, count_sites, frames, store_rows, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
-from ferrohook.groups import register
 from ferrohook.instrumentation import attach
 from ferrohook.operations import change_part, part_of
 from ferrohook.plans import Prepared, Request
@@ -51,7 +50,8 @@ NOBODY = -0.0
 
 def open_sites(model: nn.Module | None) -> Sites | None:
     """Returns the open sites of a model, if it has some."""
-    return None if model is None else _OPEN.get(model)
+    opened = None if model is None else _OPEN.get(model)
+    return None if opened is None or opened.closed else opened
 
 
 class _Form(NamedTuple):
@@ -135,11 +135,14 @@ class Sites:
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
         self._attachment = Attachment()
-        attach({"": model}, self._attachment)
-        self._handles = [
-            register(model, name, self._hook(site)) for site, name in enumerate(self.names)
-        ]
+        modules = {name: model.get_submodule(name) for name in names}
+        attach({"": model} | modules, self._attachment)
+        for site, (name, module) in enumerate(modules.items()):
+            self._attachment.register([module], "forward", self._hook(site), names=[name])
+        self._attachment.release_when_unused([*modules.values()])
         _OPEN[model] = self
+        self._counted = True
+        count_sites(opened=True)
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -167,7 +170,7 @@ class Sites:
     @property
     def closed(self) -> bool:
         """True once they are closed."""
-        return not self._handles
+        return self._attachment.released
 
     def close(self) -> None:
         """Takes the operators off the modules; a compiled model is compiled anew without them.
@@ -179,10 +182,10 @@ class Sites:
             if self._serves_another(None):
                 msg = "sites are closed after the batch that they serve is left"
                 raise HookError(msg)
-            handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        self._attachment.release()
+            counted, self._counted = self._counted, False
+            self._attachment.release()
+        if counted:
+            count_sites(opened=False)
         if (model := self._model()) is not None and _OPEN.get(model) is self:
             del _OPEN[model]
 
@@ -571,7 +574,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     expect_module(model, "sites takes")
     max_requests = at_least_one("max_requests", max_requests)
     max_rows = at_least_one("max_rows", max_rows)
-    if _OPEN.get(model) is not None:
+    if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
     modules = select(model, what, called=True)

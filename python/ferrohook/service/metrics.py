@@ -98,12 +98,12 @@ class ModelMetrics(Collector):
         self._calls = {name: CallCounter() for name in self._modules}
         self._latencies = {name: LatencyDetector() for name in self._modules}
         with contextlib.ExitStack() as stack:
+            first: Any = {"phase": "forward_pre", "priority": AHEAD_OF_ALL}
             for name in self._modules:
-                began = register(
-                    model, name, self._calls[name], phase="forward_pre", priority=AHEAD_OF_ALL
-                )
+                began = register(model, name, self._calls[name], scope=None, **first)
                 stack.callback(began.remove)
-                stack.callback(register(model, name, self._latencies[name]).remove)
+                returned = register(model, name, self._latencies[name], scope=None)
+                stack.callback(returned.remove)
             self._hooks = stack.pop_all()
 
     def add_captured(self, acts: ActivationCache) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 async def request_scope() -> AsyncIterator[Scope]:
     """FastAPI dependency: a scope entered for one request.
 
-    Hooks registered with it fire for the request's calls, on the event loop, in the thread pool of
-    `def` endpoints and in `asyncio.to_thread`, and are removed at its end.
+    Hooks registered inside it fire for the request's calls, on the event loop, in the thread pool
+    of `def` endpoints and in `asyncio.to_thread`, and are removed at its end.
     """
     # An async generator: FastAPI would enter a plain one in a thread with its own context.
     with Scope() as scope:
