@@ -155,7 +155,7 @@ def fresh(llm: Any, patch: pytest.MonkeyPatch) -> Any:
     core, worker = parts(llm)
     patch.delattr(core, self_test._MARK)
     patch.setattr(worker, "served", worker.served)
-    patch.setattr(worker, "refused", {})
+    patch.setattr(worker, "refusal", worker.refusal)
     patch.setattr(plugin, "_front_ends", weakref.WeakKeyDictionary())
     return core
 

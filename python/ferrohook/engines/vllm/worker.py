@@ -19,7 +19,7 @@ from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
-from ferrohook.engines.vllm.supported import SELF_TEST, explain, refusals
+from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
@@ -65,7 +65,9 @@ class Worker(EngineWorker):
         self._runner = runner
         self._config = config
         self.options = VllmOptions.of(config)
-        self.refused = refusals(config, has_sites=self.options.sites is not None)
+        if refused := refusals(config, has_sites=self.options.sites is not None):
+            self.refusal = CAPABILITIES.explain(refused)
+        self._refused = bool(refused)
         self._vectors: dict[str, Tensor] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
@@ -74,15 +76,12 @@ class Worker(EngineWorker):
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
 
-    def _explained(self) -> str:
-        return self.refused.get(SELF_TEST) or explain({**self.refused})
-
     # --- the model ---------------------------------------------------------------------------
 
     def loaded(self) -> None:
         """Takes over a model that was loaded, before it is compiled or called."""
-        if self.refused:
-            _LOG.warning("ferrohook: %s", self._explained())
+        if self._refused:
+            _LOG.warning("ferrohook: %s", self.refusal)
             return
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
@@ -260,8 +259,7 @@ class Worker(EngineWorker):
     def describe(self) -> bytes:
         """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
-            reason = self._explained() if self.refused else "the model is not loaded"
-            return json.dumps({"refused": reason}).encode()
+            return json.dumps({"refused": self.refusal}).encode()
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
 
@@ -270,7 +268,7 @@ class Worker(EngineWorker):
         if self.served is not None:
             self.served.planned.forget([*self._admitted])
         self._admitted.clear()
-        self.served, self.refused = None, {SELF_TEST: reason}
+        self.served, self.refusal = None, reason
         return b""
 
     def put(self, data: bytes) -> bytes:
