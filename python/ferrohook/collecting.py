@@ -229,9 +229,7 @@ class _Stored(NamedTuple):
     fingerprints: Mapping[int, str]
 
     @classmethod
-    def of(
-        cls, store: Store, run: str, made_of: Mapping[str, Any], *, progress: bool
-    ) -> _Stored:
+    def of(cls, store: Store, run: str, made_of: Mapping[str, Any], *, progress: bool) -> _Stored:
         """Reads the record of a run.
 
         Raises:
