@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrohook._core import BatchBase, ModuleTree
+    from ferrohook.places import Place
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.plans.positions import At
     from ferrohook.selection import Selector
@@ -292,12 +293,13 @@ class Sites:
         kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))
         for number, entry in enumerate(prepared.entries):
-            modules = select(model, entry.what, called=True)
+            found = prepared.places(number)
+            modules = {name: place.module for name, place in found.items()}
             missing = [name for name, module in modules.items() if id(module) not in paths]
             if missing:
                 msg = f"entry {number} of the plan is for {missing[0]!r}, which is no site"
                 raise HookError(msg)
-            self._check_entry(number, entry)
+            self._check_entry(number, entry, found, prepared.needs[number])
             if isinstance(entry, HookEntry):
                 vector = entry.hook.vector_as(vectors.dtype, vectors.device)
                 for name, module in modules.items():
@@ -322,14 +324,23 @@ class Sites:
                 same.append(site)
         return Program(vectors, changes, kept, made((vectors,)) if vectors.is_cuda else None)
 
-    def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
-        reason = JUDGE.refusal(entry, self.dim)
+    def _check_entry(
+        self,
+        number: int,
+        entry: HookEntry | KeepEntry,
+        found: dict[str, Place],
+        needs: frozenset[str],
+    ) -> None:
+        reason = JUDGE.refusal(entry, self.dim, needs)
         if reason is None:
             hook = entry.hook if isinstance(entry, HookEntry) else None
-            part = entry.options.get("output_index") if hook is None else hook.output_index
+            named = entry.options.get("output_index") if hook is None else hook.output_index
+            parts = {place.part if place.quantity else named for place in found.values()}
             width = self._table.shape[-1]
-            if part != self._part:
+            if parts != {self._part}:
                 reason = f"it has another output_index than the sites, {self._part!r}"
+            elif any(place.multiplier != 1 for place in found.values()):
+                reason = "a quantity that is a multiple of what a module returns has no site"
             elif hook is not None and hook.vector.shape != (width,):
                 reason = f"its vector is not of the sites' width, {width}"
         if reason is not None:
