@@ -51,6 +51,11 @@ if TYPE_CHECKING:
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
     from ferrohook.profiling import profile as profile
+    from ferrohook.quantity import Quantities as Quantities
+    from ferrohook.quantity import Quantity as Quantity
+    from ferrohook.quantity import quantities as quantities
+    from ferrohook.registered import clear as clear
+    from ferrohook.registered import hooks as hooks
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -87,6 +92,8 @@ __all__ = [
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
+    "Quantities",
+    "Quantity",
     "Replace",
     "Request",
     "RowsError",
@@ -99,16 +106,19 @@ __all__ = [
     "analysis",
     "batch",
     "capture",
+    "clear",
     "collect",
     "data",
     "detectors",
     "engines",
+    "hooks",
     "instrument",
     "keep",
     "nan_watch",
     "on",
     "plot",
     "profile",
+    "quantities",
     "register",
     "restore",
     "rows",
@@ -125,13 +135,15 @@ _NEEDS_TORCH = {
     "groups": ("HandleGroup", "register", "run"),
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
-    "watching": ("nan_watch",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
     "profiling": ("profile",),
+    "quantity": ("Quantities", "Quantity", "quantities"),
+    "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
+    "watching": ("nan_watch",),
 }
 _MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 

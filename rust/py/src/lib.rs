@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::attach::dispatcher::Dispatcher;
     #[pymodule_export]
-    use crate::attach::instrumenting::{assign_class, release_copy};
+    use crate::attach::instrumenting::{assign_class, release_copy, release_unused};
     #[pymodule_export]
     use crate::attach::wrapper::HookedBase;
     #[pymodule_export]
