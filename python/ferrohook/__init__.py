@@ -27,6 +27,7 @@ from ferrohook.typed import ForwardHook as ForwardHook
 from ferrohook.typed import ForwardPreHook as ForwardPreHook
 
 if TYPE_CHECKING:
+    from ferrohook import analysis as analysis
     from ferrohook import data as data
     from ferrohook import detectors as detectors
     from ferrohook import engines as engines
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.quantity import Quantities as Quantities
+    from ferrohook.quantity import Quantity as Quantity
+    from ferrohook.quantity import quantities as quantities
+    from ferrohook.registered import clear as clear
+    from ferrohook.registered import hooks as hooks
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -82,6 +88,8 @@ __all__ = [
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
+    "Quantities",
+    "Quantity",
     "Replace",
     "Request",
     "RowsError",
@@ -91,16 +99,20 @@ __all__ = [
     "StaleActivationError",
     "Zero",
     "__version__",
+    "analysis",
     "batch",
     "capture",
+    "clear",
     "collect",
     "data",
     "detectors",
     "engines",
+    "hooks",
     "instrument",
     "keep",
     "on",
     "plot",
+    "quantities",
     "register",
     "restore",
     "rows",
@@ -118,12 +130,14 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "quantity": ("Quantities", "Quantity", "quantities"),
+    "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
 }
-_MODULES = ("data", "detectors", "engines", "plot", "rows", "service")
+_MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 
 
 def __getattr__(name: str) -> object:

@@ -36,6 +36,8 @@ from ferrohook._core import (
     assign_class,
     release_copy,
 )
+from ferrohook.attention import KEY as _POINTS
+from ferrohook.attention import hold, is_point
 from ferrohook.classes import common_subclass, plain_class
 from ferrohook.errors import HookError, NotInstrumentedWarning
 from ferrohook.module import keeps_state_in_torch_hooks
@@ -45,6 +47,7 @@ from ferrohook.traced import trace_as, traced_dispatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from ferrohook.attention import AttentionPoint
     from ferrohook.selection import Selector
     from ferrohook.typed import Phase
 
@@ -158,6 +161,7 @@ def _copy_hooks(original: nn.Module, copied: Any, memo: dict[int, Any] | None) -
     dispatcher: Dispatcher | None = vars(original).get(_KEY)
     if copied is original or not isinstance(copied, nn.Module):
         return copied
+    vars(copied).pop(_POINTS, None)
     if dispatcher is None or not (
         # Instrumentation for a scope, a capture or recording alone is not copied.
         dispatcher.explicit or contextvars.Context().run(dispatcher.registry.list)
@@ -302,7 +306,7 @@ def _plain(value: Any) -> Any:
 
 def _without_dispatcher(state: Any) -> Any:
     if isinstance(state, dict) and _KEY in state:
-        return {key: value for key, value in state.items() if key != _KEY}
+        return {key: value for key, value in state.items() if key not in {_KEY, _POINTS}}
     if type(state) is tuple:  # the state of a class with slots, or the arguments of a constructor
         return tuple(map(_without_dispatcher, state))
     return state
@@ -375,9 +379,26 @@ def attach(
                 msg = f"cannot be instrumented: {reasons}"
                 raise HookError(msg) from next(iter(refused.values()))  # noqa: TRY301
             warnings.warn(f"not instrumented: {reasons}", NotInstrumentedWarning, stacklevel=3)
+        _attach_points(modules, attachment)
     except BaseException:  # a warning may be raised as an error
         attachment.release()
         raise
+
+
+def _attach_points(modules: dict[str, nn.Module], attachment: Attachment) -> None:
+    """Has tensors pass the points among modules that an attachment instruments.
+
+    Raises:
+        HookError: an attention module cannot be instrumented.
+    """
+    points = [cast("AttentionPoint", each) for each in modules.values() if is_point(each)]
+    if not points:
+        return
+    owners = {id(each.points): each.points.module for each in points}
+    for _, error in attachment.instrument([*owners.values()], make_class, explicit=False):
+        raise error
+    for point in points:
+        hold(point)
 
 
 class Instrumentation(AttachmentContext):
@@ -486,6 +507,8 @@ def restore(model: nn.Module) -> None:
 
     A deep copy of an instrumented model counts as instrumented once.
 
+    Hooks that were registered without `instrument` are not its business: `clear` removes them.
+
     Raises:
         HookError: the model is not instrumented.
     """
@@ -493,6 +516,13 @@ def restore(model: nn.Module) -> None:
     if any(each.attachment.release() for each in latest_first):
         return
     # The list makes `any` release every module, not the first alone.
-    if not (isinstance(model, nn.Module) and any([*map(release_copy, model.modules())])):
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if not any([*map(release_copy, modules)]):
         msg = f"this {type(model).__name__} is not instrumented: call instrument before restore"
+        registries = filter(None, map(find_registry, modules))
+        if count := sum(len(registry.for_everybody()) for registry in registries):
+            msg += (
+                f". It has {count} hook{'s'[: count != 1]} registered for everybody: "
+                "fh.hooks(model) lists them with their lines, fh.clear(model) removes them"
+            )
         raise HookError(msg)

@@ -145,12 +145,41 @@ def logit_lens(  # noqa: PLR0913 (all but three by keyword)
             found = to_logits(hidden[row]).float().softmax(-1).max(-1)
         best.append(found.values.tolist())
         ids.append(found.indices.tolist())
-    ax = _heat_map(_padded(best), _labels(rows, acts), tokens, "probability", ax, vmin=0, vmax=1)
-    for y, line in enumerate(ids):
-        for x, token in enumerate(line):
-            dark = best[y][x] < 0.5  # noqa: PLR2004 (half of the colours)
+    texts = [[decode(token) for token in line] for line in ids]
+    return predictions(_padded(best), texts, _labels(rows, acts), tokens=tokens, ax=ax)
+
+
+def predictions(
+    probabilities: Tensor | Sequence[Numbers],
+    texts: Sequence[Sequence[str]],
+    names: Sequence[str] | None = None,
+    *,
+    tokens: Sequence[str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the tokens that layers predict at each position, coloured by probability.
+
+    Args:
+        probabilities: numbers by layer and position.
+        texts: texts by layer and position.
+        names: labels of the layers.
+        tokens: labels of the positions.
+        ax: axes to draw into.
+
+    Raises:
+        HookTypeError: `probabilities` has not two dimensions, or an argument has the wrong type.
+        HookError: matplotlib is not installed.
+    """
+    grid = _numbers(probabilities, "probabilities", 2)
+    named = None if names is None else list(names)
+    ax = _heat_map(grid, named, tokens, "probability", ax, vmin=0, vmax=1)
+    for y, line in enumerate(texts):
+        for x, text in enumerate(line):
+            dark = grid[y, x] < 0.5  # noqa: PLR2004 (half of the colours)
             color = "white" if dark else "black"
-            ax.text(x, y, decode(token), color=color, ha="center", va="center", fontsize="small")
+            # A dollar sign begins a formula.
+            label = text.replace("$", r"\$")
+            ax.text(x, y, label, color=color, ha="center", va="center", fontsize="small")
     return ax
 
 

@@ -27,6 +27,9 @@ MOST_BARS = 32
 MOST_ROWS = 200
 """Rows of an HTML table."""
 STALE = "changed in place"
+MOST_COLUMNS = 12
+"""Columns of a grid behind the names; a wider one is without those in the middle."""
+GAP = "…"
 
 
 class Row(NamedTuple):
@@ -77,13 +80,18 @@ def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
 
 def as_text(rows: Iterable[Row], model: str) -> str:
     """Formats rows as a table of text, whose last column is aligned on the right."""
-    columns = _columns(rows, model)
+    return aligned([*zip(*_columns(rows, model), strict=True)], right="bytes")
+
+
+def aligned(lines: Sequence[Sequence[str]], *, right: str) -> str:
+    """Formats lines of cells, the headings first, as text; `right` heads the column of numbers."""
+    columns = [*zip(*lines, strict=True)]
     widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(map(str.ljust, row[:-1], widths)) + f"  {row[-1]:>{widths[-1]}}"
-        for row in zip(*columns, strict=True)
+    formats = [
+        f"{{:{'>' if head == right else ''}{width}}}"
+        for head, width in zip(lines[0], widths, strict=True)
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
 def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> str:
@@ -97,8 +105,16 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
     shown = rows[:MOST_ROWS]
     stale = {name for name in {row.name for row in shown} if _is_stale(check, name)}
     norms = ["norms", *(STALE if row.name in stale else _sparkline(row.leaf) for row in shown)]
-    head, *body = zip(*_columns(shown, model), norms, strict=True)
-    lines = [
+    table = html_table([*zip(*_columns(shown, model), norms, strict=True)])
+    if len(rows) > len(shown):
+        table += f"\n<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>"
+    return table
+
+
+def html_table(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, the headings first, as an HTML table."""
+    head, *body = lines
+    parts = [
         "<table>",
         f"<thead>{_html_row('th', head)}</thead>",
         "<tbody>",
@@ -106,9 +122,29 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
         "</tbody>",
         "</table>",
     ]
-    if len(rows) > len(shown):
-        lines.append(f"<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>")
-    return "\n".join(lines)
+    return "\n".join(parts)
+
+
+def grid_as_text(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, headings first; all columns but the first end on the right."""
+    lines = [_elided(line) for line in lines]
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ["  ".join([it[0].ljust(first), *map(str.rjust, it[1:], widths)]) for it in lines]
+    return "\n".join(map(str.rstrip, texts))
+
+
+def grid_as_html(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, headings first, as an HTML table."""
+    head, *body = [_elided(line) for line in lines]
+    rows = [_html_row("th", head), *(_html_row("td", line) for line in body)]
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+def _elided(line: Sequence[str]) -> list[str]:
+    if len(line) <= MOST_COLUMNS + 1:
+        return [*line]
+    half = MOST_COLUMNS // 2
+    return [*line[: half + 1], GAP, *line[-half:]]
 
 
 def _is_stale(check: Callable[[str], object], name: str) -> bool:

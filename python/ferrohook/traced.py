@@ -27,6 +27,7 @@ from torch.nn.modules import module as module_globals
 from torch.utils.hooks import BackwardHook
 
 from ferrohook._core import HookedBase, record
+from ferrohook.attention import KEY as _POINTS
 from ferrohook.backward import BackwardPass
 from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
@@ -77,6 +78,8 @@ def traced_dispatch(native: Callable[..., Any]) -> Callable[..., Any]:
             [(hook, "plain", False) for hook in self._backward_hooks.values()],
         )
         registry = self._ferrohook_dispatcher.registry
+        # Guarded: points that come later are in no graph that was traced before.
+        getattr(self, _POINTS, None)
         return _call(native, self, registry, self.forward, args, kwargs, torch_hooks)
 
     return dispatch

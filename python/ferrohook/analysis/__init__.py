@@ -1,0 +1,31 @@
+"""Analyses of a model in one call: each runs in batches and returns a table that plots itself.
+
+Examples:
+    >>> effects = fh.analysis.activation_patching(
+    ...     model, clean, corrupted, metric, "model.layers.*"
+    ... )
+    >>> effects.plot()
+"""
+
+# Each analysis reads tensors at places of the model (`places.py`), in hooks of a scope of its own,
+# which ends with the call. Those that change one cell after the other repeat the inputs and give
+# each cell rows of its own (`sweeps.py`); an unchanged copy among them shows that rows are
+# independent. The metric gets the output of each copy (`calls.py`), as in a loop by hand.
+
+from ferrohook.analysis.ablating import ablation as ablation
+from ferrohook.analysis.direct import direct_logit_attribution as direct_logit_attribution
+from ferrohook.analysis.effects import Effects as Effects
+from ferrohook.analysis.lens import Lens as Lens
+from ferrohook.analysis.lens import logit_lens as logit_lens
+from ferrohook.analysis.patching import activation_patching as activation_patching
+from ferrohook.analysis.patching import attribution_patching as attribution_patching
+
+__all__ = [
+    "Effects",
+    "Lens",
+    "ablation",
+    "activation_patching",
+    "attribution_patching",
+    "direct_logit_attribution",
+    "logit_lens",
+]

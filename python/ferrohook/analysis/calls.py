@@ -1,0 +1,150 @@
+"""`Call`: the inputs of one call of a model, repeated for many variants in one forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+
+class Call(NamedTuple):
+    """Arguments of a call of a model, with a row for each text."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+    """Size of the first dimension of the first tensor."""
+
+    @classmethod
+    def of(cls, inputs: Any, name: str = "batch") -> Call:
+        """Reads a batch: keyword arguments, a tuple or list of positional ones, or the only one.
+
+        Raises:
+            HookTypeError: there is no tensor with rows among them.
+        """
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            kwargs = {**inputs}
+        else:
+            args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        rows = next((len(it) for it in tensors_in((args, kwargs)) if it.dim()), 0)
+        if not rows:
+            msg = (
+                f"{name} has a tensor with a row for each text, such as token ids of the shape "
+                f"(batch, positions), got {type(inputs).__name__}"
+            )
+            raise HookTypeError(msg)
+        return cls(args, kwargs, rows)
+
+    def repeated(self, times: int) -> Call:
+        """Returns the call with all rows repeated, one copy behind the other."""
+
+        def repeat(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or len(tensor) != self.rows:
+                return tensor  # as position ids that all rows share
+            return tensor.repeat(times, *[1] * (tensor.dim() - 1))
+
+        if times == 1:
+            return self
+        args, kwargs = map_tensors(repeat, (self.args, self.kwargs))
+        return Call(args, kwargs, self.rows * times)
+
+    def run(self, model: nn.Module) -> Any:
+        """Calls the model."""
+        return model(*self.args, **self.kwargs)
+
+
+def variants(output: Any, plain: Any, times: int) -> Iterator[Any]:
+    """Splits the output of a repeated call into that of each copy.
+
+    Args:
+        output: the output of the repeated call.
+        plain: the output of the call itself.
+        times: number of the copies.
+
+    Raises:
+        HookError: a tensor has not the rows of all copies.
+    """
+    if times == 1:
+        yield output
+        return
+    for (part, many), (_, one) in zip(leaves_by_path(output), leaves_by_path(plain), strict=True):
+        if isinstance(many, Tensor) and (
+            not one.dim() or many.shape != (times * len(one), *one.shape[1:])
+        ):
+            msg = (
+                f"output{part} has the shape {tuple(one.shape)}, and {tuple(many.shape)} for "
+                f"inputs repeated {times} times: it has no row for each text. Pass batch_size=1, "
+                "for a forward for each variant"
+            )
+            raise HookError(msg)
+    for number in range(times):
+
+        def own(tensor: Tensor, number: int = number) -> Tensor:
+            rows = len(tensor) // times
+            return tensor[number * rows : (number + 1) * rows]
+
+        yield map_tensors(own, output)
+
+
+def check_repeatable(found: Any, expected: Any, model: nn.Module) -> None:
+    """Compares the output of an unchanged copy with that of the call itself.
+
+    Raises:
+        HookError: they differ by more than rounding.
+    """
+    for one, other in zip(tensors_in(found), tensors_in(expected), strict=True):
+        if not one.is_floating_point():
+            continue
+        if (distance := relative_distance(one, other)) > tolerance(other):
+            msg = (
+                f"the same input gave {model._get_name()} another output in a larger batch, apart "
+                f"by {distance:.2g} of its norm: its rows depend on each other, or its calls are "
+                "random. Call model.eval(), or pass batch_size=1"
+            )
+            raise HookError(msg)
+
+
+def relative_distance(one: Tensor, other: Tensor) -> float:
+    """Returns the norm of the difference of two tensors over that of the other, where finite."""
+    finite = one.isfinite() & other.isfinite()
+    if not finite.any():
+        return 0.0
+    one, other = (each[finite].double() for each in (one, other))
+    distance, scale = float((one - other).norm()), float(other.norm())
+    return distance / scale if scale else distance
+
+
+def tolerance(tensor: Tensor) -> float:
+    """Returns the relative distance up to which tensors are equal but for rounding."""
+    return math.sqrt(torch.finfo(tensor.dtype).eps)
+
+
+def score(metric: Callable[[Any], Any], output: Any) -> Tensor:
+    """Calls a metric, and averages over the rows that it returns.
+
+    Raises:
+        HookTypeError: it returned neither a number nor a tensor of real numbers.
+    """
+    value = metric(output)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    found = torch.tensor(value, dtype=torch.float64) if number else value
+    if not isinstance(found, Tensor) or not found.numel() or found.is_complex():
+        msg = (
+            "a metric maps the model's output to a number, or a tensor with one for each row, got "
+            f"{type(value).__name__}"
+        )
+        raise HookTypeError(msg)
+    return found.double().mean()

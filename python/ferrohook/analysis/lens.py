@@ -1,0 +1,200 @@
+"""`logit_lens`: tokens that a model would predict from the hidden states of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ferrohook import plot
+from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, tolerance, variants
+from ferrohook.analysis.effects import check_tokens
+from ferrohook.analysis.places import Places
+from ferrohook.analysis.sweeps import BATCH_SIZE
+from ferrohook.arguments import at_least_one
+from ferrohook.errors import HookError, HookTypeError
+from ferrohook.progress import progress_bar
+from ferrohook.tables import grid_as_html, grid_as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from matplotlib.axes import Axes
+    from torch import nn
+
+    from ferrohook.selection import Selector
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lens:
+    """Predictions of each layer, see `logit_lens`. `print`, notebooks and `plot` show them."""
+
+    names: list[str]
+    """Names of the layers, in the order in which they ran."""
+    ids: Tensor
+    """The likeliest tokens: shape (layers, batch, positions, top), int64."""
+    probabilities: Tensor
+    """Their probabilities, float32."""
+    decode: Callable[[int], str] = str
+    """Text of a token id."""
+    tokens: Sequence[str] | None = None
+    """Labels of the positions."""
+
+    def __post_init__(self) -> None:
+        check_tokens(self.tokens, self.ids.shape[2])
+
+    def texts(self, row: int = 0) -> list[list[str]]:
+        """Returns the likeliest token of each layer at each position of one text."""
+        return [[self.decode(each) for each in line] for line in self.ids[:, row, :, 0].tolist()]
+
+    def plot(self, row: int = 0, *, ax: Axes | None = None) -> Axes:
+        """Draws the likeliest tokens of one text, as `fh.plot.logit_lens` does.
+
+        Raises:
+            HookError: matplotlib is not installed.
+        """
+        best = self.probabilities[:, row, :, 0]
+        return plot.predictions(best, self.texts(row), self.names, tokens=self.tokens, ax=ax)
+
+    def _cells(self) -> list[list[str]]:
+        positions = self.tokens or map(str, range(self.ids.shape[2]))
+        lines = zip(self.names, self.texts(), strict=True)
+        return [["name", *positions], *([name, *texts] for name, texts in lines)]
+
+    def __repr__(self) -> str:
+        return grid_as_text(self._cells())
+
+    def _repr_html_(self) -> str:
+        return grid_as_html(self._cells())
+
+
+def logit_lens(  # noqa: PLR0913 (options by keyword)
+    model: nn.Module,
+    batch: Any,
+    what: Selector,
+    *,
+    to_logits: Callable[[Tensor], Tensor] | None = None,
+    output_index: int | str | None = None,
+    top: int = 1,
+    decode: Callable[[int], str] = str,
+    tokens: Sequence[str] | None = None,
+    batch_size: int = BATCH_SIZE,
+    progress: bool = True,
+) -> Lens:
+    """Reads the hidden states of all layers as if they were the last one's.
+
+    The model's own code maps them to logits: each hidden state is put in the place of the last
+    layer's, in rows of its own, so that the norm, the head, scales and caps are the model's. The
+    model is called once more with a row for each layer and text.
+
+    Args:
+        model: a model that returns logits, as a tensor or as `logits` of its output.
+        batch: keyword arguments of the model, a tuple of positional ones, or the only one.
+        what: the layers, the last one among them, see `select`.
+        to_logits: maps a hidden state to logits, in place of the model's own code.
+        output_index: part of a layer's output, see `capture`; None for its first tensor.
+        top: number of tokens to keep.
+        decode: text of a token id, such as `tokenizer.decode`.
+        tokens: labels of the positions.
+        batch_size: rows of a forward.
+        progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
+
+    Raises:
+        SelectionError: `what` matches nothing.
+        HookTypeError: an argument has the wrong type, two layers have other shapes, or the output
+            has no logits.
+        HookError: the last of the layers is not the last one of the model: what follows it mixes
+            positions; rows of the model depend on each other; or a layer runs more or less than
+            once.
+
+    Examples:
+        >>> lens = fh.analysis.logit_lens(
+        ...     model, ids, "model.layers.*", decode=tokenizer.decode
+        ... )
+        >>> lens.plot()
+    """
+    places = Places(model, what, output_index=output_index)
+    call = Call.of(batch)
+    found, output = places.read(call, Tensor.clone)
+    states = _checked(found)
+    ids, probabilities = [], []
+    with (
+        torch.no_grad(),
+        progress_bar("logit lens", len(states), "layer", shown=progress) as advance,
+    ):
+        if to_logits is None:
+            all_logits = _by_the_model(places, call, states, output, batch_size)
+        else:
+            all_logits = map(to_logits, states.values())
+        for logits in all_logits:
+            likeliest = logits.float().softmax(-1).topk(at_least_one("top", top))
+            ids.append(likeliest.indices.cpu())
+            probabilities.append(likeliest.values.cpu())
+            advance()
+    return Lens([*states], torch.stack(ids), torch.stack(probabilities), decode, tokens)
+
+
+def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Validates that all hidden states have one shape, (batch, positions, width)."""
+    *_, (last, expected) = states.items()
+    for name, state in states.items():
+        if state.shape != expected.shape or state.dim() != 3:  # noqa: PLR2004 (the dimensions)
+            msg = (
+                "hidden states have one shape, (batch, positions, width), got "
+                f"{tuple(state.shape)} of {name!r} and {tuple(expected.shape)} of {last!r}"
+            )
+            raise HookTypeError(msg)
+    return states
+
+
+def _by_the_model(
+    places: Places, call: Call, states: dict[str, Tensor], output: Any, batch_size: int
+) -> Iterator[Tensor]:
+    """Yields the logits that the model makes of each state in place of the last one."""
+    *_, last = states
+    _check_last(places, call, last, states[last], output)
+    together = max(at_least_one("batch_size", batch_size) // call.rows, 1)
+    names = [*states]
+    for start in range(0, len(names), together):
+        chunk = names[start : start + together]
+        stacked = torch.cat([states[name] for name in chunk])
+        with places.changed({last: lambda _, stacked=stacked: stacked}):  # type: ignore[misc]
+            made = call.repeated(len(chunk)).run(places.model)
+        for name, own in zip(chunk, variants(made, output, len(chunk)), strict=True):
+            if name == last:
+                check_repeatable(own, output, places.model)
+            yield _logits(own)
+
+
+def _check_last(places: Places, call: Call, last: str, state: Tensor, output: Any) -> None:
+    """Validates that the logits of a position depend on the last state of that position alone.
+
+    Raises:
+        HookError: they do not, as where other layers follow.
+    """
+    changed = state.clone()
+    changed[:, 0] = -changed[:, 0].flip(-1)
+    with places.changed({last: lambda _: changed}):
+        logits = _logits(call.run(places.model))
+    others, expected = logits[:, 1:], _logits(output)[:, 1:]
+    if relative_distance(others, expected) > tolerance(expected):
+        msg = (
+            f"{last!r} is not the last layer: what follows it mixes positions. Select all layers, "
+            "or pass to_logits"
+        )
+        raise HookError(msg)
+
+
+def _logits(output: Any) -> Tensor:
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("logits")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        msg = f"a logit lens takes a model that returns logits, got {type(output).__name__}"
+        raise HookTypeError(msg)
+    return found

@@ -1,0 +1,212 @@
+"""`activation_patching` and `attribution_patching`: where two texts differ inside a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ferrohook.analysis.calls import Call, score
+from ferrohook.analysis.effects import Effects
+from ferrohook.analysis.places import Places
+from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
+from ferrohook.errors import HookError, HookTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from ferrohook.analysis.places import Cell
+    from ferrohook.selection import Selector
+
+Over: TypeAlias = "Literal['position', 'head'] | Sequence[Literal['position', 'head']]"
+"""Dimensions that an analysis goes over beside the places; both are positions, then heads."""
+
+
+def activation_patching(  # noqa: PLR0913 (options by keyword)
+    model: nn.Module,
+    clean: Any,
+    corrupted: Any,
+    metric: Callable[[Any], Any],
+    what: Selector,
+    *,
+    over: Over = "position",
+    inputs: bool = False,
+    output_index: int | str | None = None,
+    heads: int | None = None,
+    tokens: Sequence[str] | None = None,
+    batch_size: int = BATCH_SIZE,
+    progress: bool = True,
+) -> Effects:
+    """Gives the model on one input, cell by cell, the activations that it has on another.
+
+    Each cell is a forward on the corrupted input with one place replaced by that of the clean
+    input: at one position, in one head, or all of it. Many cells share a forward, in rows of their
+    own. An effect is 0 where the score stays that of the corrupted input, and 1 where it becomes
+    that of the clean one.
+
+    Args:
+        model: any module whose rows are independent of each other; call `eval()` before.
+        clean: inputs whose activations are taken: keyword arguments, a tuple of positional ones, or
+            the only one. The first dimension of its tensors counts the texts.
+        corrupted: inputs of the same shapes that the model runs on.
+        metric: maps the model's output to a number, or to one for each text, which are averaged.
+        what: places, see `select`.
+        over: go over each "position", each "head", or both; `()` for whole tensors.
+        inputs: patch the inputs of the modules instead of their outputs.
+        output_index: part of the output to patch, see `capture`; None for its first tensor.
+        heads: number of heads that lie side by side in the last dimension.
+        tokens: labels of the positions.
+        batch_size: rows of a forward.
+        progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
+
+    Raises:
+        SelectionError: `what` matches nothing.
+        HookTypeError: an argument has the wrong type, or a place other shapes than the analysis
+            needs.
+        HookError: both inputs have the same score; rows of the model depend on each other; or a
+            module runs more or less than once.
+
+    Examples:
+        >>> difference = lambda out: out.logits[:, -1, mary] - out.logits[:, -1, john]
+        >>> effects = fh.analysis.activation_patching(
+        ...     model, clean, corrupted, difference, "model.layers.*"
+        ... )
+        >>> effects.plot()
+    """
+    dimensions = dimensions_of(over)
+    places = Places(model, what, inputs=inputs, output_index=output_index, heads=heads)
+    source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
+    sources, clean_output = places.read(source, Tensor.clone)
+    shapes, plain = places.read(target, lambda tensor: tensor.shape)
+    _check_shapes(sources, shapes)
+    cells = [cell for name in places.names for cell in places.cells(name, shapes[name], dimensions)]
+    ends = _ends(score(metric, clean_output), score(metric, plain))
+    scores = sweep(
+        places,
+        cells,
+        metric,
+        call=target,
+        plain=plain,
+        sources=sources,
+        batch_size=batch_size,
+        title="activation patching",
+        progress=progress,
+    )
+    low, high = ends["corrupted"], ends["clean"]
+    return as_effects((scores - low) / (high - low), cells, dimensions, scores=ends, tokens=tokens)
+
+
+def attribution_patching(  # noqa: PLR0913 (options by keyword)
+    model: nn.Module,
+    clean: Any,
+    corrupted: Any,
+    metric: Callable[[Any], Any],
+    what: Selector,
+    *,
+    over: Over = "position",
+    inputs: bool = False,
+    output_index: int | str | None = None,
+    heads: int | None = None,
+    tokens: Sequence[str] | None = None,
+) -> Effects:
+    """Estimates the effects of `activation_patching` by two forwards and one backward.
+
+    The estimate of a cell is the change that the patch would make times the gradient of the score,
+    exact where the model is linear. The gradients of parameters stay as they are, and parameters
+    need none.
+
+    Args:
+        model: see `activation_patching`, also for all others.
+        clean: inputs whose activations are taken.
+        corrupted: inputs that the model runs on.
+        metric: maps the model's output to a number, differentiably.
+        what: places.
+        over: dimensions to go over.
+        inputs: the inputs of the modules.
+        output_index: part of the output.
+        heads: number of heads.
+        tokens: labels of the positions.
+
+    Raises:
+        SelectionError: `what` matches nothing.
+        HookTypeError: see `activation_patching`.
+        HookError: both inputs have the same score, a module runs more or less than once, or the
+            metric has no gradient.
+    """
+    dimensions = dimensions_of(over)
+    places = Places(model, what, inputs=inputs, output_index=output_index, heads=heads)
+    source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
+    sources, clean_output = places.read(source, Tensor.clone)
+    reached, low = places.gradients(target, metric)
+    _check_shapes(sources, {name: tensor.shape for name, (tensor, _) in reached.items()})
+    ends = _ends(score(metric, clean_output), low)
+    cells, estimates = [], []
+    for name, (tensor, gradient) in reached.items():
+        own = places.cells(name, tensor.shape, dimensions)
+        changes = places.view(((sources[name] - tensor) * gradient).double())
+        cells += own
+        estimates += [changes[places.index(cell)].sum() for cell in own]
+    values = torch.stack(estimates).cpu() / (ends["clean"] - ends["corrupted"])
+    return as_effects(values, cells, dimensions, label="estimate", scores=ends, tokens=tokens)
+
+
+def dimensions_of(over: Over) -> tuple[str, ...]:
+    """Validates the dimensions that an analysis goes over, and orders them."""
+    named = (over,) if isinstance(over, str) else tuple(over)
+    if unknown := {*named} - {"position", "head"}:
+        msg = f"over is 'position', 'head', both or (), got {min(unknown, key=str)!r}"
+        raise HookTypeError(msg)
+    return tuple(each for each in ("position", "head") if each in named)
+
+
+def as_effects(
+    values: Tensor,
+    cells: Sequence[Cell],
+    over: tuple[str, ...],
+    **options: Any,
+) -> Effects:
+    """Makes the table of the values of cells, place after place.
+
+    Raises:
+        HookTypeError: two places have other numbers of positions.
+    """
+    names = [*dict.fromkeys(cell.name for cell in cells)]
+    shape = []
+    for dimension in over:
+        sizes = {
+            name: 1 + max(getattr(cell, dimension) for cell in cells if cell.name == name)
+            for name in names
+        }
+        one, other = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        if sizes[one] != sizes[other]:
+            msg = (
+                f"{one!r} and {other!r} have {sizes[one]} and {sizes[other]} {dimension}s: "
+                "analyse them one after the other"
+            )
+            raise HookTypeError(msg)
+        shape.append(sizes[one])
+    return Effects(values.reshape(len(names), *shape), names, over, **options)
+
+
+def _check_shapes(clean: dict[str, Tensor], corrupted: dict[str, torch.Size]) -> None:
+    for name, shape in corrupted.items():
+        if clean[name].shape != shape:
+            msg = (
+                f"{name!r} has the shape {tuple(clean[name].shape)} on the clean input and "
+                f"{tuple(shape)} on the corrupted one: take texts of equally many tokens"
+            )
+            raise HookTypeError(msg)
+
+
+def _ends(clean: Tensor, corrupted: Tensor) -> dict[str, float]:
+    ends = {"clean": float(clean.detach()), "corrupted": float(corrupted.detach())}
+    if not abs(ends["clean"] - ends["corrupted"]) > 0:
+        msg = (
+            f"the metric is {ends['clean']} on the clean input and {ends['corrupted']} on the "
+            "corrupted one: there is no difference to find"
+        )
+        raise HookError(msg)
+    return ends

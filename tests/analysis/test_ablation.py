@@ -1,0 +1,71 @@
+"""Ablation sweeps equal the loop by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ferrohook as fh
+from ferrohook import analysis
+from support.analysis import HEADS, POSITIONS, WIDTH, changed, difference, modules, output_of
+
+if TYPE_CHECKING:
+    from support.analysis import Case, Net
+
+
+@pytest.mark.parametrize("by", ["zero", "mean"])
+@pytest.mark.parametrize("over", [(), "head", "position"])
+def test_each_cell_is_switched_off_as_by_hand(case: Case, by: Any, over: Any) -> None:
+    effects = analysis.ablation(
+        case.model, case.clean, case.metric, case.layers, by=by, over=over, heads=HEADS
+    )
+    with torch.no_grad():
+        plain = case.metric(case.model(case.clean)).mean()
+    assert effects.scores == {"plain": pytest.approx(float(plain), abs=1e-5)}
+    head = WIDTH // HEADS
+    everything = slice(None)
+    cells: dict[Any, list[tuple[Any, ...]]] = {
+        (): [(everything,)],
+        "head": [(..., slice(h * head, h * head + head)) for h in range(HEADS)],
+        "position": [(everything, p) for p in range(POSITIONS)],
+    }
+    for name, module in modules(case.model, case.layers).items():
+        value = output_of(module, case.model, case.clean)
+        off = value.mean((0, 1)).expand_as(value) if by == "mean" else torch.zeros_like(value)
+        moved = []
+        for cell in cells[over]:
+
+            def change(tensor: Tensor, cell: Any = cell, off: Tensor = off) -> Tensor:
+                tensor = tensor.clone()
+                tensor[cell] = off[cell]
+                return tensor
+
+            with changed(module, change), torch.no_grad():
+                moved.append(case.metric(case.model(case.clean)).mean() - plain)
+        own = effects[name].flatten().float()
+        torch.testing.assert_close(own, torch.stack(moved), rtol=1e-3, atol=1e-4)
+
+
+def test_means_may_be_those_of_other_inputs(net: Net) -> None:
+    ids = torch.randint(32, (2, POSITIONS))
+    many = torch.randint(32, (7, POSITIONS))
+    found = analysis.ablation(net, ids, difference, "blocks.1", by="mean", reference=many)
+    mean = output_of(net.blocks[1], net, many).mean((0, 1))
+    with torch.no_grad():
+        plain = difference(net(ids)).mean()
+    with changed(net.blocks[1], mean.expand_as), torch.no_grad():
+        expected = difference(net(ids)).mean() - plain
+    torch.testing.assert_close(found.values[0].float(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_arguments_are_refused(net: Net) -> None:
+    ids = torch.randint(32, (2, POSITIONS))
+    with pytest.raises(ValueError, match="by is 'zero' or 'mean', got 'median'"):
+        analysis.ablation(net, ids, difference, "blocks.1", by="median")  # type: ignore[arg-type]
+    with pytest.raises(fh.HookTypeError, match="reference has a tensor with a row"):
+        analysis.ablation(net, ids, difference, "blocks.1", by="mean", reference=[])
+    with pytest.raises(fh.HookTypeError, match="reference is for by='mean'"):
+        analysis.ablation(net, ids, difference, "blocks.1", reference=ids)
