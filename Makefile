@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -22,7 +22,7 @@ demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
 	$(BIN)/python -m examples.service
 
-test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
+test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray ## Every test that needs no special interpreter
 	cargo test --quiet --package ferrohook-core --package ferrohook-statistics
 	script/embedded
 	$(PYTEST)
@@ -72,6 +72,9 @@ interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPytho
 vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
 	script/vllm
 
+sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU
+	script/sglang
+
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, 46 minutes on two busy cores
 	script/saelens
 	script/ecosystem
@@ -110,6 +113,6 @@ $(BIN)/maturin: $(BIN)/uv
 	$(UV) maturin
 
 # Stamp file of an installed dependency group.
-$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
+$(VENV)/test $(VENV)/models $(VENV)/show $(VENV)/notebook $(VENV)/service $(VENV)/inspect $(VENV)/oracle $(VENV)/ray $(VENV)/rivals $(VENV)/lint $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml | $(BIN)/uv
 	$(UV) --group $*
 	@touch $@

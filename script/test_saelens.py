@@ -42,18 +42,9 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 50, (TEXTS, CONTEXT))
 
 
-def export(data: fh.data.ActivationDataset, folder: Path) -> str:
+def export(store: fh.data.Store, folder: Path) -> str:
     """Writes the folder as docs/saelens.md does."""
-
-    def contexts() -> Any:
-        for start in range(0, len(data) - CONTEXT + 1, CONTEXT):
-            yield {HOOK: data[start : start + CONTEXT].numpy()}
-
-    dtype = str(data.dtype).removeprefix("torch.")
-    features = datasets.Features({HOOK: datasets.Array2D((CONTEXT, data.width), dtype)})
-    cache = str(folder / "cache")
-    made = datasets.Dataset.from_generator(contexts, features=features, cache_dir=cache)
-    made.save_to_disk(folder / "contexts")
+    store.to_datasets(HOOK, context=CONTEXT).save_to_disk(folder / "contexts")
     return str(folder / "contexts")
 
 
@@ -81,16 +72,18 @@ def test_its_reader_gets_the_rows_of_its_own_run_of_the_model(
     model: HookedTransformer, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     with fh.data.LocalStore(tmp_path / "store") as store:
-        fh.collect(model, tokens.split(AT_ONCE), HOOK, store, dtype=dtype)
-        data = fh.data.ActivationDataset(store, HOOK)
+        fh.collect(
+            model, tokens.split(AT_ONCE), HOOK, store, dtype=dtype, tokens=lambda batch: batch
+        )
+        path = export(store, tmp_path)
     prompts = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
     own = reader(model, dataset=prompts, dtype="float32")
-    path = export(data, tmp_path)
     name = str(dtype).removeprefix("torch.")
     ours = reader(None, dataset=None, dtype=name, cached_activations_path=path)
     for _ in range(TEXTS // AT_ONCE):
-        expected, _ = own.get_raw_llm_batch()
-        rows, _ = ours.get_raw_llm_batch()
+        expected, ids = own.get_raw_llm_batch()
+        rows, own_ids = ours.get_raw_llm_batch()
+        assert torch.equal(own_ids, ids)
         assert rows.dtype == dtype
         assert torch.equal(rows, expected.to(dtype))
 
@@ -100,7 +93,7 @@ def test_its_runner_trains_on_them_and_never_calls_the_model(
 ) -> None:
     with fh.data.LocalStore(tmp_path / "store") as store:
         fh.collect(model, tokens.split(AT_ONCE), HOOK, store)
-        path = export(fh.data.ActivationDataset(store, HOOK), tmp_path)
+        path = export(store, tmp_path)
     config = LanguageModelSAERunnerConfig(
         sae=TopKTrainingSAEConfig(d_in=WIDTH, d_sae=32, k=4),
         hook_name=HOOK,

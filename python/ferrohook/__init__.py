@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.quantity import Quantities as Quantities
+    from ferrohook.quantity import Quantity as Quantity
+    from ferrohook.quantity import quantities as quantities
+    from ferrohook.registered import clear as clear
+    from ferrohook.registered import hooks as hooks
     from ferrohook.rows import batch as batch
     from ferrohook.selection import select as select
     from ferrohook.steering import Ablate as Ablate
@@ -83,6 +88,8 @@ __all__ = [
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
+    "Quantities",
+    "Quantity",
     "Replace",
     "Request",
     "RowsError",
@@ -95,14 +102,17 @@ __all__ = [
     "analysis",
     "batch",
     "capture",
+    "clear",
     "collect",
     "data",
     "detectors",
     "engines",
+    "hooks",
     "instrument",
     "keep",
     "on",
     "plot",
+    "quantities",
     "register",
     "restore",
     "rows",
@@ -120,6 +130,8 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "quantity": ("Quantities", "Quantity", "quantities"),
+    "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),

@@ -132,12 +132,22 @@ class Part(NamedTuple):
     values: Recorded | _Copied
     only_last: bool
     """True if a value is that of the last call, not a list."""
+    multipliers: Mapping[int, float]
+    """Factors of the values, by place, where they are not 1."""
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
+        values = self.values.read(place, stale=stale)
+        factor = self.multipliers.get(place)
+        if factor is None:
+            return values
+        return [map_tensors(lambda tensor: tensor * factor, value) for value in values]
 
     def copy(self) -> Part:
         """Makes a copy that owns its values."""
         places = self.values.ran()
-        values = {each: map_tensors(as_leaf, self.values.read(each)) for each in places}
-        return self._replace(values=_Copied(values))
+        values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
+        return self._replace(values=_Copied(values), multipliers={})
 
 
 class Captured(Mapping[str, Any]):
@@ -157,10 +167,10 @@ class Captured(Mapping[str, Any]):
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
         state = "was not selected"
-        for places, values, only_last in self._parts:
-            if (place := places.get(name)) is not None:
-                if found := values.read(place, stale=stale):
-                    return found[-1] if only_last else found
+        for part in self._parts:
+            if (place := part.places.get(name)) is not None:
+                if found := part.read(place, stale=stale):
+                    return found[-1] if part.only_last else found
                 state = "never ran"
         raise not_captured(name, f"{state} and is not among", self)
 
@@ -169,9 +179,9 @@ class Captured(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         names: list[str] = []
-        for places, values, _ in self._parts:
-            all_names = list(places)
-            names += [all_names[place] for place in values.ran()]
+        for part in self._parts:
+            all_names = list(part.places)
+            names += [all_names[place] for place in part.values.ran()]
         return iter(names)
 
     def __len__(self) -> int:

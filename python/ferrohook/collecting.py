@@ -30,10 +30,12 @@ from ferrohook.plans.entries import KeepEntry
 from ferrohook.progress import progress_bar
 from ferrohook.scopes import Scope
 from ferrohook.sources import CapturedOutputs, Collectable, Source, source_of
+from ferrohook.token_rows import LAYER, TokenRows
 
 if TYPE_CHECKING:
     from ferrohook.conversion import Index
     from ferrohook.selection import Selector
+    from ferrohook.token_rows import Tokens
 
 
 What: TypeAlias = "Selector | Collectable | Iterable[Selector | Collectable]"
@@ -66,6 +68,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     slice: Index = None,  # noqa: A002 (what the field calls it)
     dtype: torch.dtype | None = None,
     mask: Mask | None = None,
+    tokens: Tokens | None = None,
     plan: Plan | Prepared | None = None,
     progress: bool = True,
 ) -> Collected:
@@ -105,6 +108,10 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         mask: key of a batch, as `"attention_mask"`, or a function of a batch that returns its mask:
             of a tensor of shape (batch, tokens, width) the vectors at which the mask is not 0 are
             stored, as (vectors, width). Applied to what `slice` leaves.
+        tokens: key of a batch, as `"input_ids"`, or a function of a batch that returns its token
+            ids, of the shape (batch, tokens). They are stored for each row, with the position in
+            its text and the number of the text among all of the run, see `ActivationDataset`.
+            Positions count the tokens that a `mask` given by its key leaves, else columns.
         plan: a plan whose hooks run in each forward. It keeps nothing.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
@@ -127,12 +134,14 @@ def collect(  # noqa: PLR0913 (the options by keyword)
         >>> store.get("run", 0, "encoder.layer.0")["output"].shape
     """
     _check(model, batches, store, forward, mask)
+    _check_rule("tokens", tokens)
     _check_plan(model, plan)
     captured = {"inputs": inputs, "output_index": output_index, "slice": slice, "dtype": dtype}
-    options = _not_default({**captured, "mask": mask})
+    options = _not_default({**captured, "mask": mask, "tokens": tokens})
     sources = _sources(model, what, store, captured, options)
     if plan is not None:
         options["plan"] = Plan(*plan.entries)
+    numbered = None if tokens is None else TokenRows(tokens)
     call = forward or _batch_caller(model)
     ran = skipped = 0
     bar = progress_bar(run, _length(batches), "batch", shown=progress)
@@ -158,13 +167,15 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             for number, batch in enumerate(batches):
                 digest = fingerprint(batch)
                 stored.check(number, digest)
+                with _error_note(number, run):
+                    rows = _Rows.of(batch, mask, numbered)
                 if number in stored.intact:
                     skipped += 1
                 else:
                     with _error_note(number, run):
                         with torch.inference_mode(), _opened(prepared):
                             call(batch)
-                        tensors = _merge_tensors(sources, _mask_of(batch, mask))
+                        tensors = _merge_tensors(sources, rows)
                         with _discarding(store, run, number):
                             if number in stored.known:
                                 store.restart(run, number)
@@ -180,6 +191,31 @@ def collect(  # noqa: PLR0913 (the options by keyword)
     if ran and silent:
         warnings.warn(explain(model, silent), NeverFiredWarning, stacklevel=2)
     return Collected(ran, skipped)
+
+
+class _Rows(NamedTuple):
+    """Rows of a batch that are stored."""
+
+    mask: Tensor | None
+    described: dict[str, Tensor] | None
+    """Token, position and text of each."""
+    shape: torch.Size | None
+    """Texts and tokens that tensors begin with; None for any."""
+
+    @classmethod
+    def of(cls, batch: Any, mask: Mask | None, numbered: TokenRows | None) -> _Rows:
+        kept = _mask_of(batch, mask)
+        if numbered is None:
+            return cls(kept, None, None)
+        ids = numbered.of(batch)
+        if kept is not None and kept.shape != ids.shape[: kept.dim()]:
+            msg = (
+                f"the mask of a batch has the shape {tuple(kept.shape)} and its tokens "
+                f"{tuple(ids.shape)}"
+            )
+            raise HookError(msg)
+        padding = kept if isinstance(mask, str) else None
+        return cls(kept, numbered.rows(ids, kept, padding), ids.shape)
 
 
 class _Stored(NamedTuple):
@@ -305,10 +341,15 @@ def _mask_of(batch: Any, mask: Mask | None) -> Tensor | None:
     return found.detach().to("cpu", torch.bool)
 
 
-def _merge_tensors(sources: list[Source], mask: Tensor | None) -> dict[str, dict[str, Tensor]]:
+def _merge_tensors(sources: list[Source], rows: _Rows) -> dict[str, dict[str, Tensor]]:
     merged: dict[str, dict[str, Tensor]] = {}
+    if rows.described is not None:
+        merged[LAYER] = {**rows.described}
     for source in sources:
-        taken = source.take(mask) if isinstance(source, CapturedOutputs) else source.take()
+        if isinstance(source, CapturedOutputs):
+            taken = source.take(rows.mask, rows.shape)
+        else:
+            taken = source.take()
         for layer, tensors in taken.items():
             own = merged.setdefault(layer, {})
             if both := own.keys() & tensors.keys():
@@ -387,8 +428,12 @@ def _check(model: object, batches: object, store: object, forward: object, mask:
     if not (forward is None or callable(forward)):
         msg = f"collect: forward is a callable or None, got {type(forward).__name__}"
         raise HookTypeError(msg)
-    if not (mask is None or isinstance(mask, str) or callable(mask)):
-        msg = f"collect: mask is a str, a callable or None, got {type(mask).__name__}"
+    _check_rule("mask", mask)
+
+
+def _check_rule(name: str, rule: object) -> None:
+    if not (rule is None or isinstance(rule, str) or callable(rule)):
+        msg = f"collect: {name} is a str, a callable or None, got {type(rule).__name__}"
         raise HookTypeError(msg)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ferrohook._core import Registry
     from ferrohook.typed import Phase
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class HookInfo(NamedTuple):
@@ -24,6 +28,12 @@ class HookInfo(NamedTuple):
     """False while the hook is disabled."""
     calls: int
     """Number of finished calls, those that raised included."""
+
+
+def name_of(hook: object) -> str:
+    """Returns the name of a hook for people: the same in each process."""
+    name: str | None = getattr(hook, "__qualname__", None)
+    return name or _ADDRESS.sub("", repr(hook))
 
 
 def timed_hooks(

@@ -507,6 +507,8 @@ def restore(model: nn.Module) -> None:
 
     A deep copy of an instrumented model counts as instrumented once.
 
+    Hooks that were registered without `instrument` are not its business: `clear` removes them.
+
     Raises:
         HookError: the model is not instrumented.
     """
@@ -514,6 +516,13 @@ def restore(model: nn.Module) -> None:
     if any(each.attachment.release() for each in latest_first):
         return
     # The list makes `any` release every module, not the first alone.
-    if not (isinstance(model, nn.Module) and any([*map(release_copy, model.modules())])):
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if not any([*map(release_copy, modules)]):
         msg = f"this {type(model).__name__} is not instrumented: call instrument before restore"
+        registries = filter(None, map(find_registry, modules))
+        if count := sum(len(registry.for_everybody()) for registry in registries):
+            msg += (
+                f". It has {count} hook{'s'[: count != 1]} registered for everybody: "
+                "fh.hooks(model) lists them with their lines, fh.clear(model) removes them"
+            )
         raise HookError(msg)

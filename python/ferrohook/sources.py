@@ -11,6 +11,7 @@ from ferrohook.errors import HookError
 from ferrohook.tensors import tensors_by_path
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from ferrohook.data import Store
@@ -78,8 +79,18 @@ class CapturedOutputs(Source):
         """Captures the calls in a scope."""
         self._activations = self._session.begin(scope)
 
-    def take(self, mask: Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of each value by their paths in it, cut to the rows of a mask."""
+    def take(
+        self, mask: Tensor | None = None, shape: torch.Size | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors of each value by their paths in it, cut to the rows of a mask.
+
+        Args:
+            mask: 0 at rows to leave out.
+            shape: texts and tokens that each tensor begins with, before its width.
+
+        Raises:
+            HookError: a tensor has other rows.
+        """
         own = self._value
         taken = {
             layer: {
@@ -89,10 +100,13 @@ class CapturedOutputs(Source):
             }
             for layer, calls in self._activations.items()
         }
-        if mask is not None:
-            for layer, tensors in taken.items():
-                for name, tensor in tensors.items():
-                    tensors[name] = _masked(tensor, mask, f"{name!r} of layer {layer!r}")
+        for layer, tensors in taken.items():
+            for name, tensor in tensors.items():
+                subject = f"{name!r} of layer {layer!r}"
+                if shape is not None:
+                    _check_rows(tensor, shape, subject)
+                if mask is not None:
+                    tensors[name] = _masked(tensor, mask, subject)
         self._session.clear()
         self._ran |= {*taken}
         return taken
@@ -105,6 +119,15 @@ class CapturedOutputs(Source):
         """Returns the layers that never ran."""
         # `clear` drops the session's record of compiled modules that ran; `_ran` has it.
         return [name for name in self._session.silent() if name not in self._ran]
+
+
+def _check_rows(tensor: Tensor, shape: torch.Size, subject: str) -> None:
+    if tensor.dim() <= len(shape) or tensor.shape[: len(shape)] != shape:
+        msg = (
+            f"{subject} has the shape {tuple(tensor.shape)}, and no row for each of the tokens, "
+            f"{tuple(shape)}: collect it in a run without tokens, or a part by output_index"
+        )
+        raise HookError(msg)
 
 
 def _masked(tensor: Tensor, mask: Tensor, subject: str) -> Tensor:

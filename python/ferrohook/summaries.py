@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import TYPE_CHECKING
 
 from ferrohook._core import NativeDetector
 from ferrohook.arguments import expect_module
 from ferrohook.errors import HookError
-from ferrohook.hook_info import timed_hooks
+from ferrohook.hook_info import name_of, timed_hooks
 from ferrohook.instrumentation import find_registry
 from ferrohook.priorities import BEHIND_ALL
 from ferrohook.selection import select
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 UNLIMITED = 10_000
 """Columns of a tree whose lines stay whole."""
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def summary(
@@ -101,7 +99,6 @@ def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
     shown = hook.hook
     if isinstance(shown, NativeDetector):
         shown = shown.modules.get(module, shown)
-    name = getattr(shown, "__qualname__", None) or _ADDRESS.sub("", repr(shown))
     details = [f"{hook.calls} calls"]
     if seconds is not None:
         details.append(f"{seconds * 1e3:.3f} ms")
@@ -109,7 +106,7 @@ def _line(module: str, hook: HookInfo, seconds: float | None) -> str:
         details.append(f"priority {hook.priority}")
     if not hook.enabled:
         details.append("disabled")
-    return f"[cyan]{hook.phase}[/cyan] {_escaped(name)} [dim]({', '.join(details)})[/dim]"
+    return f"[cyan]{hook.phase}[/cyan] {_escaped(name_of(shown))} [dim]({', '.join(details)})[/dim]"
 
 
 def _escaped(text: str) -> str:

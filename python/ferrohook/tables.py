@@ -80,13 +80,18 @@ def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
 
 def as_text(rows: Iterable[Row], model: str) -> str:
     """Formats rows as a table of text, whose last column is aligned on the right."""
-    columns = _columns(rows, model)
+    return aligned([*zip(*_columns(rows, model), strict=True)], right="bytes")
+
+
+def aligned(lines: Sequence[Sequence[str]], *, right: str) -> str:
+    """Formats lines of cells, the headings first, as text; `right` heads the column of numbers."""
+    columns = [*zip(*lines, strict=True)]
     widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(map(str.ljust, row[:-1], widths)) + f"  {row[-1]:>{widths[-1]}}"
-        for row in zip(*columns, strict=True)
+    formats = [
+        f"{{:{'>' if head == right else ''}{width}}}"
+        for head, width in zip(lines[0], widths, strict=True)
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
 def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> str:
@@ -100,8 +105,16 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
     shown = rows[:MOST_ROWS]
     stale = {name for name in {row.name for row in shown} if _is_stale(check, name)}
     norms = ["norms", *(STALE if row.name in stale else _sparkline(row.leaf) for row in shown)]
-    head, *body = zip(*_columns(shown, model), norms, strict=True)
-    lines = [
+    table = html_table([*zip(*_columns(shown, model), norms, strict=True)])
+    if len(rows) > len(shown):
+        table += f"\n<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>"
+    return table
+
+
+def html_table(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells, the headings first, as an HTML table."""
+    head, *body = lines
+    parts = [
         "<table>",
         f"<thead>{_html_row('th', head)}</thead>",
         "<tbody>",
@@ -109,9 +122,7 @@ def as_html(rows: Sequence[Row], model: str, check: Callable[[str], object]) -> 
         "</tbody>",
         "</table>",
     ]
-    if len(rows) > len(shown):
-        lines.append(f"<p>{len(rows) - len(shown)} more rows: <code>print(acts)</code></p>")
-    return "\n".join(lines)
+    return "\n".join(parts)
 
 
 def grid_as_text(lines: Sequence[Sequence[str]]) -> str:

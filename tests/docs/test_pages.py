@@ -97,9 +97,10 @@ def rows(names: Names) -> None:
 
 def saelens(names: Names) -> None:
     data, context = names["data"], names["CONTEXT"]
-    made = names["datasets"].load_from_disk("contexts").with_format("torch")
-    stored = made[names["LAYER"]][:].flatten(0, 1)
-    assert torch.equal(stored, data[: len(data) // context * context])
+    made = names["made"].with_format("torch")
+    whole = len(data) // context * context
+    assert torch.equal(made[names["LAYER"]][:].flatten(0, 1), data[:whole])
+    assert torch.equal(made["token_ids"][:].flatten(), data.tokens[:whole])
 
 
 def serving(names: Names) -> None:
@@ -163,24 +164,6 @@ def test_page_prints_its_shown_output_and_holds(
     names = run(page, monkeypatch, capsys, all_=check is not None)
     if check is not None:
         check(names)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_export_to_hugging_face_has_the_rows_that_are_stored_now(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    library = pytest.importorskip("datasets")
-    names = run(DOCS / "datasets.md", monkeypatch, capsys, all_=True)
-    rows = names["data"][:]
-    # The second store has the path and the sizes of the first.
-    for factor in (1, 2):
-        with fh.data.LocalStore("again") as store:
-            store.restart("run", 0)
-            store.put("run", 0, "2", {"output": factor * rows})
-            store.complete("run", 0)
-            names["to_hugging_face"](fh.data.ActivationDataset(store, "2"), f"rows{factor}")
-        made = library.load_from_disk(f"rows{factor}")
-        assert torch.equal(torch.tensor(made["activation"][:]), factor * rows)
 
 
 @pytest.mark.parametrize("page", CHECKS)

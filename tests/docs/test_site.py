@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COLUMNS = 80  # of a code block in the theme
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 COMPAT = ("compat.mi_crow", "compat.transformer_lens", "compat.transformers")
-FRONTS = (*COMPAT, "data", "detectors", "plot", "rows", "service")
+FRONTS = (*COMPAT, "analysis", "data", "detectors", "plot", "rows", "service")
 EXAMPLE = re.compile(r"^ *((?:>>>|\.\.\.) .*)$", re.MULTILINE)
 
 

@@ -163,3 +163,22 @@ def test_plans_alike_are_prepared_once_and_let_go(model: nn.Sequential) -> None:
     del same
     planned.forget(["a", "b"])
     assert type(model[0]) is plain
+
+
+def test_steps_with_rows_of_others_or_of_nobody_fail_their_requests_alone(
+    model: nn.Sequential,
+) -> None:
+    planned = PlannedRequests(model)
+    plan = fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH)), at=slice(2, None, 2)), fh.keep("0"))
+    with planned.admitting("a", plan), planned.admitting("b", plan):
+        pass
+    x = torch.randn(7, WIDTH)
+    plain = model(x)
+    with planned.running(Step([Span("a", 1, 3, 1, 2), Span("b", 4, 2, 0, 9)], rows=7)):
+        output = model(x)
+    changed = [(output[row] != plain[row]).any().item() for row in range(7)]
+    assert changed == [False, False, True, False, False, False, False]  # a's position 2
+    peeked = planned.peek("b")
+    assert peeked is not None
+    assert peeked.positions("0") == [0, 1]
+    torch.testing.assert_close(peeked.acts["0"], plain[4:6])

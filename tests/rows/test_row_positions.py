@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import ferrohook as fh
+from ferrohook._core import places_at
+from ferrohook.plans.positions import At, native_at
 
 WIDTH = 4
 
@@ -151,3 +157,75 @@ def test_positions_of_gathered_rows() -> None:
     assert a.positions("head") == [6]
     assert torch.equal(b.acts["head"], x[3:4])
     assert [*none.acts] == []  # the module did not run for its rows
+
+
+BOUNDS = st.none() | st.integers(-9, 12) | st.sampled_from([10**30, -(10**30)])
+ATS = (
+    st.sampled_from(["prompt", "last_prompt", "generated"])
+    | st.integers(-9, 12)
+    | st.sampled_from([10**30, -(10**30)])
+    | st.builds(slice, BOUNDS, BOUNDS, st.none() | st.integers(1, 4) | st.just(10**30))
+)
+
+
+def chosen(at: object, position: int, length: int) -> bool:
+    """Says whether a token is at positions, by Python's own ranges."""
+    if position < 0:
+        return False
+    if isinstance(at, slice):
+        start, stop = (
+            max(length + bound, 0) if bound is not None and bound < 0 else bound
+            for bound in (at.start, at.stop)
+        )
+        return position in range(start or 0, sys.maxsize if stop is None else stop, at.step or 1)
+    if isinstance(at, int):
+        return position == (at if at >= 0 else length + at)
+    named = {
+        "prompt": position < length,
+        "last_prompt": position == length - 1,
+        "generated": position >= length,
+    }
+    return named[str(at)]
+
+
+@given(at=ATS, positions=st.lists(st.integers(-1, 14), max_size=9), length=st.integers(1, 9))
+def test_places_of_positions_are_those_of_ranges(at: At, positions: list[int], length: int) -> None:
+    expected = [place for place, each in enumerate(positions) if chosen(at, each, length)]
+    assert places_at(native_at(at), positions, length) == expected
+    by_function = native_at(
+        lambda given: torch.tensor([[chosen(at, int(p), length) for p in given[0]]])
+    )
+    assert places_at(by_function, positions, length) == expected
+
+
+def test_batches_made_ahead_have_lengths_of_their_own(model: nn.Sequential) -> None:
+    prepared = fh.Plan(fh.on("0", fh.Zero(), at="generated")).prepare(model)
+    request = prepared.open()
+    positions = torch.arange(3)
+    made = [
+        fh.batch({request: slice(0, 3)}, positions=positions, lengths={request: length})
+        for length in (1, 3)
+    ]
+    x = torch.randn(3, WIDTH)
+    plain = model(x)
+    for batch, zeroed in zip(made, (2, 0), strict=True):
+        with batch:
+            output = model(x)
+        rows = (output == 0).all(-1).sum()
+        assert rows == zeroed
+        assert torch.equal(output[: 3 - zeroed], plain[: 3 - zeroed])
+
+
+def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequential) -> None:
+    prepared = fh.Plan(fh.on("0", fh.Zero(), at="generated")).prepare(model)
+    request = prepared.open()
+    batch = fh.batch(
+        {request: slice(0, 3)}, positions=torch.arange(3), lengths={request: [1, 2, 3]}
+    )
+    with pytest.raises(fh.RowsError, match="has one prompt") as refused, batch:
+        pass
+    assert refused.value.member is request
+    with pytest.raises(fh.HookTypeError, match="lengths are an int, or ints"):
+        fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: "3"})
+    with fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: 3}):
+        model(torch.randn(3, WIDTH))

@@ -34,6 +34,7 @@ NEEDED = {
     "fh.plot": "matplotlib",
     "to_pandas": "pandas",
     "sae_lens": "sae_lens",
+    "to_datasets": "datasets",
 }
 COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 ROUNDED = re.compile(r"-?\d+\.\d{2,}")

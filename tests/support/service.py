@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 import ferrohook as fh
 from examples.service.app import Settings, create_app
-from examples.service.server import Server
+from support.http_server import serving_app
 from support.limits import LIMIT
 
 if TYPE_CHECKING:
@@ -32,28 +30,8 @@ SEPARATE = dataclasses.replace(SETTINGS, max_requests=1)
 @contextlib.contextmanager
 def serving(encoder: Encoder, settings: Settings = SETTINGS) -> Iterator[str]:
     """Runs the service in this process; yields its address."""
-    server = Server(
-        create_app(encoder, settings),
-        grace=0.0,
-        seconds=settings.seconds,
-        port=0,
-        log_config=None,
-        access_log=False,
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until = time.monotonic() + LIMIT
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+    with serving_app(create_app(encoder, settings), settings.seconds) as url:
+        yield url
 
 
 def as_json(request: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from support.engines import Job
 
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""Of chats."""
 KEY = {"Authorization": "Bearer secret"}
 NEW = 10
 
@@ -51,6 +53,7 @@ def serving(folder: Path, log: Path) -> Iterator[Server]:
         "port": port,
         "api-key": "secret",
         "kv-cache-memory-bytes": 2**26,
+        "chat-template": TEMPLATE,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]

@@ -65,7 +65,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         HookError: rows of the model depend on each other; or a module runs more or less than once.
 
     Examples:
-        >>> effects = fh.analysis.ablation(model, ids, loss, "model.layers.*.mlp", by="mean")
+        >>> effects = fh.analysis.ablation(model, ids, loss, "**.mlp", by="mean")
         >>> effects.largest(3)
     """
     if by not in {"zero", "mean"}:

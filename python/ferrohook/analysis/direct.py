@@ -64,7 +64,9 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     Examples:
         >>> logit = lambda out: out.logits[:, -1, token]
         >>> parts = ["model.embed_tokens", "**.self_attn", "**.mlp"]
-        >>> fh.analysis.direct_logit_attribution(model, ids, logit, parts, norm="model.norm")
+        >>> fh.analysis.direct_logit_attribution(
+        ...     model, ids, logit, parts, norm="model.norm"
+        ... )
     """
     dimensions = dimensions_of(over)
     call = Call.of(batch)

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ferrohook.arguments import at_least_one, expect
+from ferrohook.data.hugging_face import rows_of
 from ferrohook.data.store import Store
 from ferrohook.errors import HookError, HookTypeError, ResumeError, SelectionError
+from ferrohook.token_rows import LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +33,9 @@ class ActivationDataset(Dataset[Tensor]):
     A batch of shape (4, 128, 384) has 512 rows of 384. The data set has the batches that are
     complete when it is made, and reads rows when they are asked for: `data[3]` is a row, a slice
     or a list, array or tensor of ints gives rows as one tensor.
+
+    Of a run of `collect(..., tokens=)` each row has its token's id, its position and the number of
+    its text: `tokens`, `positions`, `texts`.
 
     A `DataLoader` may read it in worker processes, that of a `LocalStore` also in spawned ones. To
     shuffle more rows than fit into memory, see `ActivationStream`.
@@ -71,7 +76,7 @@ class ActivationDataset(Dataset[Tensor]):
             tensor = self._store.get(run, batch, layer, verify=verify).get(name)
             if tensor is None:
                 continue
-            rows = _rows(tensor)
+            rows = rows_of(tensor)
             empty = rows[:0].clone() if empty is None else empty
             if rows.shape[1] != empty.shape[1] or rows.dtype != empty.dtype:
                 msg = (
@@ -102,9 +107,43 @@ class ActivationDataset(Dataset[Tensor]):
         """The dtype of the rows."""
         return self._empty.dtype
 
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """Token id of each row, int64; read when it is asked for first, as the next two.
+
+        Raises:
+            SelectionError: the run was collected without `tokens`.
+        """
+        return self._of_rows("token")
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Position of each row's token in its text, int64."""
+        return self._of_rows("position")
+
+    @functools.cached_property
+    def texts(self) -> Tensor:
+        """Number of each row's text among those of the run, int64."""
+        return self._of_rows("text")
+
+    def _of_rows(self, part: str) -> Tensor:
+        found = []
+        for batch, size in zip(self._batches, self.sizes.tolist(), strict=True):
+            if LAYER not in self._store.layers(self.run, batch):
+                msg = (
+                    f"run {self.run!r} has no token ids: collect it with tokens=, such as "
+                    "tokens='input_ids'"
+                )
+                raise SelectionError(msg)
+            described = self._store.get(self.run, batch, LAYER)[part]
+            # A token may have several rows, such as one for each head.
+            times = size // max(len(described), 1)
+            found.append(described.repeat_interleave(times))
+        return torch.cat(found)
+
     def _read(self, place: int) -> Tensor:
         tensors = self._store.get(self.run, self._batches[place], self.layer)
-        return _rows(tensors[self.name])
+        return rows_of(tensors[self.name])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -152,10 +191,6 @@ class ActivationDataset(Dataset[Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _mapped=functools.lru_cache(MAPPED)(self._read))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 class ActivationStream(IterableDataset[Tensor]):
@@ -250,6 +285,11 @@ class ActivationStream(IterableDataset[Tensor]):
             yield batch
         self.epoch += 1
         self.batch = 0
+
+    def epochs(self) -> Iterator[Tensor]:
+        """Yields batches for ever, one epoch behind the other, as trainers of SAELens take them."""
+        while True:
+            yield from self
 
     def _share(self, worker: int, workers: int) -> Iterator[Tensor]:
         """Yields each batch that is this worker's: a loader asks its workers in turn."""

@@ -6,14 +6,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ferrohook import shards
+from ferrohook.data.hugging_face import to_datasets
 from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
+
+if TYPE_CHECKING:
+    import datasets
 
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -179,6 +183,35 @@ class Store(ABC):
             SelectionError: the store has no such run, batch or layer.
             StoreError: a file is damaged.
         """
+
+    def to_datasets(
+        self,
+        *layers: str,
+        run: str = "run",
+        name: str = "output",
+        context: int | None = None,
+    ) -> datasets.Dataset:
+        """Makes a Hugging Face data set of the rows of layers, see `ActivationDataset`.
+
+        Each layer is a column, and so are `token`, `position` and `text` of a run that was
+        collected with `tokens`. The data set is a view of the store's memory maps; `save_to_disk`
+        copies it to a folder.
+
+        Args:
+            *layers: names of the layers; none for all layers of the first complete batch.
+            run: name of the run.
+            name: name of the layers' tensor.
+            context: rows of an example, in the format of the cached activations of SAELens:
+                columns of (context, width), and `token_ids`. The last rows that fill none are left
+                out. None for an example for each row.
+
+        Raises:
+            SelectionError: no complete batch of the run has the tensors.
+            HookError: layers differ in their numbers of rows, or the package datasets is not
+                installed.
+            ValueError: `context` is below 1.
+        """
+        return to_datasets(self, layers, run, name, context)
 
     def __enter__(self) -> Self:
         return self

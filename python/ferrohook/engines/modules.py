@@ -61,6 +61,8 @@ class ModuleInfo:
     """Those of each positional argument; None for one without a row per token."""
     outputs: tuple[Tokens | None, ...] = ()
     """Those of each part of an output that is no single tensor."""
+    place: str | None = None
+    """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
 
 
 class ModuleTable:
@@ -83,6 +85,7 @@ class ModuleTable:
         self.compiled = compiled
         self.fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._fused = {whole: [*parts] for whole, parts in fused.items()}
+        self._owners = {it.place: name for name, it in self.table.items() if it.place is not None}
         # `select` works on modules.
         self._skeleton = _skeleton(self.table)
 
@@ -143,6 +146,8 @@ class ModuleTable:
         Raises:
             ValueError: it matches none, or one that cannot be hooked.
         """
+        if isinstance(what, list):
+            what = [self._owners.get(it, it) if isinstance(it, str) else it for it in what]
         for path in _paths(what):
             info = self.table.get(path)
             if info is not None and info.refused is not None:
@@ -163,6 +168,29 @@ class ModuleTable:
                 msg = f"{name!r} cannot be hooked: {info.refused}"
                 raise ValueError(msg)
         return found
+
+    def with_places(self, places: Mapping[str, str]) -> ModuleTable:
+        """Returns the table with hook points that stand for the outputs of modules."""
+        # The input of such a module is a part of the stream, of which the engine keeps account.
+        moved = {
+            name: dataclasses.replace(self.table[name], place=place, inputs=())
+            for name, place in places.items()
+        }
+        return ModuleTable(self.table | moved, self._fused)
+
+    def place_of(self, name: str) -> str:
+        """Returns the name of the module that is hooked for a module."""
+        return self.table[name].place or name
+
+    def placed(self, plan: Plan) -> Plan:
+        """Moves the entries of a rewritten plan to the hook points of their modules."""
+        if not self._owners:
+            return plan
+        return Plan(*(self._moved(entry) for entry in plan.entries))
+
+    def _moved(self, entry: HookEntry | KeepEntry) -> HookEntry | KeepEntry:
+        names = [*self.selected(entry.what)]
+        return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
     def rewritten(self, plan: Plan) -> Plan:
         """Rewrites a plan for the outputs of the engine's modules, and validates it.

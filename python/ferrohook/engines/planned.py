@@ -19,8 +19,7 @@ from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import NEEDS, Judge
 from ferrohook.plans.prepared_plans import PreparedPlans
-from ferrohook.rows import batch
-from ferrohook.selection import select
+from ferrohook.rows.batches import batch_of_step
 from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.engines.steps import Span, Step
+    from ferrohook.places import Place
     from ferrohook.plans import Request
-    from ferrohook.plans.entries import KeepEntry
     from ferrohook.rows import Batch
 
 
@@ -98,15 +97,16 @@ class EnginePlans(PreparedPlans):
         if prepared in self._checked:
             return
         for number, entry in enumerate(prepared.entries):
-            reason = JUDGE.refusal(entry, self._dim) or self._silent(entry)
+            needs = prepared.needs[number]
+            reason = JUDGE.refusal(entry, self._dim, needs) or self._silent(prepared.places(number))
             if reason is not None:
                 msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
                 raise HookError(msg)
         self._checked.add(prepared)
 
-    def _silent(self, entry: HookEntry | KeepEntry) -> str | None:
-        for name, module in select(self._model, entry.what, called=True).items():
-            if self._running is not None and module not in self._running:
+    def _silent(self, places: dict[str, Place]) -> str | None:
+        for name, place in places.items():
+            if self._running is not None and place.module not in self._running:
                 return f"{name!r} does not run in its steps"
         return None
 
@@ -276,47 +276,37 @@ class PlannedRequests:
         with self._lock:
             return [*self._members]
 
-    @contextlib.contextmanager
-    def running(self, step: Step, gathered: Mapping[Any, Any] | None = None) -> Iterator[None]:
-        """Enters the batch of a step, in this thread, for the forward in a block.
+    def running(self, step: Step, gathered: Mapping[Any, Any] | None = None) -> Running:
+        """Returns a context that enters the batch of a step, in this thread, for the forward.
 
         Args:
             step: rows of all requests; those without a plan are nobody's.
             gathered: modules that see other rows, see `batch`.
         """
-        with contextlib.ExitStack() as stack:
-            while members := self._members_of(step):
-                try:
-                    stack.enter_context(self._batch(step, members, gathered))
-                    break
-                except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
-                    _blame([member for _, member in members], error)
-            yield
+        return Running(self, step, gathered)
 
-    def _members_of(self, step: Step) -> list[tuple[Span, _Member]]:
-        """Returns the spans of a step whose requests have a plan and did not fail."""
+    def enter(self, step: Step, gathered: Mapping[Any, Any] | None) -> Batch | None:
+        """Enters the batch of a step; None if no request with a plan is in it."""
+        while members := self._members_of(step):
+            try:
+                for member, span in members:
+                    member.start = min(member.start, span.position)
+                rows = [(member.request, span) for member, span in members]
+                batch = batch_of_step(rows, self._dim, step.rows, gathered)
+                batch.__enter__()
+            except Exception as error:  # noqa: BLE001 (the requests' failure: the engine goes on)
+                _blame([member for member, _ in members], error)
+            else:
+                return batch
+        return None
+
+    def _members_of(self, step: Step) -> list[tuple[_Member, Span]]:
+        """Returns the requests of a step that have a plan and did not fail, and their spans."""
         return [
-            (span, member)
+            (member, span)
             for span in step.spans
             if (member := self._members.get(span.request_id)) is not None and member.failure is None
         ]
-
-    def _batch(
-        self, step: Step, members: list[tuple[Span, _Member]], gathered: Mapping[Any, Any] | None
-    ) -> Batch:
-        rows, lengths = {}, {}
-        for span, member in members:
-            member.start = min(member.start, span.position)
-            rows[member.request] = slice(span.first_row, span.first_row + span.rows)
-            lengths[member.request] = span.prompt_length
-        return batch(
-            rows,
-            self._dim,
-            positions=step.positions,
-            lengths=lengths,
-            gathered=gathered,
-            warn=False,  # of one step: in a chunk of a prompt a head has no rows
-        )
 
     def failure_of(self, request_id: str) -> BaseException | None:
         """Returns the failure of a request, None without one."""
@@ -361,6 +351,25 @@ class PlannedRequests:
             return None
         member.request.close()
         return member.result(end)
+
+
+class Running:
+    """Context in which one step of an engine runs, see `PlannedRequests.running`."""
+
+    __slots__ = ("_batch", "_gathered", "_planned", "_step")
+
+    def __init__(
+        self, planned: PlannedRequests, step: Step, gathered: Mapping[Any, Any] | None
+    ) -> None:
+        self._planned, self._step, self._gathered = planned, step, gathered
+        self._batch: Batch | None = None
+
+    def __enter__(self) -> None:
+        self._batch = self._planned.enter(self._step, self._gathered)
+
+    def __exit__(self, error: type[BaseException] | None, *others: object) -> None:
+        if self._batch is not None:
+            self._batch.__exit__(error, *others)
 
 
 def _blame(members: list[_Member], error: Exception) -> None:

@@ -19,7 +19,7 @@ from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry, keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -70,8 +70,8 @@ class EngineWorker:
     """
 
     def __init__(self) -> None:
-        self.refused: Mapping[str, str] = {}
-        """Features in use with which no plan is served, with the reasons."""
+        self.refusal = "the model is not loaded"
+        """Reason why no plan is served, while `served` is None."""
         self.served: Served | None = None
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
@@ -84,10 +84,6 @@ class EngineWorker:
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the engine."""
 
-    def _explained(self) -> str:
-        """Returns the error of an engine that serves no plans."""
-        raise NotImplementedError
-
     def loaded_model(self) -> Served:
         """Returns the model.
 
@@ -95,7 +91,7 @@ class EngineWorker:
             HookError: plans are refused, or it is not loaded.
         """
         if self.served is None:
-            raise HookError(self._explained() if self.refused else "the model is not loaded")
+            raise HookError(self.refusal)
         return self.served
 
     def test_itself(self, model: nn.Module, served: Served, forward: Callable[[], object]) -> None:
@@ -114,11 +110,12 @@ class EngineWorker:
         if not names:
             return
         whole: list[Tensor] = []
-        hook = model.get_submodule(names[0]).register_forward_hook(
+        kept = served.modules.place_of(names[0])
+        hook = model.get_submodule(kept).register_forward_hook(
             lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
         )
         spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = served.modules.rewritten(Plan(keep(names[0])))
+        plan = served.modules.placed(served.modules.rewritten(Plan(keep(names[0]))))
         try:
             for span in spans:
                 with served.planned.admitting(span.request_id, plan):
@@ -130,7 +127,7 @@ class EngineWorker:
             results = [served.planned.retire(span.request_id) for span in spans]
         for span, result in zip(spans, results, strict=True):
             rows = whole[0][span.first_row : span.first_row + span.rows]
-            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
+            if result is None or result.error or not torch.equal(result.acts[kept], rows):
                 msg = (
                     f"the self-test of ferrohook in the engine failed: {names[0]!r} has other rows"
                 )
@@ -154,7 +151,7 @@ class EngineWorker:
             HookError: the plan cannot be served.
         """
         served = self.loaded_model()
-        prepared = served.planned.plans.find(digest, read)
+        prepared = served.planned.plans.find(digest, lambda: served.modules.placed(read()))
         with served.planned.admitting(request_id, prepared):
             pass
         row_bytes = sum(size for _, size in served.modules.row_bytes(prepared))
@@ -306,7 +303,8 @@ class EngineWorker:
             expected = expected[expected >= since]
             for path in modules.selected(entry.what):
                 name = entry.name_of(path)
-                found = torch.tensor(result.positions(name), dtype=torch.int64)
+                place = entry.name_of(modules.place_of(path))
+                found = torch.tensor(result.positions(place), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
                     if result.error is not None:
                         return packed({}, {}, error=reason_of(result.error))
@@ -316,7 +314,7 @@ class EngineWorker:
                     return packed({}, {}, error=error)
                 if len(expected):
                     inside = torch.isin(found, expected)
-                    acts[name] = result.acts[name][inside].cpu().contiguous()
+                    acts[name] = result.acts[place][inside].cpu().contiguous()
                     positions[name] = expected
         return packed(acts, positions)
 

@@ -8,6 +8,7 @@ the mask) for the tokens before; failing these, `position_ids`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -181,6 +182,17 @@ def mask_of(at: At, tokens: Tokens) -> Tensor:
     chosen = cast("Callable[[Tensor], Tensor]", at)(positions)
     expect(chosen, Tensor, "the function of `at` returns a tensor of bools")
     return real & chosen.to(torch.bool)
+
+
+def native_at(at: At) -> Any:
+    """Returns positions as the core takes them: a function finds places in a list of positions."""
+    return functools.partial(_places, at) if callable(at) else at
+
+
+def _places(at: At, positions: list[int], length: int) -> list[int]:
+    tokens = Tokens(torch.tensor([positions]), Prompt(torch.tensor([length]), None))
+    places: list[int] = mask_of(at, tokens)[0].nonzero().flatten().tolist()
+    return places
 
 
 def _in_slice(at: slice, positions: Tensor, lengths: Tensor) -> Tensor:

@@ -18,18 +18,21 @@ from ferrohook._core import (
     ModuleTree,
     PlanGuard,
     RequestBase,
+    name_positions,
 )
 from ferrohook.activations import ActivationCache, cache_of
 from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
+from ferrohook.places import Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
-from ferrohook.plans.positions import At, mask_of, tokens_of
+from ferrohook.plans.needs import needs_at
+from ferrohook.plans.positions import At, mask_of, native_at, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.recorders import PlaceInPlan, Recorders, options_of
 from ferrohook.scopes import Scope
-from ferrohook.selection import select
 from ferrohook.steering import Intervention
 from ferrohook.traced import never_trace, never_trace_frame
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook._core import Collector
+    from ferrohook.places import HookGroup, Place
     from ferrohook.plans.positions import Prompt
 
 
@@ -80,11 +84,16 @@ class Prepared:
             raise
 
     def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
-        selected = [_select(model, number, entry) for number, entry in enumerate(self.entries)]
-        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+        found = [_find(model, number, entry) for number, entry in enumerate(self.entries)]
+        self.needs = [
+            entry.needs.union(*(needs_at(each) for each in places.values()))
+            for entry, places in zip(self.entries, found, strict=True)
+        ]
+        """Needs of each entry in this model, see `Judge`."""
+        for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
-                _check_width(number, entry, modules)
-        everything = {name: module for modules in selected for name, module in modules.items()}
+                _check_width(number, entry, places)
+        everything = modules_of(it for places in found for it in places.values())
         attach(everything | {"": model}, attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
@@ -92,55 +101,75 @@ class Prepared:
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
-        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+        for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
-                self._register(number, entry, modules, attachment)
+                self._register(number, entry, places, attachment)
                 continue
-            kept = {entry.name_of(name): module for name, module in modules.items()}
+            kept = {entry.name_of(name): place for name, place in places.items()}
             if twice := names & kept.keys():
                 msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
                 raise HookError(msg)
             names |= kept.keys()
-            self._keep(model, number, entry, kept, selected)
+            self._keep(model, number, entry, kept, found)
+        if ats := self._contents.ats:
+            name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
+
+    def places(self, number: int) -> dict[str, Place]:
+        """Returns the places of an entry in the model, by names of modules and quantities.
+
+        Raises:
+            HookError: the model is gone.
+        """
+        model = self.model
+        if model is None:
+            msg = "the model of this prepared plan is gone"
+            raise HookError(msg)
+        return _find(model, number, self.entries[number])
 
     def _needs_positions(self) -> bool:
         return any(entry.at is not None for entry in self.entries)
 
     def _register(
-        self, number: int, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
+        self, number: int, entry: HookEntry, places: dict[str, Place], attachment: Attachment
     ) -> None:
-        hook = entry.hook
-        if entry.at is not None:
-            hook = MaskedHook(hook, self._mask(entry.at))
-        handles = attachment.register(
-            [*modules.values()],
-            entry.phase,
-            hook,
-            scope=self._frame,
-            names=[*modules],
-            entry=number,
-            **entry.options,
-        )
-        self._contents.handles += zip(modules, handles, strict=True)
+        mask = None if entry.at is None else self._mask(entry.at)
+        for group in _forms(number, entry, places):
+            if mask is not None and isinstance(group.hook, Written) and not group.hook.whole:
+                msg = (
+                    f"entry {number} of the plan: a Python function at positions changes the whole "
+                    "output of a module, and the quantity is a part of it: use an intervention"
+                )
+                raise HookTypeError(msg)
+            hook = group.hook if mask is None else MaskedHook(group.hook, mask)
+            handles = attachment.register(
+                [*group.modules.values()],
+                group.phase,
+                hook,
+                scope=self._frame,
+                names=[*group.modules],
+                entry=number,
+                **entry.options | group.options,
+            )
+            self._contents.handles += zip(group.modules, handles, strict=True)
 
     def _keep(
         self,
         model: nn.Module,
         number: int,
         entry: KeepEntry,
-        modules: dict[str, nn.Module],
-        selected: list[dict[str, nn.Module]],
+        places: dict[str, Place],
+        found: list[dict[str, Place]],
     ) -> None:
         captures = self._contents.captures
         mask = None if entry.at is None else self._mask(entry.at)
         captures.append(
             Recorders.begin(
                 model,
-                modules,
+                places,
                 options_of(**entry.options),
                 self._frame,
-                priority_of=functools.partial(_priority_of_keep, self.entries, selected, number),
+                priority_of=functools.partial(_priority_of_keep, self.entries, found, number),
                 place=PlaceInPlan(len(captures), mask),
             )
         )
@@ -217,11 +246,11 @@ def _find_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> None:
     """Finds the positions of a forward that runs for a request."""
-    if not request._positioned:
+    if not request.positioned:
         tokens = tokens_of(model, args, kwargs, request._prompt)
         request._prompt = tokens.prompt
         masks = (_shortened(mask_of(at, tokens)) for at in request.plan_positions)
-        request._set_masks(tuple(masks))
+        request.set_masks(tuple(masks), positioned=False)
 
 
 def _find_untraced(*call: Any) -> None:
@@ -248,9 +277,6 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     _prompt: Prompt | None = None
-    _positioned = False
-    prompt_lengths: Any = None
-    """Number of tokens of its prompt, as the last batch with `lengths` for it had it."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
@@ -320,16 +346,6 @@ class Request(RequestBase, Scope):
         """The positions that its plan names."""
         return self._plan.ats
 
-    def set_masks(self, masks: tuple[Any, ...] | None) -> None:
-        """Sets the tokens at the plan's positions in this step; None: the model's call says."""
-        self._positioned = masks is not None
-        self._set_masks(masks)
-
-    def set_places(self, places: list[list[int]], count: int, dim: int) -> None:
-        """Sets which of its `count` rows of a batch are at the plan's positions in this step."""
-        self._positioned = True
-        self._set_places(places, count, dim)
-
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""
         plan = self._plan
@@ -351,38 +367,50 @@ def _close(frame: weakref.ref[Frame], _model: object) -> None:
         open_frame._close()
 
 
-def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:
+def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
     try:
-        return select(model, entry.what, called=True)
+        if isinstance(entry, HookEntry):
+            return hooked_places_of(model, entry.what, entry.phase)
+        inputs = entry.options.get("inputs", False)
+        part = entry.options.get("output_index")
+        return places_of(model, entry.what, inputs=inputs, output_index=part)
     except (SelectionError, HookTypeError) as error:
         msg = f"entry {number} of the plan: {error}"
         raise type(error)(msg) from error
 
 
+def _forms(number: int, entry: HookEntry, places: dict[str, Place]) -> list[HookGroup]:
+    try:
+        return hooks_at(places, entry.hook, entry.phase)
+    except HookTypeError as error:
+        msg = f"entry {number} of the plan: {error}"
+        raise HookTypeError(msg) from error
+
+
 def _priority_of_keep(
     entries: tuple[HookEntry | KeepEntry, ...],
-    selected: list[dict[str, nn.Module]],
+    found: list[dict[str, Place]],
     number: int,
-    module: nn.Module,
+    kept: Place,
 ) -> int:
-    """Returns the priority by which a capture of a module sees the entries before it alone.
+    """Returns the priority by which a capture of a place sees the entries before it alone.
 
     Raises:
         HookError: entries behind it run before one ahead of it, by their priorities.
     """
-    phase = "forward_pre" if entries[number].options.get("inputs") else "forward"
     ahead: list[tuple[int, int]] = []
     behind: list[tuple[int, int]] = []
-    for other, (entry, modules) in enumerate(zip(entries, selected, strict=True)):
-        changes = isinstance(entry, HookEntry) and entry.phase == phase
-        if changes and any(each is module for each in modules.values()):
+    for other, (entry, places) in enumerate(zip(entries, found, strict=True)):
+        if not isinstance(entry, HookEntry) or entry.phase.startswith("backward"):
+            continue
+        if any(it.module is kept.module and it.inputs == kept.inputs for it in places.values()):
             rank = -other - 1 if entry.options.get("prepend") else other
             (ahead if other < number else behind).append((-entry.options.get("priority", 0), rank))
     if not behind:
         return BEHIND_ALL
     first = min(behind)
     if ahead and max(ahead) > first:
-        name = next(name for name, each in selected[number].items() if each is module)
+        name = next(name for name, each in found[number].items() if each is kept)
         msg = (
             f"entry {number} of the plan keeps {name!r} between entries that run in the other "
             "order, by priority= or prepend=: let them run in the order in which they stand"
@@ -394,7 +422,7 @@ def _priority_of_keep(
     return priority + 1 if rank < 0 else priority
 
 
-def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -> None:
+def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None:
     """Validates the width of a vector where a module says its own.
 
     Raises:
@@ -404,12 +432,12 @@ def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -
     width = intervention.width
     if width in {None, 1} or intervention.output_index is not None or entry.phase != "forward":
         return
-    for name, module in modules.items():
-        known = _width_of(module)
+    for name, place in places.items():
+        known = place.width or (None if place.inputs else _width_of(place.module))
         if known is not None and known != width:
             msg = (
                 f"entry {number} of the plan: {intervention!r} has a width of {width}, the output "
-                f"of {name!r} ({type(module).__name__}) one of {known}"
+                f"of {name!r} ({type(place.module).__name__}) one of {known}"
             )
             raise HookTypeError(msg)
 

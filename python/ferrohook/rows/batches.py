@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ferrohook._core import BatchBase
 from ferrohook.arguments import at_least_one, expect
 from ferrohook.capture_session import Capture
-from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, RowsError
+from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
-from ferrohook.rows.positions import masks_of, places_of
+from ferrohook.rows.positions import masks_of
 from ferrohook.rows.site_tables import open_sites
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -23,6 +23,9 @@ from ferrohook.selection import select
 if TYPE_CHECKING:
     from ferrohook._core import Frame
     from ferrohook.rows.site_tables import Sites
+
+    Span: TypeAlias = tuple[Any, int, int, int, int, Any]
+    """Of a request in a step: any, first row, rows, first position, length of the prompt, any."""
 
 RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""
@@ -38,34 +41,18 @@ class Batch(BatchBase, Scope):
     other threads.
     """
 
-    _positions: tuple[Tensor, Lengths] | None = None
     _sited: weakref.ref[nn.Module] | None = None
     """Model whose sites serve it, if it has some."""
     _sites: Sites | None = None
     warns = True
     """Warns as it is left of members no module of which ran; `silent` lists them."""
 
-    def _begin(self) -> None:
-        """Sets the positions of the requests; called as the batch is entered."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            msg = (
-                "a CUDA graph is being captured, and no replay enters a batch: open `fh.rows.sites`"
-                " of the model, capture the graph outside of batches, and enter one for each replay"
-            )
-            raise HookError(msg)
+    def _begin_service(self) -> None:
+        """Has the sites of the model serve it; called as it is entered, while any are open."""
         self._sites = None if self._sited is None else open_sites(self._sited())
         if self._sites is not None:
             self._sites.begin_service(self)
             self._serve()
-        if self._positions is not None:
-            self.move(*self._positions)
-            return
-        if self._sites is not None:
-            self._sites.write(None)
-            return
-        for request in self.members:
-            if isinstance(request, Request) and request.plan_positions:
-                request.set_masks(None)
 
     def move(self, positions: Tensor, lengths: Lengths | None = None) -> None:
         """Sets the positions of the rows for the calls from now on, see `batch`.
@@ -74,39 +61,41 @@ class Batch(BatchBase, Scope):
         before each of them, or in a `forward_pre` hook on the model ahead of all.
 
         Raises:
-            HookTypeError: `positions` is no tensor of ints.
+            HookTypeError: `positions` is no tensor of ints, or `lengths` has no ints.
             RowsError: it has another shape than the batch, or the length of a prompt is needed and
                 not known.
         """
+        self._set(positions, lengths)
+        self._moved()
+
+    def _set(self, positions: Tensor, lengths: Lengths | None) -> None:
+        """Sets the positions of the rows."""
         size = _check_positions(positions, self.dim, self.size)
-        flat = positions.dim() == 1
-        columns = None if flat else positions.shape[1]
-        positions = positions.cpu()  # the one wait for a GPU
-        values = positions.flatten().tolist()
-        if self._sites is not None and not flat:
-            msg = "sites know the positions of rows: give positions of the shape (rows,)"
-            raise RowsError(msg)
         if self.size is None and self._named > size:
             msg = f"row {self._named - 1} is out of range: positions has {size} rows"
             raise RowsError(msg)
-        self._set_positions(values, columns)
-        lengths = {} if lengths is None else lengths
-        for number, request in enumerate(self.members):
-            if not isinstance(request, Request):
-                continue
-            if (length := lengths.get(request)) is not None:
-                request.prompt_lengths = length
-            if ats := request.plan_positions:
-                rows = self._rows(number)
-                if flat:
-                    own = [values[row] for row in rows]
-                    places = places_of(ats, own, request.prompt_lengths)
-                    request.set_places(places, len(own), self.dim)
-                else:
-                    masks = masks_of(ats, positions[rows], request.prompt_lengths)
-                    request.set_masks(masks)
+        columns = None if positions.dim() == 1 else positions.shape[1]
+        values = positions.cpu().flatten().tolist()  # the one wait for a GPU
+        self._set_positions(values, columns, {} if lengths is None else dict(lengths))
+
+    def _moved(self) -> None:
+        """Finds the tokens at the positions of plans; called after the positions were set."""
+        self._place()
+        columns = self._columns
+        if columns is not None:
+            self._mask(torch.tensor(self._positions).reshape(-1, columns))
         if self._sites is not None:
-            self._sites.write(values)
+            if columns is not None:
+                msg = "sites know the positions of rows: give positions of the shape (rows,)"
+                raise RowsError(msg)
+            self._sites.write(self._positions)
+
+    def _mask(self, positions: Tensor) -> None:
+        """Finds the tokens of padded rows at the positions of plans."""
+        for number, request in enumerate(self.members):
+            if isinstance(request, Request) and (ats := request.plan_positions):
+                masks = masks_of(ats, positions[self._rows(number)], request.prompt_lengths)
+                request.set_masks(masks, positioned=True)
 
     def _end_service(self) -> None:
         """Takes what sites kept; called as the batch is left."""
@@ -210,10 +199,33 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
     indices = [] if gathered is None else _resolved(gathered, models, size)
     made = Batch(members, dim, size, indices)
     if positions is not None:
-        made._positions = (positions, {} if lengths is None else lengths)
+        made._set(positions, lengths)
     made.warns = warn
     if models:
         made._sited = weakref.ref(models[0])
+    return made
+
+
+def batch_of_step(
+    rows: Sequence[tuple[Request, Span]], dim: int, size: int, gathered: Gathered | None
+) -> Batch:
+    """Makes the batch of an engine's step, see `batch`: at the cost of one native call.
+
+    Args:
+        rows: requests of one model, and their rows.
+        dim: dimension of the rows.
+        size: number of rows, those that are nobody's included.
+        gathered: see `batch`.
+
+    Raises:
+        RowsError: rows overlap or are out of range.
+    """
+    model = rows[0][0].model
+    models = [] if model is None else [model]
+    made = Batch(rows, dim, size, [] if gathered is None else _resolved(gathered, models, size))
+    made.warns = False  # of one step: in a chunk of a prompt a head has no rows
+    if model is not None:
+        made._sited = weakref.ref(model)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -31,8 +31,15 @@ class _Generation(Batch):
     _prompt: Prompt | None = None
     _attached = False
 
-    def _begin(self) -> None:
-        super()._begin()
+    def __enter__(self) -> Self:
+        try:
+            self._attach()
+        except BaseException:
+            self._close()
+            raise
+        return super().__enter__()
+
+    def _attach(self) -> None:
         if self._attached:
             return
         self._attached = True

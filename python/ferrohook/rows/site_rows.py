@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrohook._core import places_at
 from ferrohook.errors import RowsError
-from ferrohook.rows.positions import places_of
+from ferrohook.plans.positions import native_at
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
@@ -131,5 +132,5 @@ def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -
     if positions is None:
         msg = f"positions {at!r} at a site are found from the batch's: give it positions"
         raise RowsError(msg)
-    (places,) = places_of([at], positions, request.prompt_lengths)
-    return places
+    lengths = request.prompt_lengths
+    return places_at(native_at(at), positions, lengths[0] if lengths else None)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, frames, store_rows, to_device
+from ferrohook._core import Attachment, count_sites, frames, store_rows, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
-from ferrohook.groups import register
 from ferrohook.instrumentation import attach
 from ferrohook.operations import change_part, part_of
 from ferrohook.plans import Prepared, Request
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ferrohook._core import BatchBase, ModuleTree
+    from ferrohook.places import Place
     from ferrohook.plans.entries import KeepEntry
     from ferrohook.plans.positions import At
     from ferrohook.selection import Selector
@@ -51,7 +51,8 @@ NOBODY = -0.0
 
 def open_sites(model: nn.Module | None) -> Sites | None:
     """Returns the open sites of a model, if it has some."""
-    return None if model is None else _OPEN.get(model)
+    opened = None if model is None else _OPEN.get(model)
+    return None if opened is None or opened.closed else opened
 
 
 class _Form(NamedTuple):
@@ -135,12 +136,14 @@ class Sites:
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
         self._attachment = Attachment()
-        attach({"": model}, self._attachment)
-        self._handles = [
-            register(model, name, self._hook(site), scope=None)
-            for site, name in enumerate(self.names)
-        ]
+        modules = {name: model.get_submodule(name) for name in names}
+        attach({"": model} | modules, self._attachment)
+        for site, (name, module) in enumerate(modules.items()):
+            self._attachment.register([module], "forward", self._hook(site), names=[name])
+        self._attachment.release_when_unused([*modules.values()])
         _OPEN[model] = self
+        self._counted = True
+        count_sites(opened=True)
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -168,7 +171,7 @@ class Sites:
     @property
     def closed(self) -> bool:
         """True once they are closed."""
-        return not self._handles
+        return self._attachment.released
 
     def close(self) -> None:
         """Takes the operators off the modules; a compiled model is compiled anew without them.
@@ -180,10 +183,10 @@ class Sites:
             if self._serves_another(None):
                 msg = "sites are closed after the batch that they serve is left"
                 raise HookError(msg)
-            handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        self._attachment.release()
+            counted, self._counted = self._counted, False
+            self._attachment.release()
+        if counted:
+            count_sites(opened=False)
         if (model := self._model()) is not None and _OPEN.get(model) is self:
             del _OPEN[model]
 
@@ -290,12 +293,13 @@ class Sites:
         kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))
         for number, entry in enumerate(prepared.entries):
-            modules = select(model, entry.what, called=True)
+            found = prepared.places(number)
+            modules = {name: place.module for name, place in found.items()}
             missing = [name for name, module in modules.items() if id(module) not in paths]
             if missing:
                 msg = f"entry {number} of the plan is for {missing[0]!r}, which is no site"
                 raise HookError(msg)
-            self._check_entry(number, entry)
+            self._check_entry(number, entry, found, prepared.needs[number])
             if isinstance(entry, HookEntry):
                 vector = entry.hook.vector_as(vectors.dtype, vectors.device)
                 for name, module in modules.items():
@@ -320,14 +324,23 @@ class Sites:
                 same.append(site)
         return Program(vectors, changes, kept, made((vectors,)) if vectors.is_cuda else None)
 
-    def _check_entry(self, number: int, entry: HookEntry | KeepEntry) -> None:
-        reason = JUDGE.refusal(entry, self.dim)
+    def _check_entry(
+        self,
+        number: int,
+        entry: HookEntry | KeepEntry,
+        found: dict[str, Place],
+        needs: frozenset[str],
+    ) -> None:
+        reason = JUDGE.refusal(entry, self.dim, needs)
         if reason is None:
             hook = entry.hook if isinstance(entry, HookEntry) else None
-            part = entry.options.get("output_index") if hook is None else hook.output_index
+            named = entry.options.get("output_index") if hook is None else hook.output_index
+            parts = {place.part if place.quantity else named for place in found.values()}
             width = self._table.shape[-1]
-            if part != self._part:
+            if parts != {self._part}:
                 reason = f"it has another output_index than the sites, {self._part!r}"
+            elif any(place.multiplier != 1 for place in found.values()):
+                reason = "a quantity that is a multiple of what a module returns has no site"
             elif hook is not None and hook.vector.shape != (width,):
                 reason = f"its vector is not of the sites' width, {width}"
         if reason is not None:
@@ -572,7 +585,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     expect_module(model, "sites takes")
     max_requests = at_least_one("max_requests", max_requests)
     max_rows = at_least_one("max_rows", max_rows)
-    if _OPEN.get(model) is not None:
+    if open_sites(model) is not None:
         msg = "the model has sites: close them first"
         raise HookError(msg)
     modules = select(model, what, called=True)

@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::attach::dispatcher::Dispatcher;
     #[pymodule_export]
-    use crate::attach::instrumenting::{assign_class, release_copy};
+    use crate::attach::instrumenting::{assign_class, release_copy, release_unused};
     #[pymodule_export]
     use crate::attach::wrapper::HookedBase;
     #[pymodule_export]
@@ -75,7 +75,9 @@ mod _core {
     #[pymodule_export]
     use crate::registry::Registry;
     #[pymodule_export]
-    use crate::rows::batch::BatchBase;
+    use crate::rows::at::{name_positions, places_at};
+    #[pymodule_export]
+    use crate::rows::batch::{BatchBase, count_sites};
     #[pymodule_export]
     use crate::rows::remembered::remember_merged;
     #[pymodule_export]

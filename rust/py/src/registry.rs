@@ -1,5 +1,6 @@
 //! `Registry`: the core registry of one module, for Python, and the hooks that frames have for it.
 
+use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +8,7 @@ use ferrohook_core::{Entry, Phase, Placement, Work};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, Frame, ScopeArg};
@@ -18,6 +19,7 @@ use crate::hooks::hook::Hook;
 use crate::hooks::native::Native;
 use crate::hooks::operators::Operators;
 use crate::hooks::options::{HookOptions, OnError, PhaseName, Priority};
+use crate::hooks::place::Place;
 use crate::hooks::site::{Site, is_fault};
 use crate::torch;
 
@@ -39,6 +41,33 @@ pub struct Registry {
     id_tensor: PyOnceLock<Py<PyAny>>,
     /// Number of exceptions of hooks, those of frames and removed ones included.
     errors: AtomicU64,
+}
+
+/// Those for whose calls a hook is registered.
+pub enum Audience<'a, 'py> {
+    /// Every context; with the place of the registration.
+    Everybody(Option<Place>),
+    /// The contexts that entered a scope.
+    Scope(&'a ScopeArg<'py>),
+}
+
+impl<'a, 'py> Audience<'a, 'py> {
+    /// Whom the argument `scope=` of the Python code that runs means.
+    pub fn of_caller(py: Python<'py>, scope: Option<&'a ScopeArg<'py>>) -> PyResult<Self> {
+        match scope {
+            Some(scope) => Ok(Self::Scope(scope)),
+            None => Place::of_caller(py).map(Self::Everybody),
+        }
+    }
+
+    pub fn clone_ref(&self, py: Python<'_>) -> Self {
+        match self {
+            Self::Scope(scope) => Self::Scope(scope),
+            Self::Everybody(place) => {
+                Self::Everybody(place.as_ref().map(|place| place.clone_ref(py)))
+            }
+        }
+    }
 }
 
 impl Registry {
@@ -104,18 +133,19 @@ impl Registry {
         hook: &Bound<'_, PyAny>,
         placement: Placement,
         options: HookOptions,
-        scope: Option<&ScopeArg<'_>>,
+        audience: Audience<'_, '_>,
         name: Option<&str>,
     ) -> PyResult<HookHandle> {
         let py = hook.py();
-        let hook = Hook::new(hook, phase, options, &self.hooks, name)?;
-        let Some(ScopeArg(scope)) = scope else {
-            return Ok(HookHandle::new(
-                hook.register(py, phase, placement, &self.hooks),
-                None,
-            ));
+        let mut hook = Hook::new(hook, phase, options, &self.hooks, name)?;
+        let scope = match audience {
+            Audience::Scope(ScopeArg(scope)) => scope.get(),
+            Audience::Everybody(place) => {
+                hook.place = place;
+                let hook = hook.register(py, phase, placement, &self.hooks);
+                return Ok(HookHandle::new(hook, None));
+            }
         };
-        let scope = scope.get();
         let native = hook.native(py);
         if native.is_some_and(Native::operator) {
             scope.use_operators();
@@ -242,7 +272,8 @@ impl Registry {
             entry: None,
         };
         let placement = priority.place(prepend);
-        self.register(phase.0, hook, placement, options, scope.as_ref(), None)
+        let audience = Audience::of_caller(hook.py(), scope.as_ref())?;
+        self.register(phase.0, hook, placement, options, audience, None)
     }
 
     /// Lists the hooks of one phase or of all that fire in this context, in firing order: (id,
@@ -268,25 +299,33 @@ impl Registry {
         Ok(rows)
     }
 
-    /// Makes a handle for each hook of every context, (hook, handle) each: for a copy, whose hooks
-    /// `register` never returned.
-    fn handles(&self, py: Python<'_>) -> Vec<(Py<PyAny>, HookHandle)> {
+    /// Lists the hooks of every context by phase, in firing order: (hook, handle, place) each. The
+    /// place is the file and the line of the registration, if known.
+    fn for_everybody<'py>(&self, py: Python<'py>) -> PyResult<Vec<ForEverybody<'py>>> {
         let snapshots = Phase::ALL.map(|phase| self.hooks.snapshot(phase));
         let entries = snapshots.iter().flat_map(Snapshot::iter);
-        let with_handle = |entry: &Entry<Hook>| {
-            let object = entry.hook().object().clone_ref(py);
-            (object, HookHandle::new(self.hooks.handle(entry), None))
+        let row = |entry: &Entry<Hook>| {
+            let hook = entry.hook();
+            let place = hook.place.as_ref();
+            let place = place.map(|place| Ok::<_, PyErr>((place.file(py)?, place.line())));
+            let handle = HookHandle::new(self.hooks.handle(entry), None);
+            Ok((hook.object().bind(py).clone(), handle, place.transpose()?))
         };
         entries
             .filter(|entry| !entry.removed() && !entry.last())
-            .map(with_handle)
+            .map(row)
             .collect()
     }
 
-    /// Removes the hooks of one phase or of all, those of scopes included.
-    #[pyo3(name = "clear", signature = (phase = None))]
-    fn py_clear(&self, phase: Option<PhaseName>) {
-        self.clear(phase.map(|phase| phase.0));
+    /// Removes the hooks of one phase or of all; those of scopes too, if `scopes`.
+    #[pyo3(name = "clear", signature = (phase = None, *, scopes = true))]
+    fn py_clear(&self, phase: Option<PhaseName>, scopes: bool) {
+        let phase = phase.map(|phase| phase.0);
+        if scopes {
+            self.clear(phase);
+        } else {
+            self.hooks.clear(phase);
+        }
     }
 
     /// Waits until no thread is inside any of the hooks, those of scopes and removed ones included.
@@ -307,7 +346,9 @@ impl Registry {
     pub fn fork(&self, copy: &Bound<'_, PyAny>) -> PyResult<Self> {
         let hooks = self.hooks.fork(|fork, phase, hook| {
             let copied = copy.call1((hook.object(),))?;
-            Hook::new(&copied, phase, hook.options, fork, hook.module_name())
+            let mut copied = Hook::new(&copied, phase, hook.options, fork, hook.module_name())?;
+            copied.place = hook.place.as_ref().map(|place| place.clone_ref(copy.py()));
+            Ok::<_, PyErr>(copied)
         })?;
         Ok(Self::new(hooks))
     }
@@ -418,6 +459,12 @@ fn fired<'a>(firing: Option<&'a Firing<'_>>) -> impl Iterator<Item = &'a Entry<H
     let entries = firing.into_iter().flat_map(Firing::iter).map(|it| it.entry);
     entries.filter(|entry| entry.enabled() && !entry.removed())
 }
+
+type ForEverybody<'py> = (
+    Bound<'py, PyAny>,
+    HookHandle,
+    Option<(Bound<'py, PyString>, c_int)>,
+);
 
 type Row = (u64, &'static str, Py<PyAny>, i64, bool, u64, Option<f64>);
 

@@ -26,6 +26,7 @@ import httpx
 import support.engines
 from ferrohook.engines.wire import HEADER, unpacked
 from support.vllm_engine import ENVIRONMENT, EOS, Answer, random_jobs
+from support.vllm_server import TEMPLATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,6 @@ ROOT = Path(__file__).parents[3]
 NEW = 24
 IN_FLIGHT = 12
 LOST = "was lost: the text is not whole", "does not answer; it had"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @pytest.fixture(autouse=True)

@@ -262,7 +262,7 @@ class HookPoint(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # A second attachment: a copy's inherited one can be released, this one never is.
         attach({"": self}, Attachment(), explicit=True)
-        for hook, handle in registry_of(self).handles():
+        for hook, handle, _place in registry_of(self).for_everybody():
             if isinstance(hook, LensHandle):
                 hook._registered(handle)  # a copied LensHandle has no handle yet
 

@@ -191,7 +191,7 @@ class WrappedModel(TransparentWrapper):
         handles = {
             names[id(hook.point)]: handle
             for module in modules.values()
-            for hook, handle in registry_of(module).handles()
+            for hook, handle, _place in registry_of(module).for_everybody()
             if isinstance(hook, _PointHook) and id(hook.point) in names
         }
         attached = HandleGroup(model)

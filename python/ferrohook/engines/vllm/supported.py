@@ -83,9 +83,3 @@ def refusals(config: Any, *, has_sites: bool = False) -> dict[str, str]:
         "diffusion": bool(model.is_diffusion),
     }
     return {feature: CAPABILITIES.refused[feature] for feature, is_used in used.items() if is_used}
-
-
-def explain(found: dict[str, str]) -> str:
-    """Returns the error of an engine that uses refused features."""
-    reasons = "; ".join(f"{feature} ({reason})" for feature, reason in found.items())
-    return f"this engine of vLLM serves no plans, as it uses {reasons}"

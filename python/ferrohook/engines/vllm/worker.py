@@ -18,7 +18,7 @@ from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
-from ferrohook.engines.vllm.supported import explain, refusals
+from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import NAME, digest_of, packed
 from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
@@ -62,7 +62,9 @@ class Worker(EngineWorker):
         self._runner = runner
         self._config = config
         self.options = VllmOptions.of(config)
-        self.refused = refusals(config, has_sites=self.options.sites is not None)
+        if refused := refusals(config, has_sites=self.options.sites is not None):
+            self.refusal = CAPABILITIES.explain(refused)
+        self._refused = bool(refused)
         self._vectors: dict[str, Tensor] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
         self._finished_bytes = 0
@@ -71,15 +73,12 @@ class Worker(EngineWorker):
         self._secret = secrets.token_hex(32)
         """Key of salts, which all API servers ask for."""
 
-    def _explained(self) -> str:
-        return explain({**self.refused})
-
     # --- the model ---------------------------------------------------------------------------
 
     def loaded(self) -> None:
         """Takes over a model that was loaded, before it is compiled or called."""
-        if self.refused:
-            _LOG.warning("ferrohook: %s", self._explained())
+        if self._refused:
+            _LOG.warning("ferrohook: %s", self.refusal)
             return
         model = self._runner.get_model()
         forward = functools.partial(self._forward, model)
@@ -235,8 +234,7 @@ class Worker(EngineWorker):
     def describe(self) -> bytes:
         """Returns the table of the modules and the key of salts, or the reason of a refusal."""
         if self.served is None:
-            reason = self._explained() if self.refused else "the model is not loaded"
-            return json.dumps({"refused": reason}).encode()
+            return json.dumps({"refused": self.refusal}).encode()
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
 

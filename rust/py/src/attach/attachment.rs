@@ -8,11 +8,15 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
-use crate::attach::instrumenting::{acquire, has_hooks_elsewhere, register_each, release};
-use crate::contexts::frame::{Release, ScopeArg};
+use crate::attach::instrumenting::{
+    acquire, has_hooks_elsewhere, register_each, release, release_when_unused,
+};
+use crate::contexts::frame::ScopeArg;
+use crate::contexts::releases::Release;
 use crate::error::{hook_error, is_hook_error};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::{HookOptions, OnError, PhaseName, Priority};
+use crate::registry::Audience;
 
 /// Modules instrumented and hooks registered for one purpose, released together, once.
 ///
@@ -100,6 +104,12 @@ impl Release for Py<Attachment> {
 
     fn released(&self) -> bool {
         self.get().released()
+    }
+
+    fn unused(&self) -> bool {
+        let contents = self.get().0.lock();
+        let mut handles = contents.iter().flat_map(|contents| &contents.handles);
+        handles.all(|handle| handle.get().hook().removed())
     }
 }
 
@@ -192,7 +202,8 @@ impl Attachment {
         let mut names = names.unwrap_or_default().into_iter();
         let hooks = modules.into_iter();
         let hooks = hooks.map(|module| Ok((module, hook.clone(), names.next())));
-        let registered = register_each(hooks, phase.0, placement, options, scope.as_ref());
+        let audience = Audience::of_caller(py, scope.as_ref())?;
+        let registered = register_each(hooks, phase.0, placement, options, audience);
         let add = |handle: PyResult<Py<HookHandle>>| {
             let handle = handle?;
             self.add(py, |contents| contents.handles.push(handle.clone_ref(py)))
@@ -232,6 +243,15 @@ impl Attachment {
     ///     HookError: the scope is closed; the attachment was released.
     fn release_with(slf: Py<Self>, py: Python<'_>, scope: ScopeArg<'_>) -> PyResult<()> {
         scope.0.get().release_at_end(py, Box::new(slf))
+    }
+
+    /// Has the attachment released by `release_unused` of one of these modules, which its hooks are on.
+    fn release_when_unused(slf: &Bound<'_, Self>, modules: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let mut modules = modules.iter();
+        modules.try_for_each(|module| {
+            let attachment = slf.clone().unbind();
+            release_when_unused(module, Box::new(attachment))
+        })
     }
 
     /// Removes the hooks and restores the modules, once. Returns True for the call that did so.

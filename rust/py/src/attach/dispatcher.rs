@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::call::call as call_with_hooks;
+use crate::contexts::releases::Releases;
 use crate::cpython::dict::{get_last, instance_dict};
 use crate::cpython::trampoline::get_trampoline_function;
 use crate::registry::Registry;
@@ -33,6 +34,8 @@ pub struct Dispatcher {
     of_copy: AtomicBool,
     /// True if the module is a shallow copy: it shares the hooks of the original.
     shares_hooks: bool,
+    /// Attachments of hooks that were registered for everybody.
+    pub for_everybody: Releases,
 }
 
 #[pymethods]
@@ -105,6 +108,7 @@ impl Dispatcher {
             explicit: AtomicUsize::new(0),
             of_copy: AtomicBool::new(false),
             shares_hooks: false,
+            for_everybody: Releases::default(),
         }
     }
 

@@ -10,14 +10,14 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::attach::dispatcher::{Dispatcher, KeptCall};
 use crate::attach::wrapper::HookedBase;
-use crate::contexts::frame::ScopeArg;
+use crate::contexts::releases::Release;
 use crate::cpython::dict::instance_dict;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::error::{hook_error, type_name};
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::HookOptions;
-use crate::registry::Registry;
+use crate::registry::{Audience, Registry};
 use crate::torch::cache::CallCache;
 
 /// Undoes one `acquire` of a module; the last one restores its class and removes its hooks.
@@ -206,15 +206,47 @@ pub fn register_each<'py>(
     phase: Phase,
     placement: Placement,
     options: HookOptions,
-    scope: Option<&ScopeArg<'py>>,
+    audience: Audience<'_, 'py>,
 ) -> impl Iterator<Item = PyResult<Py<HookHandle>>> {
     hooks.map(move |each| {
         let (module, hook, name) = each?;
+        let (py, name) = (module.py(), name.as_deref());
         let registry = registry_of(&module)?;
         let registry = registry.get();
-        let handle = registry.register(phase, &hook, placement, options, scope, name.as_deref())?;
-        Py::new(module.py(), handle)
+        let audience = audience.clone_ref(py);
+        let handle = registry.register(phase, &hook, placement, options, audience, name)?;
+        Py::new(py, handle)
     })
+}
+
+/// Has `release_unused(module)` release an attachment; a wrapper has none.
+pub fn release_when_unused(
+    module: &Bound<'_, PyAny>,
+    attachment: Box<dyn Release>,
+) -> PyResult<()> {
+    if !has_hooks_elsewhere(module)?
+        && let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)?
+    {
+        dispatcher.get().for_everybody.add(attachment);
+    }
+    Ok(())
+}
+
+/// Releases the attachments of hooks for everybody on a module, if each of their hooks is removed;
+/// a copy, if it was instrumented for hooks alone.
+#[pyfunction]
+pub fn release_unused(module: &Bound<'_, PyAny>) -> PyResult<()> {
+    if has_hooks_elsewhere(module)? {
+        return Ok(());
+    }
+    let Some(dispatcher) = dispatcher_in(&instance_dict(module)?)? else {
+        return Ok(());
+    };
+    dispatcher.get().for_everybody.release_unused(module.py())?;
+    if !dispatcher.get().explicit() {
+        release_copy(module)?;
+    }
+    Ok(())
 }
 
 fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, Dispatcher>>> {

@@ -13,7 +13,7 @@ use crate::contexts::frame::ScopeArg;
 use crate::error::hook_error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::options::{HookOptions, OnError, Priority};
-use crate::registry::Registry;
+use crate::registry::{Audience, Registry};
 use crate::torch::cache::{CallCache, InstanceCache};
 use crate::torch::target::Target;
 
@@ -63,9 +63,10 @@ impl HookedBase {
         // Refused after into_inner: the hook could never fire.
         self.inner(hook.py())?;
         let registry = self.registry(hook.py())?;
+        let audience = Audience::of_caller(hook.py(), scope)?;
         registry
             .get()
-            .register(phase, hook, placement, options, scope, None)
+            .register(phase, hook, placement, options, audience, None)
     }
 }
 

@@ -20,6 +20,7 @@ use crate::error;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::NativeHook;
 use crate::hooks::options::{OnError, PhaseName, Priority};
+use crate::registry::Audience;
 use crate::rows::places::{Position, TokenPositions, Tokens};
 use crate::torch::tensors::part_of;
 
@@ -237,5 +238,5 @@ pub fn record_all(
         recorder.0.place = own_place;
         Ok((module, Bound::new(py, recorder)?.into_any(), None))
     });
-    register_each(hooks, phase, placement, options, Some(&scope)).collect()
+    register_each(hooks, phase, placement, options, Audience::Scope(&scope)).collect()
 }

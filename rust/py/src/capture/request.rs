@@ -1,11 +1,9 @@
 //! `RequestBase`: a frame of its own for each request of a prepared plan, and what it captures.
 
-use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,9 +14,11 @@ use crate::capture::keeping;
 use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
+use crate::rows::at::{Chosen, Masks};
 use crate::rows::mask::Mask;
+use crate::rows::member::Membership;
 use crate::rows::merging::Places;
-use crate::rows::places::{MemberPlace, OwnRows, Tokens, in_tensors};
+use crate::rows::places::{MemberPlace, OwnRows, Tokens};
 use crate::torch::is_tensor;
 use crate::torch::tensors::map_tensors;
 
@@ -35,7 +35,6 @@ pub struct RequestBase {
     collectors: Box<[OnceLock<Py<Collector>>]>,
     /// Budget of all of them.
     budget: Option<Arc<Budget>>,
-    masks: Mutex<Option<Arc<Masks>>>,
 }
 
 #[pymethods]
@@ -64,7 +63,6 @@ impl RequestBase {
             collectors: templates.iter().map(|_| OnceLock::new()).collect(),
             templates: templates.unbind(),
             budget: max_bytes.map(|most| Arc::new(Budget::new(most))),
-            masks: Mutex::default(),
         };
         Ok((request, Frame::sharing(shared.unbind())))
     }
@@ -132,8 +130,13 @@ impl RequestBase {
     }
 
     /// Sets the tokens at each of the plan's positions in the forward that begins: True for all, None
-    /// for none, or a tensor of bools; None: not known.
-    fn _set_masks(&self, masks: Option<&Bound<'_, PyTuple>>) -> PyResult<()> {
+    /// for none, or a tensor of bools. `positioned`: those of a batch.
+    #[pyo3(signature = (masks, *, positioned))]
+    fn set_masks(
+        slf: &Bound<'_, Self>,
+        masks: &Bound<'_, PyTuple>,
+        positioned: bool,
+    ) -> PyResult<()> {
         let chosen = |mask: Bound<'_, PyAny>| {
             Ok(match is_tensor(&mask)? {
                 true => Chosen::At(Arc::new(Mask::of(&mask))),
@@ -141,33 +144,29 @@ impl RequestBase {
                 false => Chosen::All,
             })
         };
-        let masks = masks.map(|masks| masks.iter().map(chosen).collect::<PyResult<_>>());
-        let masks = masks.transpose()?.map(Masks::Tokens);
-        let masks = masks.map(Arc::new);
-        let _former = mem::replace(&mut *self.masks.lock(), masks); // dropped after the lock is released
+        let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
+        let masks = Masks::Tokens {
+            chosen,
+            of_batch: positioned,
+        };
+        Membership::set_masks(slf.as_super().get(), Some(masks));
         Ok(())
     }
 
-    /// Sets the tokens at each of the plan's positions in the forward that begins, as places among
-    /// its `count` rows of the batch.
-    fn _set_places(&self, places: Vec<Vec<usize>>, count: usize, dim: usize) -> PyResult<()> {
-        if places.iter().flatten().any(|place| *place >= count) {
-            return Err(PyValueError::new_err("a place is out of range of the rows"));
-        }
-        let places = places.into_iter();
-        let places = places.map(|of_one| of_one.into_iter().map(MemberPlace).collect());
-        let places: Vec<Vec<_>> = places.collect();
-        let masks = Arc::new(Masks::Rows {
-            masks: places.iter().map(|_| OnceLock::new()).collect(),
-            places,
-            count,
-            dim,
-        });
-        let _former = self.masks.lock().replace(masks); // dropped after the lock is released
-        Ok(())
+    /// True if a batch set the tokens at the plan's positions.
+    #[getter]
+    fn positioned(slf: &Bound<'_, Self>) -> bool {
+        Membership::masks(slf.as_super().get()).is_some_and(|masks| masks.of_batch())
     }
 
-    // No `__clear__`: collectors have one, and masks are tensors.
+    /// Numbers of tokens of its prompts, as the last batch with `lengths` for it had them; none if no
+    /// batch had.
+    #[getter]
+    fn prompt_lengths(slf: &Bound<'_, Self>) -> Vec<i64> {
+        Membership::prompts(slf.as_super().get()).to_vec()
+    }
+
+    // No `__clear__`: collectors have one.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.plan)?;
         visit.call(&self.templates)?;
@@ -177,14 +176,11 @@ impl RequestBase {
 }
 
 impl RequestBase {
-    fn masks(&self) -> Option<Arc<Masks>> {
-        self.masks.lock().clone()
-    }
-
     /// Returns the tokens at one of the plan's positions; `own`: the rows of the value, where they are
     /// not those of the batch.
-    pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
-        let Some(masks) = self.masks() else {
+    pub fn chosen(slf: &Bound<'_, Self>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
+        let py = slf.py();
+        let Some(masks) = Membership::masks(slf.as_super().get()) else {
             return Err(hook_error(
                 py,
                 "the positions of this call are not known: call the model that the plan was \
@@ -192,62 +188,15 @@ impl RequestBase {
                     .to_owned(),
             ));
         };
-        let mask = match &*masks {
-            Masks::Tokens(chosen) => match (&chosen[at], own) {
-                (Chosen::At(mask), Some(own)) => Arc::new(mask.at(py, &own.places)?),
-                (chosen, _) => return Ok(chosen.clone()),
-            },
-            Masks::Rows {
-                places,
-                count,
-                dim,
-                masks,
-            } => match (own, masks[at].get()) {
-                (Some(own), _) => {
-                    let (rows, count) = (own.among(&places[at]), own.places.len());
-                    Arc::new(Mask::of_rows(py, &rows, count, own.dim)?)
-                }
-                (None, Some(mask)) => Arc::clone(mask),
-                (None, None) => {
-                    let rows = in_tensors(&places[at]);
-                    let mask = Arc::new(Mask::of_rows(py, &rows, *count, *dim)?);
-                    Arc::clone(masks[at].get_or_init(|| mask))
-                }
-            },
-        };
-        Ok(Chosen::At(mask))
+        masks.chosen(py, at, own)
     }
 
     /// Returns one of the plan's positions as places among the rows of the batch; None if they are
     /// not known as such.
-    pub fn places(&self, at: usize) -> Option<Vec<MemberPlace>> {
-        match &*self.masks()? {
-            Masks::Rows { places, .. } => Some(places[at].clone()),
-            Masks::Tokens(_) => None,
-        }
+    pub fn places(slf: &Bound<'_, Self>, at: usize) -> Option<Vec<MemberPlace>> {
+        let masks = Membership::masks(slf.as_super().get())?;
+        masks.places(at).map(<[_]>::to_vec)
     }
-}
-
-/// Tokens at the positions of a plan, in the running forward.
-enum Masks {
-    Tokens(Box<[Chosen]>),
-    /// For each of the positions places among the request's rows of the batch, their number and their
-    /// dimension.
-    Rows {
-        places: Vec<Vec<MemberPlace>>,
-        count: usize,
-        dim: usize,
-        /// Each made when it is first needed.
-        masks: Box<[OnceLock<Arc<Mask>>]>,
-    },
-}
-
-/// Tokens at one of the positions of a plan.
-#[derive(Clone)]
-pub enum Chosen {
-    All,
-    Nothing,
-    At(Arc<Mask>),
 }
 
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
@@ -294,10 +243,8 @@ impl Source {
         let Some(at) = place.mask else {
             return keeping::record(&collector, index, value, positions, shared);
         };
-        let mask = match request
-            .get()
-            .chosen(py, at, tokens.and_then(|it| it.own.as_ref()))?
-        {
+        let own = tokens.and_then(|it| it.own.as_ref());
+        let mask = match RequestBase::chosen(request, at, own)? {
             Chosen::Nothing => return Ok(()),
             Chosen::All => None,
             Chosen::At(mask) => Some(mask),
@@ -337,7 +284,7 @@ impl Source {
         let Some(at) = place.mask else {
             return Ok(Some(None));
         };
-        let places = Self::request(Some(owner))?.get().places(at);
+        let places = RequestBase::places(Self::request(Some(owner))?, at);
         Ok(places.map(|places| Some((at, places))))
     }
 

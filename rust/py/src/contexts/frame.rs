@@ -14,18 +14,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use crate::contexts::current::{self, Entered, active, same_without, set, without};
+use crate::contexts::releases::{Release, Releases};
 use crate::contexts::scoped::{Modules, Scoped};
 use crate::contexts::slot::Slot;
 use crate::error::{hook_error, hook_type_error, type_name};
 use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
-
-/// Modules and hooks that are released together, once.
-pub trait Release: Send + Sync {
-    /// Returns true for the call that released them.
-    fn release(&self, py: Python<'_>) -> PyResult<bool>;
-    fn released(&self) -> bool;
-}
 
 /// Id of a frame: unique in the process.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -63,7 +57,7 @@ pub struct Frame {
     /// True once it has a hook for which operators stand in graphs.
     operators: AtomicBool,
     /// Released on close.
-    attachments: Mutex<Vec<Box<dyn Release>>>,
+    attachments: Releases,
     /// First exception of one of its hooks, whatever their `on_error`.
     error: OnceLock<PyErr>,
     /// Changes of its own hooks.
@@ -223,6 +217,11 @@ impl Frame {
         &**self.slot.get_or_init(make)
     }
 
+    /// State that others keep with the frame whose hooks it shares, if there is some.
+    pub fn shared_slot(&self) -> Option<&dyn Slot> {
+        self.shared.as_ref()?.get().slot()
+    }
+
     /// True if it shares the hooks of a frame that is closed.
     pub fn shared_closed(&self) -> bool {
         self.shared.as_ref().is_some_and(|it| it.get().closed())
@@ -359,24 +358,10 @@ impl Frame {
             attachment.release(py)?;
             return Err(closed);
         }
-        {
-            let mut attachments = self.attachments.lock();
-            // Drops released ones when the list is full: adding stays amortised constant-time.
-            if attachments.len() == attachments.capacity() {
-                attachments.retain(|each| !each.released());
-            }
-            attachments.push(attachment);
-        }
+        self.attachments.add(attachment);
         // Another thread may have closed the frame meanwhile, without this attachment.
         self.check_open(py)
-            .inspect_err(|_| drop(self.release_attachments(py)))
-    }
-
-    fn release_attachments(&self, py: Python<'_>) -> PyResult<()> {
-        let attachments = mem::take(&mut *self.attachments.lock());
-        // Releases all, even if one fails.
-        let released = attachments.iter().map(|each| each.release(py).map(drop));
-        released.fold(Ok(()), Result::and)
+            .inspect_err(|_| drop(self.attachments.release(py)))
     }
 
     /// Raises if the frame is closed.
@@ -551,7 +536,7 @@ impl Frame {
     #[pyo3(name = "_close")]
     pub fn close(&self, py: Python<'_>) -> PyResult<bool> {
         let closed = self.remove_hooks();
-        self.release_attachments(py).map(|()| closed)
+        self.attachments.release(py).map(|()| closed)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

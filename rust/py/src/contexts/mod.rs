@@ -13,5 +13,6 @@ pub mod activation;
 pub mod current;
 pub mod frame;
 pub mod owners;
+pub mod releases;
 pub mod scoped;
 pub mod slot;

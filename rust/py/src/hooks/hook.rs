@@ -10,6 +10,7 @@ use crate::error::{hook_type_error, type_name};
 use crate::hooks::callable::refuse_async;
 use crate::hooks::native::{AsNative, Native, NativeHook, Traced};
 use crate::hooks::options::HookOptions;
+use crate::hooks::place::Place;
 
 /// Callback of a registry's entry.
 pub struct Hook {
@@ -19,6 +20,8 @@ pub struct Hook {
     native: Option<AsNative>,
     pub options: HookOptions,
     times: Option<Box<Times>>,
+    /// Where it was registered, if for everybody.
+    pub place: Option<Place>,
     /// The module, if the hook has one of its own for it or is of a plan.
     module: Option<Box<ForModule>>,
 }
@@ -118,6 +121,7 @@ impl Hook {
                     _module: times.then(|| registry.time()),
                 })
             }),
+            place: None,
             module,
         })
     }

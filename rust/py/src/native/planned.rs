@@ -6,11 +6,12 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::capture::request::{Chosen, RequestBase};
+use crate::capture::request::RequestBase;
 use crate::cpython::invoke;
 use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::InterventionBase;
+use crate::rows::at::Chosen;
 use crate::rows::merging::{InBatch, Merging, in_batch};
 use crate::rows::places::Tokens;
 use crate::torch;
@@ -64,11 +65,8 @@ impl Native for MaskedHook {
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
         let request = request_of(turn)?;
-        let mask = match request.get().chosen(
-            py,
-            self.mask,
-            Tokens::of(turn).and_then(|it| it.own.as_ref()),
-        )? {
+        let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
+        let mask = match RequestBase::chosen(request, self.mask, own)? {
             Chosen::Nothing => return Ok(None),
             Chosen::All => None,
             Chosen::At(mask) => Some(mask),
@@ -118,7 +116,7 @@ impl InBatch for MaskedHook {
             return Ok(None);
         };
         let request = owner.cast::<RequestBase>()?;
-        let places = request.get().places(self.mask);
+        let places = RequestBase::places(request, self.mask);
         Ok(places.map(|places| Merging {
             at: Some((self.mask, places)),
             ..merging

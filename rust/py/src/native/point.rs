@@ -18,6 +18,7 @@ use crate::hooks::callable::refuse_async;
 use crate::hooks::handle::HookHandle;
 use crate::hooks::native::{Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
+use crate::registry::Audience;
 
 /// Base of the hooks of hook points: a callable of the form `hook(tensor, hook=point)` and the
 /// options that it was added with.
@@ -153,7 +154,7 @@ pub fn register_all(
     let (placement, options) = (Priority(0).place(false), OnError::Raise.into());
     let pairs = hooks.iter();
     let pairs = pairs.map(|(point, hook)| Ok((point.clone(), hook.as_any().clone(), None)));
-    let registered = register_each(pairs, phase.0, placement, options, Some(&scope));
+    let registered = register_each(pairs, phase.0, placement, options, Audience::Scope(&scope));
     for ((_, hook), handle) in hooks.iter().zip(registered) {
         hook.get().registered(handle?);
     }

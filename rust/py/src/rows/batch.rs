@@ -1,6 +1,6 @@
 //! `BatchBase`: a frame whose calls serve many requests, each with rows of its own.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -10,14 +10,15 @@ use pyo3::exceptions::{PyBaseException, PyTimeoutError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 use rustc_hash::FxHashMap;
 
 use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
-use crate::error::{hook_type_error, rows_error, type_name};
+use crate::error::{hook_error, hook_type_error, rows_error, type_name};
 use crate::hooks::site::{is_fault, log_error};
+use crate::rows::at::Masks;
 use crate::rows::given;
 use crate::rows::member::Membership;
 use crate::rows::merged::MergedHooks;
@@ -26,7 +27,24 @@ use crate::rows::places::{
     BatchRow, MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors,
 };
 use crate::rows::remembered::{Key, Remembered};
-use crate::torch::is_tensor;
+use crate::torch::{copies, is_tensor};
+
+/// Number of sites that are open in the process.
+static SITES: AtomicUsize = AtomicUsize::new(0);
+
+const CAPTURING: &str = "a CUDA graph is being captured, and no replay enters a batch: open \
+    `fh.rows.sites` of the model, capture the graph outside of batches, and enter one for each replay";
+
+/// Counts sites that are opened, and those that are closed.
+#[pyfunction]
+pub fn count_sites(opened: bool) {
+    // Relaxed: see `BatchBase::__enter__`.
+    if opened {
+        SITES.fetch_add(1, Ordering::Relaxed);
+    } else {
+        SITES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// Request, scope or capture in a batch.
 pub struct Member {
@@ -37,6 +55,24 @@ pub struct Member {
 }
 
 impl Member {
+    fn of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Self> {
+        let py = frame.py();
+        let frame = frame.cast::<Frame>().map_err(|_| {
+            let got = type_name(frame);
+            let message = format!("a batch has requests, scopes and captures, got {got}");
+            hook_type_error(py, message)
+        })?;
+        if frame.cast::<BatchBase>().is_ok() {
+            let message = "a batch is no member of another".to_owned();
+            return Err(rows_error(py, message));
+        }
+        Ok(Self {
+            frame: frame.clone().unbind(),
+            rows,
+            ran: AtomicBool::new(false),
+        })
+    }
+
     /// Fails it, for this reason, and logs that.
     pub fn fail(&self, py: Python<'_>, error: &PyErr) {
         if !self.frame.get().end(py, error) {
@@ -88,9 +124,37 @@ struct Positions {
     columns: Option<usize>,
     /// Those of each member, made when first needed.
     members: Box<[OnceLock<Arc<[Position]>>]>,
+    /// Lengths of each member's prompts, if they were given with the positions.
+    prompts: Box<[Option<Arc<[i64]>>]>,
 }
 
 impl Positions {
+    /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan, if
+    /// its rows are single tokens.
+    fn place(&self, py: Python<'_>, number: usize, member: &Member, dim: usize) -> PyResult<()> {
+        let frame = member.frame.get();
+        if let Some(lengths) = &self.prompts[number] {
+            Membership::set_prompts(frame, Arc::clone(lengths));
+        }
+        if self.columns.is_some() {
+            return Ok(());
+        }
+        let prompt = || match *Membership::prompts(frame) {
+            [] => Ok(None),
+            [length] => Ok(Some(length)),
+            _ => Err(rows_error(
+                py,
+                "a request whose rows are single tokens has one prompt: lengths has one int for it"
+                    .to_owned(),
+            )),
+        };
+        let own = || self.of(number, member).unwrap_or_default();
+        if let Some(masks) = Masks::of_rows(py, frame, own, prompt, dim)? {
+            Membership::set_masks(frame, Some(masks));
+        }
+        Ok(())
+    }
+
     /// Returns the positions of a member's tokens; None for several padded rows.
     fn of(&self, number: usize, member: &Member) -> Option<Arc<[Position]>> {
         if let Some(columns) = self.columns {
@@ -134,40 +198,42 @@ pub struct BatchBase {
 
 #[pymethods]
 impl BatchBase {
+    /// Makes a batch; refuses rows that overlap or are out of range.
+    ///
+    /// `rows`: a dict of members and their rows, see `fh.batch`; or for rows that are single tokens,
+    /// with positions that increase by one, pairs of a member and a tuple that has at its indices 1
+    /// to 4 the first row, the number of rows, the first position and the length of the prompt.
     #[new]
     #[pyo3(signature = (rows, dim, size, gathered, *_others))]
     fn new(
-        rows: &Bound<'_, PyDict>,
+        rows: &Bound<'_, PyAny>,
         dim: usize,
         size: Option<usize>,
         gathered: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>, Option<usize>)>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, Frame)> {
         let py = rows.py();
-        if rows.is_empty() {
+        let mut spans = None;
+        let mut members = Vec::new();
+        if let Ok(rows) = rows.cast::<PyDict>() {
+            for (member, rows) in rows.iter() {
+                members.push(Member::of(&member, given::read(&rows, size)?)?);
+            }
+        } else {
+            let rows = rows.cast::<PyList>()?;
+            spans = Some(given::Spans::default());
+            for pair in rows.iter() {
+                let (member, span) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+                let rows = spans.get_or_insert_default().read(span.cast()?)?;
+                members.push(Member::of(&member, rows)?);
+            }
+        }
+        if members.is_empty() {
             let message = "a batch has at least one request".to_owned();
             return Err(rows_error(py, message));
         }
-        let mut members = Vec::with_capacity(rows.len());
-        let mut named = 0;
-        for (frame, rows) in rows.iter() {
-            let frame = frame.cast_into::<Frame>().map_err(|error| {
-                let got = type_name(&error.into_inner());
-                let message = format!("a batch has requests, scopes and captures, got {got}");
-                hook_type_error(py, message)
-            })?;
-            if frame.cast::<Self>().is_ok() {
-                let message = "a batch is no member of another".to_owned();
-                return Err(rows_error(py, message));
-            }
-            let rows = given::read(&rows, size)?;
-            named = named.max(rows.in_tensors().end());
-            members.push(Member {
-                frame: frame.unbind(),
-                rows,
-                ran: AtomicBool::new(false),
-            });
-        }
+        let ends = members.iter().map(|member| member.rows.in_tensors().end());
+        let named = ends.max().unwrap_or_default();
         if let Some(size) = size
             && named > size
         {
@@ -186,13 +252,19 @@ impl BatchBase {
             by_address.insert(module.as_ptr() as usize, Gathered { index, dim });
             modules.push(module.unbind());
         }
+        let positions = spans.as_ref().map(|spans| Positions {
+            values: spans.positions(size.unwrap_or(named)),
+            columns: None,
+            members: members.iter().map(|_| OnceLock::new()).collect(),
+            prompts: spans.prompts(),
+        });
         let batch = Self {
             python: AtomicBool::new(false),
             members: members.into(),
             dim,
             size: size.map_or_else(OnceLock::new, OnceLock::from),
             named,
-            positions: Mutex::default(),
+            positions: Mutex::new(positions.map(Arc::new)),
             selections: Selections::default(),
             gathered: by_address,
             modules,
@@ -204,17 +276,58 @@ impl BatchBase {
         Ok((batch, Frame::with_slot(Box::new(AroundSlot(&Batches)))))
     }
 
-    /// Sets the positions of the rows in the calls from now on, row by row, and the number of columns
-    /// of a padded batch.
-    #[pyo3(signature = (values, columns = None))]
-    fn _set_positions(&self, values: Vec<i64>, columns: Option<usize>) {
-        let members = self.members.iter().map(|_| OnceLock::new()).collect();
+    /// Sets the positions of the rows in the calls from now on, row by row, the number of columns of a
+    /// padded batch, and the lengths of the members' prompts.
+    #[pyo3(signature = (values, columns, lengths))]
+    fn _set_positions(
+        &self,
+        values: Vec<i64>,
+        columns: Option<usize>,
+        lengths: &Bound<'_, PyDict>,
+    ) -> PyResult<()> {
+        let prompts = self.members.iter().map(|member| {
+            let lengths = lengths.get_item(&member.frame)?;
+            lengths.map(|lengths| given::lengths(&lengths)).transpose()
+        });
         let positions = Positions {
             values: values.into_iter().map(Position).collect(),
             columns,
-            members,
+            members: self.members.iter().map(|_| OnceLock::new()).collect(),
+            prompts: prompts.collect::<PyResult<_>>()?,
         };
         let _former = self.positions.lock().replace(Arc::new(positions));
+        Ok(())
+    }
+
+    /// Gives the members the lengths of their prompts, and finds the tokens of each at the positions
+    /// of its plan, for the calls from now on. But for those of padded rows, which Python finds.
+    #[pyo3(name = "_place")]
+    fn place(&self, py: Python<'_>) -> PyResult<()> {
+        let positions = self.positions.lock().clone();
+        for (number, member) in self.members.iter().enumerate() {
+            let Some(positions) = &positions else {
+                Membership::forget_masks(member.frame.get());
+                continue;
+            };
+            let placed = positions.place(py, number, member, self.dim);
+            placed.inspect_err(|error| {
+                let _ = error.value(py).setattr("member", &member.frame);
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Position of each row; None if they are not known.
+    #[getter]
+    fn _positions(&self) -> Option<Vec<i64>> {
+        let positions = Arc::clone(self.positions.lock().as_ref()?);
+        Some(positions.values.iter().map(|it| it.0).collect())
+    }
+
+    /// Number of columns of a padded batch; None if each row is one token.
+    #[getter(_columns)]
+    fn columns(&self) -> Option<usize> {
+        self.positions.lock().as_ref()?.columns
     }
 
     /// Has sites serve the plans of the members: their hooks fire in no call.
@@ -354,7 +467,19 @@ impl BatchBase {
         this.python.store(python, Ordering::Relaxed);
         this.start_remembering();
         let enter = || {
-            slf.call_method0(intern!(py, "_begin"))?;
+            if copies::capturing(py)? == Some(true) {
+                return Err(hook_error(py, CAPTURING.to_owned()));
+            }
+            // Relaxed: sites are opened before a batch is entered that they are to serve.
+            if SITES.load(Ordering::Relaxed) > 0 {
+                slf.call_method0(intern!(py, "_begin_service"))?;
+            }
+            let served = this.served.load(Ordering::Acquire);
+            if served || this.columns().is_some() {
+                slf.call_method0(intern!(py, "_moved"))?;
+            } else {
+                this.place(py)?;
+            }
             Frame::enter(slf.as_super())
         };
         enter().inspect_err(|_| {

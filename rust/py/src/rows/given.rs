@@ -1,12 +1,15 @@
-//! Rows of a member as they are given to `fh.batch`.
+//! Rows, positions and lengths of prompts as they are given to a batch.
+
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PySlice, PyString};
+use pyo3::types::{PyInt, PySlice, PyString, PyTuple};
 
 use crate::error::{hook_type_error, rows_error, type_name};
 use crate::rows::numbers::{BatchRows, Rows};
+use crate::rows::places::Position;
 use crate::torch::is_tensor;
 
 /// Limit for the number of rows.
@@ -96,4 +99,62 @@ pub fn read(rows: &Bound<'_, PyAny>, size: Option<usize>) -> PyResult<BatchRows>
         .map(place)
         .collect::<PyResult<_>>()
         .map(|rows| BatchRows(Rows::of(rows)))
+}
+
+/// Rows of members that are single tokens, with positions that increase by one.
+#[derive(Default)]
+pub struct Spans {
+    /// First row of each, number of rows and position of the first.
+    spans: Vec<(usize, usize, i64)>,
+    /// Length of each prompt.
+    prompts: Vec<i64>,
+}
+
+impl Spans {
+    /// Reads the next one: at the indices 1 to 4 the first row, the number of rows, the first position
+    /// and the length of the prompt.
+    pub fn read(&mut self, span: &Bound<'_, PyTuple>) -> PyResult<BatchRows> {
+        let start = span.get_borrowed_item(1)?.extract()?;
+        let length = span.get_borrowed_item(2)?.extract()?;
+        let position = span.get_borrowed_item(3)?.extract()?;
+        self.spans.push((start, length, position));
+        self.prompts.push(span.get_borrowed_item(4)?.extract()?);
+        Ok(BatchRows(Rows::Range { start, length }))
+    }
+
+    /// Length of each member's prompt.
+    pub fn prompts(&self) -> Box<[Option<Arc<[i64]>>]> {
+        let prompts = self.prompts.iter();
+        prompts.map(|length| Some(Arc::from([*length]))).collect()
+    }
+
+    /// Position of each of the rows of a batch, all of which are in range.
+    pub fn positions(&self, rows: usize) -> Vec<Position> {
+        let mut values = vec![Position::NOBODY; rows];
+        for (start, length, position) in &self.spans {
+            for (row, position) in values[*start..start + length].iter_mut().zip(*position..) {
+                *row = Position(position);
+            }
+        }
+        values
+    }
+}
+
+/// Reads the length of a prompt, or of each of several.
+pub fn lengths(lengths: &Bound<'_, PyAny>) -> PyResult<Arc<[i64]>> {
+    let py = lengths.py();
+    let given = if is_tensor(lengths)? {
+        lengths.call_method0(intern!(py, "tolist"))?
+    } else {
+        lengths.clone()
+    };
+    if given.is_instance_of::<PyInt>() {
+        return Ok(Arc::from([given.extract()?]));
+    }
+    let each: PyResult<Vec<i64>> = given.extract();
+    each.map(Arc::from).map_err(|_| {
+        let got = type_name(lengths);
+        let message = format!("lengths are an int, or ints, for each request, got {got}");
+        hook_type_error(py, message)
+    })
 }

@@ -1,6 +1,7 @@
 //! Membership of a frame in batches.
 
 use std::any::Any;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -11,9 +12,11 @@ use pyo3::prelude::*;
 use crate::contexts::frame::Frame;
 use crate::contexts::slot::Slot;
 use crate::error::rows_error;
+use crate::rows::at::Masks;
 use crate::rows::remembered::Remembered;
 
-/// What batches keep with a frame that was a member of one.
+/// What is kept with a frame of its rows: of the batches that it was a member of, and of the tokens of
+/// its forwards.
 #[derive(Default)]
 pub struct Membership(Mutex<State>);
 
@@ -26,6 +29,10 @@ struct State {
     closed: bool,
     /// Merged hooks of the last batch whose first member it was.
     remembered: Option<Box<Remembered>>,
+    /// Lengths of its prompts, as the last batch that was given some had them; none if not known.
+    prompts: Arc<[i64]>,
+    /// Tokens at the positions of its plan in the running forward.
+    masks: Option<Arc<Masks>>,
 }
 
 const SERVED: &str =
@@ -35,6 +42,44 @@ impl Membership {
     /// Returns that of a frame that joined a batch before.
     pub fn of(frame: &Frame) -> Option<&Self> {
         (frame.slot()? as &dyn Any).downcast_ref()
+    }
+
+    /// Returns that of any frame but a batch.
+    fn of_any(frame: &Frame) -> Option<&Self> {
+        let slot: &dyn Any = frame.slot_or(|| Box::new(Self::default()));
+        slot.downcast_ref()
+    }
+
+    /// Sets the tokens at the positions of a plan in the forwards from now on; None: not known.
+    pub fn set_masks(frame: &Frame, masks: Option<Masks>) {
+        let former = Self::of_any(frame).and_then(|membership| {
+            mem::replace(&mut membership.0.lock().masks, masks.map(Arc::new))
+        });
+        drop(former); // runs Python code
+    }
+
+    /// Forgets the tokens at the positions of a plan: the call of the model says which they are.
+    pub fn forget_masks(frame: &Frame) {
+        if Self::of(frame).is_some() {
+            Self::set_masks(frame, None);
+        }
+    }
+
+    /// Tokens at the positions of a plan in the running forward; None if they are not known.
+    pub fn masks(frame: &Frame) -> Option<Arc<Masks>> {
+        Self::of(frame)?.0.lock().masks.clone()
+    }
+
+    pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {
+        if let Some(membership) = Self::of_any(frame) {
+            membership.0.lock().prompts = lengths;
+        }
+    }
+
+    /// Lengths of the frame's prompts; none if they are not known.
+    pub fn prompts(frame: &Frame) -> Arc<[i64]> {
+        let membership = Self::of(frame);
+        membership.map_or_else(Arc::default, |it| Arc::clone(&it.0.lock().prompts))
     }
 
     /// Makes a frame a member of an entered batch; `epoch` counts the changes of its hooks from now
@@ -60,8 +105,7 @@ impl Membership {
                  in a batch has none",
             );
         }
-        let slot: &dyn Any = this.slot_or(|| Box::new(Self::default()));
-        let Some(membership) = slot.downcast_ref::<Self>() else {
+        let Some(membership) = Self::of_any(this) else {
             return refused("a batch is no member of another");
         };
         {

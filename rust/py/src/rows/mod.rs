@@ -8,6 +8,7 @@
 //! [`merging::InBatch`] what it does in batches.
 
 pub mod around;
+pub mod at;
 pub mod batch;
 mod given;
 pub mod hooks;

@@ -30,6 +30,11 @@ pub struct TokenPlace(pub usize);
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Position(pub i64);
 
+impl Position {
+    /// That of a row that is nobody's.
+    pub const NOBODY: Self = Self(-1);
+}
+
 /// Rows of a member in the tensors of a module that has rows of its own.
 #[derive(Clone)]
 pub struct OwnRows {

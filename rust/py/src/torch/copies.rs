@@ -35,13 +35,22 @@ fn leaves_host(tensor: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult
     if !goes_to_gpu || requires_grad(tensor)? {
         return Ok(false);
     }
-    let cuda = py
-        .import(intern!(py, "torch"))?
-        .getattr(intern!(py, "cuda"))?;
-    // Not initialized: no GPU, and shape propagation of tensors that say to be on one.
-    let open = cuda.call_method0(intern!(py, "is_initialized"))?;
+    Ok(capturing(py)? == Some(false))
+}
+
+/// True while a CUDA graph is captured; None where no GPU is used, shape propagation of tensors that
+/// say to be on one included.
+pub fn capturing(py: Python<'_>) -> PyResult<Option<bool>> {
+    let torch = py.import(intern!(py, "torch"))?;
+    let cuda = torch.getattr(intern!(py, "cuda"))?;
+    if !cuda
+        .call_method0(intern!(py, "is_initialized"))?
+        .is_truthy()?
+    {
+        return Ok(None);
+    }
     let capturing = intern!(py, "is_current_stream_capturing");
-    Ok(open.is_truthy()? && !cuda.call_method0(capturing)?.is_truthy()?)
+    cuda.call_method0(capturing)?.is_truthy().map(Some)
 }
 
 struct Copy {

@@ -1,0 +1,307 @@
+"""Calls of a client, without input and output: generators of requests, which get the responses.
+
+As httpx's own `auth_flow`: one description of each call serves the client that waits and the one
+that awaits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from urllib.parse import quote
+
+import httpx
+import safetensors.torch
+from torch import Tensor
+
+from ferrohook.arguments import describe, expect
+from ferrohook.client.answers import (
+    Embedded,
+    Generated,
+    ServerInfo,
+    embedded,
+    engine_info,
+    service_info,
+)
+from ferrohook.client.errors import (
+    PlanFailedError,
+    RequestRefusedError,
+    ServerError,
+    error_of_status,
+    made,
+)
+from ferrohook.engines.wire import FIELD, HEADER, NAME, error_of, unpacked
+from ferrohook.errors import HookTypeError, NeverFiredWarning
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import KeepEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+T = TypeVar("T")
+
+Steps: TypeAlias = Generator[httpx.Request, httpx.Response, T]
+"""A call: yields requests, is sent their responses, returns the result."""
+AnyPlan: TypeAlias = Plan | str | Mapping[str, Any] | None
+"""A plan, or its JSON, which may name uploaded vectors as `{"tensor": "name"}`."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, its tokens, or the messages of a chat."""
+
+ROUTES: Final = "/v1/ferrohook"
+_PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
+"""Field of a request that has the plan, by engine."""
+_CUT_OFF: Final = {"abort", "error"}
+"""Reasons for the end of a text that is not whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A request for a text, before it is sent."""
+
+    request: httpx.Request
+    chat: bool
+    planned: bool
+    """True if it has a plan."""
+    captures: bool
+    """True if its plan keeps activations."""
+
+
+class Calls:
+    """Calls of one client.
+
+    Args:
+        http: builds the requests.
+    """
+
+    def __init__(self, http: httpx.Client | httpx.AsyncClient) -> None:
+        self._http = http
+        self._info: ServerInfo | None = None
+
+    def info(self) -> Steps[ServerInfo]:
+        """Asks the server for its features, once."""
+        if self._info is None:
+            response = yield self._http.build_request("GET", f"{ROUTES}/capabilities")
+            read = engine_info
+            if response.status_code == httpx.codes.NOT_FOUND:
+                response = yield self._http.build_request("GET", "/capabilities")
+                read = service_info
+            if response.status_code == httpx.codes.NOT_FOUND:
+                msg = (
+                    "the server serves no plans: it has no routes of ferrohook. vLLM has them if "
+                    "VLLM_PLUGINS names ferrohook"
+                )
+                raise RequestRefusedError(msg, 404, str(response.request.url))
+            self._info = _read(read, response)
+        return self._info
+
+    # --- texts -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Prompt, plan: AnyPlan, model: str | None, options: Mapping[str, Any]
+    ) -> Steps[Generated]:
+        """Asks for a text, and for its captures."""
+        pending = yield from self.begin(prompt, plan, model, options)
+        response = yield pending.request
+        body = _json(response)
+        token = response.headers.get(HEADER) or body.get(FIELD)
+        text = _read(lambda it: _text(it, chat=pending.chat), response)
+        return (yield from self.finish(pending, text, token))
+
+    def begin(
+        self, prompt: Prompt, plan: AnyPlan, model: str | None, options: Mapping[str, Any]
+    ) -> Steps[Pending]:
+        """Prepares the request for a text."""
+        chat = _is_chat(prompt)
+        body: dict[str, Any] = {"messages" if chat else "prompt": prompt, **options}
+        if model is not None:
+            body["model"] = model
+        captures = False
+        if plan is not None:
+            text, captures = plan_text(plan)
+            info = yield from self.info()
+            if (key := _PLAN_KEYS.get(info.engine)) is None:
+                msg = f"the server is a {info.engine!r}: it generates no texts"
+                raise RequestRefusedError(msg, None, str(self._http.base_url))
+            body[key] = {**(body.get(key) or {}), NAME: text}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        request = self._http.build_request("POST", path, json=body)
+        return Pending(request, chat, plan is not None, captures)
+
+    def finish(self, pending: Pending, text: Generated, token: str | None) -> Steps[Generated]:
+        """Checks that the plan was served, and fetches the captures."""
+        url = str(pending.request.url)
+        if text.finish_reason in _CUT_OFF:
+            reason = text.raw["choices"][0].get("stop_reason") or "the server broke off the text"
+            raise made(str(reason), httpx.codes.SERVICE_UNAVAILABLE, url)
+        if pending.planned and token is None:
+            msg = "the server ignored the plan: this text is of the model without it"
+            raise ServerError(msg, httpx.codes.OK, url)
+        if not pending.captures:
+            return text
+        path = f"{ROUTES}/captures/{quote(text.id, safe='')}"
+        response = yield self._http.build_request("GET", path, headers={HEADER: str(token)})
+        if not response.is_success:
+            raise error_of_status(response)
+        if (error := _read_bytes(error_of, response)) is not None:
+            raise PlanFailedError(error, response.status_code, str(response.request.url))
+        captured = _read_bytes(unpacked, response)
+        return dataclasses.replace(text, acts=captured.acts, positions=captured.positions)
+
+    # --- vectors -----------------------------------------------------------------------------
+
+    def put_vectors(self, vectors: Mapping[str, Tensor]) -> Steps[None]:
+        """Uploads vectors."""
+        for name, vector in vectors.items():
+            expect(vector, Tensor, f"the vector {name!r} is a tensor")
+        data = safetensors.torch.save(
+            {name: vector.detach().cpu().contiguous().clone() for name, vector in vectors.items()}
+        )
+        _json((yield self._http.build_request("PUT", f"{ROUTES}/vectors", content=data)))
+
+    def vectors(self) -> Steps[dict[str, tuple[int, ...]]]:
+        """Lists the uploaded vectors."""
+        response = yield self._http.build_request("GET", f"{ROUTES}/vectors")
+        return {name: tuple(shape) for name, shape in _json(response).items()}
+
+    def drop_vectors(self, names: Iterable[str]) -> Steps[None]:
+        """Drops vectors."""
+        for name in names:
+            path = f"{ROUTES}/vectors/{quote(name)}"
+            response = yield self._http.build_request("DELETE", path)
+            if response.status_code == httpx.codes.NOT_FOUND:
+                raise KeyError(name)
+            _json(response)
+
+    # --- services ----------------------------------------------------------------------------
+
+    def embed(
+        self, texts: Sequence[str], plan: AnyPlan, reduce: Sequence[str], count: Sequence[str]
+    ) -> Steps[Embedded]:
+        """Asks a service for embeddings."""
+        body: dict[str, Any] = {"texts": [*texts], "reduce": [*reduce], "count": [*count]}
+        if plan is not None:
+            body["plan"] = json.loads(plan_text(plan)[0])
+        response = yield self._http.build_request("POST", "/embed", json=body)
+        answer: Embedded
+        answer, missing = _read(embedded, response)
+        if missing:
+            msg = f"captured modules never ran: {', '.join(missing)}"
+            warnings.warn(msg, NeverFiredWarning, stacklevel=4)
+        return answer
+
+    def call(self, method: str, path: str, body: Any) -> Steps[Any]:
+        """Asks any route."""
+        content = None if body is None else _jsonable(body)
+        return _any((yield self._http.build_request(method, path, json=content)))
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    """True for the messages of a chat.
+
+    Raises:
+        HookTypeError: the prompt is none.
+    """
+    if isinstance(prompt, str):
+        return False
+    found = prompt if isinstance(prompt, Sequence) else None
+    if found and all(isinstance(it, Mapping) for it in found):
+        return True
+    if found and all(isinstance(it, int) and not isinstance(it, bool) for it in found):
+        return False
+    given = (
+        describe(prompt) if found is None else f"a list of {describe(found[0])}" if found else "[]"
+    )
+    msg = f"a prompt is a text, a list of tokens or of messages, got {given}"
+    raise HookTypeError(msg)
+
+
+def plan_text(plan: Plan | str | Mapping[str, Any]) -> tuple[str, bool]:
+    """Returns the JSON of a plan, and True if it keeps activations.
+
+    Raises:
+        HookTypeError: it is no plan, or has Python functions in it.
+        ValueError: it is no JSON, or has numbers that JSON has not.
+    """
+    if isinstance(plan, Plan):
+        return plan.to_json(), any(isinstance(entry, KeepEntry) for entry in plan.entries)
+    expect(plan, (str, Mapping), "a plan is a Plan or its JSON")
+    body = json.loads(plan) if isinstance(plan, str) else plan
+    entries = body.get("entries") if isinstance(body, Mapping) else None
+    keeps = isinstance(entries, list) and any(
+        isinstance(entry, Mapping) and entry.get("type") == "keep" for entry in entries
+    )
+    return plan if isinstance(plan, str) else json.dumps(plan), keeps
+
+
+def _jsonable(value: Any) -> Any:
+    """Returns a value for JSON: plans as objects, tensors as lists."""
+    match value:
+        case Plan():
+            return json.loads(value.to_json())
+        case Tensor():
+            return value.tolist()
+        case Mapping():
+            return {key: _jsonable(inside) for key, inside in value.items()}
+        case list() | tuple():
+            return [_jsonable(inside) for inside in value]
+    return value
+
+
+def _text(body: Mapping[str, Any], *, chat: bool) -> Generated:
+    """Reads the answer to a completion or a chat."""
+    choice = body["choices"][0]
+    text = choice["message"]["content"] if chat else choice["text"]
+    tokens = choice.get("token_ids")
+    return Generated(
+        text=text or "",
+        finish_reason=choice.get("finish_reason"),
+        id=body["id"],
+        token_ids=None if tokens is None else tuple(tokens),
+        acts={},
+        positions={},
+        raw=body,
+    )
+
+
+def _any(response: httpx.Response) -> Any:
+    """Returns the JSON of an answer.
+
+    Raises:
+        ServerError: the answer tells of an error, or is no JSON.
+    """
+    if not response.is_success:
+        raise error_of_status(response)
+    try:
+        return response.json()
+    except ValueError as error:
+        raise _strange(response, error) from error
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    found = _any(response)
+    return found if isinstance(found, dict) else {}
+
+
+def _read(read: Any, response: httpx.Response) -> Any:
+    """Reads the JSON of an answer by a function."""
+    body = _any(response)
+    try:
+        return read(body)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise _strange(response, error) from error
+
+
+def _read_bytes(read: Any, response: httpx.Response) -> Any:
+    """Reads the bytes of an answer by a function."""
+    try:
+        return read(response.content)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _strange(response, error) from error
+
+
+def _strange(response: httpx.Response, error: Exception) -> ServerError:
+    reason = f"the answer is not one of ferrohook's servers: {error!r}"
+    return ServerError(reason, response.status_code, str(response.request.url))

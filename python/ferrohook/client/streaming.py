@@ -1,0 +1,156 @@
+"""Texts that are read while they are generated."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from ferrohook.client.answers import Generated
+from ferrohook.client.errors import UnavailableError, error_of_event, unreachable
+from ferrohook.engines.wire import FIELD, HEADER
+from ferrohook.errors import HookError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+
+    from ferrohook.client.calls import Pending
+
+
+class _Events:
+    """Events of one text, read line by line."""
+
+    def __init__(self, pending: Pending, response: httpx.Response) -> None:
+        self._chat = pending.chat
+        self._url = str(pending.request.url)
+        self.token: str | None = response.headers.get(HEADER)
+        self._pieces: list[str] = []
+        self._tokens: list[int] | None = None
+        self._last: Mapping[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._done = False
+
+    def feed(self, line: str) -> str:
+        """Reads a line; returns the part of the text in it.
+
+        Raises:
+            ServerError: the event tells of an error.
+        """
+        kind, _, data = line.partition(":")
+        data = data.strip()
+        if kind != "data" or not data or self._done:
+            return ""
+        if data == "[DONE]":
+            self._done = True
+            return ""
+        event = json.loads(data)
+        if (error := error_of_event(event, self._url)) is not None:
+            raise error
+        self.token = self.token or event.get(FIELD)
+        if not event.get("choices"):  # the usage alone
+            return ""
+        self._last = event
+        choice = event["choices"][0]
+        piece = choice["delta"].get("content") if self._chat else choice["text"]
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        if (tokens := choice.get("token_ids")) is not None:
+            self._tokens = [*(self._tokens or ()), *tokens]
+        self._pieces.append(piece or "")
+        return piece or ""
+
+    def end(self) -> Generated:
+        """Returns the text.
+
+        Raises:
+            UnavailableError: it is not whole.
+        """
+        if not self._done:
+            msg = "the server broke off the text"
+            raise UnavailableError(msg, None, self._url)
+        return Generated(
+            text="".join(self._pieces),
+            finish_reason=self._finish_reason,
+            id=self._last.get("id", ""),
+            token_ids=None if self._tokens is None else tuple(self._tokens),
+            acts={},
+            positions={},
+            raw=self._last,
+        )
+
+
+class _Stream:
+    """A text that is being read."""
+
+    def __init__(self, pending: Pending, response: httpx.Response) -> None:
+        self._response = response
+        self._events = _Events(pending, response)
+        self._generated: Generated | None = None
+
+    @property
+    def generated(self) -> Generated:
+        """The whole text, with its captures, once it was read.
+
+        Raises:
+            HookError: it was not read to its end.
+        """
+        if self._generated is None:
+            msg = "the text was not read to its end: iterate over the stream first"
+            raise HookError(msg)
+        return self._generated
+
+
+class TextStream(_Stream):
+    """Parts of a text, as they are generated: an iterator of `Client.stream`.
+
+    Args:
+        pending: the request.
+        response: its response.
+        finish: fetches the captures of a whole text.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        response: httpx.Response,
+        finish: Callable[[Generated, str | None], Generated],
+    ) -> None:
+        super().__init__(pending, response)
+        self._finish = finish
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for line in self._response.iter_lines():
+                if piece := self._events.feed(line):
+                    yield piece
+        except httpx.TransportError as error:
+            raise unreachable(error, self._response.request) from error
+        self._generated = self._finish(self._events.end(), self._events.token)
+
+
+class AsyncTextStream(_Stream):
+    """Parts of a text, as they are generated: an iterator of `AsyncClient.stream`.
+
+    Args:
+        pending: the request.
+        response: its response.
+        finish: fetches the captures of a whole text.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        response: httpx.Response,
+        finish: Callable[[Generated, str | None], Awaitable[Generated]],
+    ) -> None:
+        super().__init__(pending, response)
+        self._finish = finish
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            async for line in self._response.aiter_lines():
+                if piece := self._events.feed(line):
+                    yield piece
+        except httpx.TransportError as error:
+            raise unreachable(error, self._response.request) from error
+        self._generated = await self._finish(self._events.end(), self._events.token)

@@ -1,0 +1,266 @@
+//! Positions that plans name, and the tokens of a request that are at them.
+
+use std::any::Any;
+use std::sync::{Arc, OnceLock};
+
+use pyo3::exceptions::PyOverflowError;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PySlice, PyString};
+
+use crate::contexts::frame::Frame;
+use crate::contexts::slot::Slot;
+use crate::error::rows_error;
+use crate::rows::mask::Mask;
+use crate::rows::places::{MemberPlace, OwnRows, Position, in_tensors};
+
+/// Positions in a request, as `At` of Python: a name, an int, a slice, or a function from the
+/// positions of tokens, a list, to the places of those that it chooses.
+pub struct At {
+    given: Py<PyAny>,
+    kind: Kind,
+}
+
+enum Kind {
+    Prompt,
+    LastPrompt,
+    Generated,
+    One(i64),
+    Slice {
+        start: Option<i64>,
+        stop: Option<i64>,
+        step: i64,
+    },
+    Function,
+}
+
+impl<'py> FromPyObject<'_, 'py> for At {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let py = given.py();
+        let kind = if let Ok(name) = given.cast::<PyString>() {
+            match name.to_str()? {
+                "prompt" => Kind::Prompt,
+                "last_prompt" => Kind::LastPrompt,
+                _ => Kind::Generated,
+            }
+        } else if given.is_instance_of::<PyInt>() {
+            Kind::One(saturating(&given)?)
+        } else if let Ok(slice) = given.cast::<PySlice>() {
+            let bound = |name: &Bound<'py, PyString>| {
+                let bound = slice.getattr(name)?;
+                let bound = (!bound.is_none()).then_some(bound);
+                bound.map(|it| saturating(&it)).transpose()
+            };
+            Kind::Slice {
+                start: bound(intern!(py, "start"))?,
+                stop: bound(intern!(py, "stop"))?,
+                step: bound(intern!(py, "step"))?.unwrap_or(1),
+            }
+        } else {
+            Kind::Function
+        };
+        let given = given.to_owned().unbind();
+        Ok(Self { given, kind })
+    }
+}
+
+/// Reads an int; one that is out of range is behind all positions, or ahead of them.
+fn saturating(int: &Bound<'_, PyAny>) -> PyResult<i64> {
+    int.extract().or_else(|error: PyErr| {
+        if !error.is_instance_of::<PyOverflowError>(int.py()) {
+            return Err(error);
+        }
+        Ok(if int.gt(0)? { i64::MAX } else { i64::MIN })
+    })
+}
+
+impl At {
+    /// True if they refer to the length of the prompt.
+    fn needs_prompt(&self) -> bool {
+        match self.kind {
+            Kind::Prompt | Kind::LastPrompt | Kind::Generated => true,
+            Kind::One(position) => position < 0,
+            Kind::Slice { start, stop, .. } => [start, stop].into_iter().flatten().any(|it| it < 0),
+            Kind::Function => false,
+        }
+    }
+
+    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt.
+    fn places(
+        &self,
+        py: Python<'_>,
+        positions: &[Position],
+        prompt: Option<i64>,
+    ) -> PyResult<Vec<MemberPlace>> {
+        if prompt.is_none() && self.needs_prompt() {
+            let at = self.given.bind(py).repr()?;
+            let message =
+                format!("positions {at} need the length of the request's prompt: give lengths");
+            return Err(rows_error(py, message));
+        }
+        let length = prompt.unwrap_or_default();
+        let from_end = |bound: i64| match bound {
+            0.. => bound,
+            _ => length.saturating_add(bound).max(0),
+        };
+        let chosen: Box<dyn Fn(i64) -> bool> = match self.kind {
+            Kind::Prompt => Box::new(|it| it < length),
+            Kind::LastPrompt => Box::new(|it| it == length - 1),
+            Kind::Generated => Box::new(|it| it >= length),
+            Kind::One(one) if one >= 0 => Box::new(move |it| it == one),
+            Kind::One(one) => Box::new(move |it| it == length.saturating_add(one)),
+            Kind::Slice { start, stop, step } => {
+                let (start, stop) = (start.map_or(0, from_end), stop.map(from_end));
+                Box::new(move |it| {
+                    it >= start && stop.is_none_or(|stop| it < stop) && (it - start) % step == 0
+                })
+            }
+            Kind::Function => {
+                let positions: Vec<_> = positions.iter().map(|it| it.0).collect();
+                let places = self.given.bind(py).call1((positions, length))?;
+                let places: Vec<usize> = places.extract()?;
+                return Ok(places.into_iter().map(MemberPlace).collect());
+            }
+        };
+        let places = positions.iter().enumerate();
+        let places = places.filter(|(_, position)| position.0 >= 0 && chosen(position.0));
+        Ok(places.map(|(place, _)| MemberPlace(place)).collect())
+    }
+}
+
+/// Returns which of a request's tokens are at some positions: places among those whose positions are
+/// given.
+///
+/// Raises:
+///     RowsError: the length of its prompt is needed and not known.
+#[pyfunction]
+#[pyo3(signature = (at, positions, prompt_length))]
+pub fn places_at(
+    py: Python<'_>,
+    at: At,
+    positions: Vec<i64>,
+    prompt_length: Option<i64>,
+) -> PyResult<Vec<usize>> {
+    let positions: Vec<_> = positions.into_iter().map(Position).collect();
+    let places = at.places(py, &positions, prompt_length)?;
+    Ok(places.into_iter().map(|place| place.0).collect())
+}
+
+/// Positions that a prepared plan names. Kept with its frame, which requests share.
+struct PlanPositions(Box<[At]>);
+
+impl Slot for PlanPositions {
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.0.iter().try_for_each(|at| visit.call(&at.given))
+    }
+}
+
+/// Keeps the positions that a plan names with its frame, once.
+#[pyfunction]
+pub fn name_positions(frame: &Bound<'_, Frame>, ats: Vec<At>) {
+    frame
+        .get()
+        .slot_or(|| Box::new(PlanPositions(ats.into_boxed_slice())));
+}
+
+/// Tokens at the positions of a plan, in the running forward.
+pub enum Masks {
+    /// In (batch, length); `of_batch`: a batch set them, so that no call of the model does.
+    Tokens {
+        chosen: Box<[Chosen]>,
+        of_batch: bool,
+    },
+    /// Rows of a batch.
+    Rows(PlacesOfRows),
+}
+
+/// Places of tokens among a member's rows of the batch, for each of the positions of its plan.
+pub struct PlacesOfRows {
+    places: Box<[Vec<MemberPlace>]>,
+    /// Number of the member's rows, and their dimension.
+    count: usize,
+    dim: usize,
+    /// Each made when it is first needed.
+    masks: Box<[OnceLock<Arc<Mask>>]>,
+}
+
+/// Tokens at one of the positions of a plan.
+#[derive(Clone)]
+pub enum Chosen {
+    All,
+    Nothing,
+    At(Arc<Mask>),
+}
+
+impl Masks {
+    /// Finds those of a member whose rows are single tokens; None if its plan names no positions.
+    pub fn of_rows(
+        py: Python<'_>,
+        member: &Frame,
+        positions: impl FnOnce() -> Arc<[Position]>,
+        prompt: impl FnOnce() -> PyResult<Option<i64>>,
+        dim: usize,
+    ) -> PyResult<Option<Self>> {
+        let slot: Option<&dyn Any> = member.shared_slot().map(|it| it as _);
+        let Some(PlanPositions(ats)) = slot.and_then(|slot| slot.downcast_ref()) else {
+            return Ok(None);
+        };
+        let (positions, prompt) = (positions(), prompt()?);
+        let places = ats.iter().map(|at| at.places(py, &positions, prompt));
+        Ok(Some(Self::Rows(PlacesOfRows {
+            places: places.collect::<PyResult<_>>()?,
+            count: positions.len(),
+            dim,
+            masks: ats.iter().map(|_| OnceLock::new()).collect(),
+        })))
+    }
+
+    /// Returns those at one of the positions; `own`: the rows of the value, where they are not those
+    /// of the batch.
+    pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
+        match self {
+            Self::Tokens { chosen, .. } => match (&chosen[at], own) {
+                (Chosen::At(mask), Some(own)) => {
+                    Ok(Chosen::At(Arc::new(mask.at(py, &own.places)?)))
+                }
+                (chosen, _) => Ok(chosen.clone()),
+            },
+            Self::Rows(rows) => rows.mask(py, at, own).map(Chosen::At),
+        }
+    }
+
+    /// Returns those at one of the positions as places among the rows of the batch; None if they are
+    /// not known as such.
+    pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
+        match self {
+            Self::Rows(rows) => Some(&rows.places[at]),
+            Self::Tokens { .. } => None,
+        }
+    }
+
+    /// True if a batch set them.
+    pub fn of_batch(&self) -> bool {
+        match self {
+            Self::Rows(_) => true,
+            Self::Tokens { of_batch, .. } => *of_batch,
+        }
+    }
+}
+
+impl PlacesOfRows {
+    fn mask(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Arc<Mask>> {
+        let places = &self.places[at];
+        if let Some(own) = own {
+            let (rows, count) = (own.among(places), own.places.len());
+            return Ok(Arc::new(Mask::of_rows(py, &rows, count, own.dim)?));
+        }
+        if let Some(mask) = self.masks[at].get() {
+            return Ok(Arc::clone(mask));
+        }
+        let mask = Mask::of_rows(py, &in_tensors(places), self.count, self.dim)?;
+        Ok(Arc::clone(self.masks[at].get_or_init(|| Arc::new(mask))))
+    }
+}

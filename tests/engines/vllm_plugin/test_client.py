@@ -1,0 +1,139 @@
+"""The client, and Inspect's provider on top of it, before the real server of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import safetensors.torch
+
+import ferrohook as fh
+import support.engines
+from ferrohook.client import AsyncClient, Client, PlanFailedError, RequestRefusedError
+from support.engines import Change, Job
+from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
+from support.vllm_server import NEW, Server, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ferrohook.client import Generated
+
+PROMPT = [*range(10, 60)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+STEERED = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.0",))
+OPTIONS: Any = {"max_tokens": NEW, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+@pytest.fixture(scope="module")
+def server(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, _ = models["llama"]
+    with serving(folder, tmp_path_factory.mktemp("client") / "log") as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.address, api_key="secret") as client:
+        yield client
+
+
+def answer_of(found: Generated) -> Answer:
+    return Answer([*(found.token_ids or ())], dict(found.acts))
+
+
+def test_random_requests(models: Any, server: Server) -> None:
+    _, model = models["llama"]
+    jobs = random_jobs(24, seed=71)
+
+    async def run() -> list[Generated]:
+        async def one(number: int, job: Job) -> Generated:
+            if number % 2:
+                return await client.generate(job.prompt, job.plan, **OPTIONS)
+            async with client.stream(job.prompt, job.plan, **OPTIONS) as stream:
+                _ = [piece async for piece in stream]
+                return stream.generated
+
+        async with AsyncClient(server.address, api_key="secret") as client:
+            return await asyncio.gather(*(one(*pair) for pair in enumerate(jobs)))
+
+    for job, found in zip(jobs, asyncio.run(run()), strict=True):
+        job.check(model, answer_of(found), NEW)
+
+
+def test_vectors_by_name(models: Any, client: Client) -> None:
+    _, model = models["llama"]
+    client.put_vectors({"calm": VECTOR})
+    assert client.vectors() == {"calm": (WIDTH,)}
+    hook = {"type": "Add", "vector": {"tensor": "calm"}}
+    entries = [{"type": "on", "what": "model.layers.1", "hook": hook}]
+    found = client.generate(PROMPT, {"version": 1, "entries": entries}, **OPTIONS)
+    Job(PROMPT, STEERED.changes).check(model, answer_of(found), NEW)
+    client.drop_vectors(["calm"])
+    with pytest.raises(KeyError):
+        client.drop_vectors(["calm"])
+
+
+def test_errors(client: Client) -> None:
+    with pytest.raises(RequestRefusedError, match="closest names"):
+        client.generate(PROMPT, fh.Plan(fh.keep("model.layers.99")), **OPTIONS)
+    fails = fh.Plan(fh.keep("model.layers.1", max_bytes=1))
+    with pytest.raises(PlanFailedError, match="max_bytes"):
+        client.generate(PROMPT, fails, **OPTIONS)
+    streamed = client.stream(PROMPT, fails, **OPTIONS)
+    with pytest.raises(PlanFailedError, match="max_bytes"), streamed as stream:
+        _ = [*stream]
+
+
+def test_features(client: Client) -> None:
+    info = client.info()
+    assert info.engine == "vllm"
+    assert info.module("model.layers.1").width == WIDTH
+    assert info.modules["lm_head"].refused is not None
+
+
+def test_inspect(models: Any, server: Server, tmp_path: Path) -> None:
+    inspect_ai = pytest.importorskip("inspect_ai", reason="needs inspect-ai")
+    from inspect_ai.dataset import Sample  # noqa: PLC0415 (where it is installed)
+    from inspect_ai.scorer import match  # noqa: PLC0415 (likewise)
+
+    _, model = models["llama"]
+    words = "w10 w11 w12"
+    job = Job([10, 11, 12], STEERED.changes, STEERED.kept)
+    assert job.plan is not None
+    made: list[int] = []
+    while len(made) < NEW and EOS not in made:
+        made.append(int(job.alone(model, [*made, 0])[0][-1].argmax()))
+    target = " ".join(f"w{token}" for token in made if token != EOS)
+    task = inspect_ai.Task(
+        dataset=[Sample(input=words, target=target)], scorer=match(location="exact")
+    )
+    (log,) = inspect_ai.eval(
+        task,
+        model="ferrohook/tiny",
+        model_base_url=f"{server.address}/v1",
+        model_args={
+            "api_key": "secret",
+            "plan": job.plan.to_json(),
+            "captures": str(tmp_path / "acts"),
+        },
+        temperature=0,
+        max_tokens=NEW,
+        log_dir=str(tmp_path / "logs"),
+        display="none",
+    )
+    assert log.status == "success", log.error
+    assert log.results.scores[0].metrics["accuracy"].value == 1.0, log.samples[0].output
+    acts = safetensors.torch.load_file(log.samples[0].output.metadata["captures"])
+    job.check(model, Answer(made, acts), NEW)

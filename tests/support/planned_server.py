@@ -1,0 +1,183 @@
+"""A server as vLLM's with ferrohook: routes of OpenAI and of plans, before a tiny Llama.
+
+The texts are those of transformers' engine, one request at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+import ferrohook as fh
+from ferrohook.engines.transformers import attach
+from ferrohook.engines.wire import FIELD, HEADER, NAME, packed
+from support.engines import WIDTH, batching, greedy, tiny_llama
+from support.http_server import serving_app
+from support.limits import LIMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEYS = {"vllm": "vllm_xargs", "sglang": "custom_params"}
+
+
+def words(tokens: list[int]) -> str:
+    """Text of tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Tokens of a text; the inverse of `words`."""
+    return [int(word.strip().removeprefix("w")) for word in text.split()]
+
+
+class PlannedServer:
+    """Routes of the server.
+
+    Args:
+        engine: name that it says it has.
+    """
+
+    def __init__(self, engine: str = "vllm") -> None:
+        self.engine = engine
+        torch.manual_seed(7)
+        self.model = tiny_llama()
+        self._engine: Any = None
+        self.bodies: list[dict[str, Any]] = []
+        """Of the texts, as they came."""
+        self.vectors: dict[str, torch.Tensor] = {}
+        self.ignores_plans = False
+        self.breaks_off = False
+        self.busy = 0
+        """Texts to refuse, before others are served."""
+        self._captures: dict[tuple[str, str], bytes] = {}
+        self._lock = threading.Lock()
+        self.app = FastAPI()
+        self.app.post("/v1/completions")(self.completions)
+        self.app.post("/v1/chat/completions")(self.chats)
+        self.app.get("/v1/ferrohook/capabilities")(self.capabilities)
+        self.app.get("/v1/ferrohook/vectors")(self.list_vectors)
+        self.app.put("/v1/ferrohook/vectors")(self.put_vectors)
+        self.app.delete("/v1/ferrohook/vectors/{name:path}")(self.drop_vector)
+        self.app.get("/v1/ferrohook/captures/{name}")(self.captures)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Serves; yields the address."""
+        options = {"generation_config": greedy(8), "continuous_batching_config": batching()}
+        with (
+            self.model.continuous_batching_context_manager(**options) as manager,
+            attach(manager) as self._engine,
+            serving_app(self.app) as url,
+        ):
+            yield url
+
+    def capabilities(self) -> dict[str, Any]:
+        modules: dict[str, dict[str, Any]] = {
+            name: {"width": WIDTH, "refused": None} for name, _ in self.model.named_modules()
+        }
+        modules["lm_head"]["refused"] = "it never runs"
+        return {
+            "engine": self.engine,
+            "version": "0.0",
+            "served": ["captures"],
+            "refused": {"beam search": "one id"},
+            "capture_bytes": 2**20,
+            "modules": modules,
+        }
+
+    def list_vectors(self) -> dict[str, list[int]]:
+        return {name: list(vector.shape) for name, vector in self.vectors.items()}
+
+    async def put_vectors(self, request: Request) -> dict[str, list[int]]:
+        self.vectors |= safetensors.torch.load(await request.body())
+        return self.list_vectors()
+
+    def drop_vector(self, name: str) -> None:
+        if self.vectors.pop(name, None) is None:
+            raise HTTPException(404, f"no vector {name!r}")
+
+    def captures(self, name: str, request: Request) -> Response:
+        data = self._captures.pop((name, request.headers[HEADER]), None)
+        if data is None:
+            raise HTTPException(404, f"no request {name!r} captures")
+        return Response(data, media_type="application/octet-stream")
+
+    def completions(self, body: dict[str, Any]) -> Response:
+        prompt = body["prompt"]
+        tokens = tokens_of(prompt) if isinstance(prompt, str) else prompt
+        return self._answer(body, tokens, "text_completion")
+
+    def chats(self, body: dict[str, Any]) -> Response:
+        tokens = [token for it in body["messages"] for token in tokens_of(str(it["content"]))]
+        return self._answer(body, tokens, "chat.completion")
+
+    def _answer(self, body: dict[str, Any], prompt: list[int], kind: str) -> Response:
+        self.bodies.append(body)
+        if self.busy:
+            self.busy -= 1
+            return failure(503, "the server is busy")
+        text = (body.get(KEYS[self.engine]) or {}).get(NAME)
+        plan = None
+        if text is not None and not self.ignores_plans:
+            try:
+                plan = fh.Plan.from_json(text, self.vectors)
+                self._engine.check_plans([plan])
+            except (ValueError, fh.HookError) as error:
+                return failure(400, str(error))
+        with self._lock:
+            most = body.get("max_tokens", 8)
+            name = self._engine.add_request(prompt, plan=plan, max_new_tokens=most)
+            output = self._engine.get_result(name, timeout=LIMIT)
+        if output.hook_error is not None:
+            return failure(500, f"the plan of the request failed: {output.hook_error}")
+        name = f"cmpl-{secrets.token_hex(4)}"
+        token = None if plan is None else secrets.token_urlsafe(24)
+        if token is not None:
+            acts = {key: act.reshape(-1, act.shape[-1]) for key, act in output.acts.items()}
+            places = {key: torch.arange(len(act)) for key, act in acts.items()}
+            self._captures[name, token] = packed(acts, places)
+        headers = None if token is None else {HEADER: token}
+        made = output.generated_tokens
+        reason = "length" if len(made) == body.get("max_tokens", 8) else "stop"
+        if body.get("stream"):
+            events = self._events(name, token, made, kind, reason)
+            return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+        content: dict[str, Any] = {"text": words(made)}
+        if kind == "chat.completion":
+            content = {"message": {"role": "assistant", "content": words(made)}}
+        choice = {"index": 0, "finish_reason": reason, "token_ids": made, **content}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made)}
+        usage["total_tokens"] = sum(usage.values())
+        found = {"id": name, "object": kind, "created": 0, "model": "tiny", "usage": usage}
+        found |= {"choices": [choice]} | ({} if token is None else {FIELD: token})
+        return JSONResponse(found, headers=headers)
+
+    def _events(
+        self, name: str, token: str | None, made: list[int], kind: str, reason: str
+    ) -> Iterator[str]:
+        for place, each in enumerate(made):
+            piece = f"{' ' if place else ''}w{each}"
+            inside = {"delta": {"content": piece}} if kind == "chat.completion" else {"text": piece}
+            end = reason if place == len(made) - 1 else None
+            choice = {"index": 0, "finish_reason": end, "token_ids": [each], **inside}
+            event = {"id": name, "choices": [choice]}
+            if token is not None and not place:
+                event[FIELD] = token
+            yield f"data: {json.dumps(event)}\n\n"
+            if self.breaks_off:
+                return
+        yield "data: [DONE]\n\n"
+
+
+def failure(code: int, message: str) -> Response:
+    """An error in OpenAI's form."""
+    return JSONResponse({"error": {"message": message, "code": code}}, code)
