@@ -119,6 +119,15 @@ class Capture(Scope):
 
     __iter__ = __len__ = __contains__ = _no_mapping
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(ActivationCache, name):
+                msg = f"{self!r} has no {name}: `with capture as acts:` gives acts.{name}"
+                raise AttributeError(msg, name=name, obj=self)
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg, name=name, obj=self)
+
     def __bool__(self) -> bool:
         return True  # not by `__len__`
 

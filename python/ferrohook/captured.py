@@ -153,10 +153,12 @@ class Part(NamedTuple):
 class Captured(Mapping[str, Any]):
     """View of captured values by name, of one capture or several with different names."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_reason")
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts
+        self._reason = reason
+        """Returns why modules may not have run, for errors."""
 
     def __getitem__(self, name: str) -> Any:
         return self._read(name)
@@ -166,13 +168,14 @@ class Captured(Mapping[str, Any]):
         return self._read(name, stale=True)
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
-        state = "was not selected"
+        state, reason = "was not selected", ""
         for part in self._parts:
             if (place := part.places.get(name)) is not None:
                 if found := part.read(place, stale=stale):
                     return found[-1] if part.only_last else found
-                state = "never ran"
-        raise not_captured(name, f"{state} and is not among", self)
+                state, reason = "never ran", self._reason()
+        error = not_captured(name, f"{state} and is not among", self)
+        raise SelectionError(f"{error}; {reason}") if reason else error
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)

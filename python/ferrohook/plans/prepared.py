@@ -53,6 +53,8 @@ class _Contents:
         self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
+        self.guard: HookHandle | None = None
+        """Runs as the model is called."""
         # Read by the core when a request ends: True once every hook has fired, and once a warning
         # named those that had not.
         self.fired = False
@@ -99,7 +101,7 @@ class Prepared:
         """Modules of the model; plans for the same ones share it."""
         guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        attachment.register([model], "forward_pre", guard, **first)
+        (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
@@ -285,7 +287,9 @@ class Request(RequestBase, Scope):
         """The activations that the plan keeps, of this request; readable after it is closed."""
         captures = enumerate(self._plan.captures)
         return cache_of(
-            ((capture, self._collector(place)) for place, capture in captures), self._plan.model()
+            ((capture, self._collector(place)) for place, capture in captures),
+            self._plan.model(),
+            functools.partial(_why_silent, weakref.ref(self)),
         )
 
     @property
@@ -355,11 +359,34 @@ class Request(RequestBase, Scope):
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
             plan.warned = True
-            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
+            text = _not_called(plan, model) or explain(model, names)
+            warnings.warn(text, NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._entered is None else "entered"
         return f"<Request {self.id}, {state}>"
+
+
+def _not_called(plan: _Contents, model: nn.Module | None) -> str:
+    """Returns the text for a plan whose model was never called; "" if it was."""
+    guard = plan.guard
+    if model is None or guard is None or guard.calls or guard.traced:
+        return ""
+    return (
+        f"the plan was prepared for this {model._get_name()}, which was not called while the "
+        "request was open: call it, or prepare the plan for the model that is called"
+    )
+
+
+def _why_silent(request: weakref.ref[Request]) -> str:
+    """Returns why modules of a request did not run, if it is known; "" if not."""
+    # Weak: what a request captured keeps no hooks in the model.
+    found = request()
+    if found is None:
+        return ""
+    if found.error is not None and found.failed:
+        return f"the request failed: {type(found.error).__name__}: {found.error}"
+    return _not_called(found._plan, found._plan.model())
 
 
 def _close(frame: weakref.ref[Frame], _model: object) -> None:
