@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ferrohook.engines.modules import OBSERVED_ROWS
+from ferrohook.engines.modules import OBSERVED_ROWS, NamedTensors
 from ferrohook.operations import SUM
-from ferrohook.quantity import Quantities, Quantity
+from ferrohook.quantity import Quantities, Quantity, remember
 from ferrohook.quantity.equations import fit, rounding
 
 if TYPE_CHECKING:
@@ -89,34 +90,33 @@ class Observed:
             self.starts[path] = now = next(self._time)
             self._calls[path] = self._calls.get(path, 0) + 1
             self.keywords[path] = [it.clone() for it in kwargs.values() if has_rows(it)]
-            new = list(args)
-            for place, each in enumerate(args):
-                site = Site(path, True, None if len(args) == 1 else place)  # noqa: FBT003 (a field)
-                if has_rows(each):
-                    new[place] = self._see(site, each, now)
-            return tuple(new), kwargs
+            alone = len(args) == 1
+            sites = [Site(path, True, None if alone else place) for place in range(len(args))]  # noqa: FBT003 (a field)
+            return self._see_all(sites, args, now), kwargs
 
         def give(_module: nn.Module, _args: Any, output: Any) -> Any:
             self.ends[path] = now = next(self._time)
-            if has_rows(output):
-                return self._see(Site(path, False, None), output, now)  # noqa: FBT003 (a field)
             if not isinstance(output, tuple):
-                return output
-            parts = list(output)
-            for place, each in enumerate(output):
-                if has_rows(each):
-                    parts[place] = self._see(Site(path, False, place), each, now)  # noqa: FBT003 (a field)
+                return self._see_all([Site(path, False, None)], [output], now)[0]  # noqa: FBT003 (a field)
+            sites = [Site(path, False, place) for place in range(len(output))]  # noqa: FBT003 (a field)
+            parts = self._see_all(sites, output, now)
             if len(parts) == _ROWS_AND_WIDTH and all(map(has_rows, parts)):
-                hidden, residual = parts
-                if hidden.shape == residual.shape:
-                    whole = hidden + residual
-                    changed = self._see(Site(path, False, SUM), whole, now)  # noqa: FBT003 (a field)
-                    if changed is not whole:
-                        parts[0] = changed - residual
-            return tuple(parts)
+                parts = self._see_sum(path, *parts, now)
+            return parts
 
         yield module.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
         yield module.register_forward_hook(give)
+
+    def _see_all(self, sites: Sequence[Site], values: Sequence[Any], time: int) -> tuple[Any, ...]:
+        pairs = zip(sites, values, strict=True)
+        return tuple(self._see(site, it, time) if has_rows(it) else it for site, it in pairs)
+
+    def _see_sum(self, path: str, hidden: Tensor, residual: Tensor, time: int) -> tuple[Any, ...]:
+        if hidden.shape != residual.shape:
+            return hidden, residual
+        whole = hidden + residual
+        changed = self._see(Site(path, False, SUM), whole, time)  # noqa: FBT003 (a field)
+        return (hidden if changed is whole else changed - residual), residual
 
     def _see(self, site: Site, tensor: Tensor, time: int) -> Tensor:
         self.before[site] = tensor.detach().clone()
@@ -185,12 +185,14 @@ class _Block:
     residual: float
 
 
-def prove(
+def look_at(
     model: nn.Module,
     forward: Callable[[], object],
     heads_of: Callable[[nn.Module], Heads | None],
-) -> Quantities:
-    """Proves the quantities of an engine's model.
+) -> NamedTensors:
+    """Proves the quantities of an engine's model, and has plans for it resolve their names.
+
+    An engine runs without them: a look that fails is logged, and its reason told to who asks.
 
     Args:
         model: the engine's, loaded.
@@ -201,7 +203,15 @@ def prove(
     Returns:
         The table, with places as plans in this engine need them.
     """
-    return _Prover(model, forward, heads_of).table()
+    try:
+        prover = _Prover(model, forward, heads_of)
+        named = NamedTensors(prover.table(), prover.heads)
+    except Exception as error:
+        logging.getLogger("ferrohook").exception("looking at the engine's model failed")
+        reason = f"looking at the model failed with {type(error).__name__}: {error}"
+        named = NamedTensors(Quantities({}, {"resid_post": reason}, type(model).__name__))
+    remember(model, named.table)
+    return named
 
 
 class _Prover:
@@ -219,6 +229,7 @@ class _Prover:
             for path, module in model.named_modules()
             if path in self._look.starts and (sizes := heads_of(module)) is not None
         }
+        self.heads: dict[str, tuple[int, int]] = {}
         self._found: list[_Found] = []
         self._missing: dict[str, str] = {"logits": _BEHIND}
 
@@ -512,10 +523,12 @@ class _Prover:
             return
         equation = "attention(q, k, v) = z; projection(z) = attn_out"
         self._add(f"z.{index}", z, equation, 0.0, self._reaches(z, taker))
+        self.heads[f"@z.{index}"] = sizes.heads, sizes.head_dim
         for place, kind in enumerate("qkv"):
             site = Site(attention, True, place)  # noqa: FBT003 (a field)
-            width = sizes.head_dim * (sizes.heads if kind == "q" else sizes.kv_heads)
-            if site in look.before and look.before[site].shape[-1] == width:
+            count = sizes.heads if kind == "q" else sizes.kv_heads
+            if site in look.before and look.before[site].shape[-1] == count * sizes.head_dim:
+                self.heads[f"@{kind}.{index}"] = count, sizes.head_dim
                 self._add(f"{kind}.{index}", site, equation, 0.0, _taken)
         self._missing[f"pattern.{index}"] = "the engine's attention computes no pattern"
 
@@ -572,7 +585,7 @@ class _Prover:
 
         return ends
 
-    def _add(  # noqa: PLR0913, PLR0917 (the fields)
+    def _add(
         self,
         name: str,
         site: Site,
