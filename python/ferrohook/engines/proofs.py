@@ -248,6 +248,7 @@ class _Prover:
                 path=each.site.path,
                 phase="forward_pre" if each.site.inputs else "forward",
                 part=each.site.part,
+                point=None,
                 multiplier=each.multiplier,
                 shape=tuple(self._look.before[each.site].shape),
                 dimensions=("positions", _WIDTHS.get(each.name.partition(".")[0], "width")),
