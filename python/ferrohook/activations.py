@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,6 +31,21 @@ class _NoGradients(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         msg = "no gradients were captured: open the capture with grads=True"
         raise SelectionError(msg)
+
+
+class _Names(KeysView[str]):
+    def __repr__(self) -> str:
+        return f"names of captured values: {', '.join(map(repr, self)) or 'none'}"
+
+
+class _Values(ValuesView[Any]):
+    def __repr__(self) -> str:
+        return f"captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
+
+
+class _Items(ItemsView[str, Any]):
+    def __repr__(self) -> str:
+        return f"names and captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
 
 
 class ActivationCache(Mapping[str, Any]):
@@ -87,6 +102,18 @@ class ActivationCache(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._activations)
+
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return _Names(self)
+
+    def values(self) -> ValuesView[Any]:
+        """The values; reading one raises if it was changed in place."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Pairs of name and value."""
+        return _Items(self)
 
     @property
     def grads(self) -> ActivationCache:
@@ -218,13 +245,21 @@ class ActivationCache(Mapping[str, Any]):
 
 
 def cache_of(
-    recorded: Iterable[tuple[Recorders, Collector]], model: nn.Module | None
+    recorded: Iterable[tuple[Recorders, Collector]],
+    model: nn.Module | None,
+    reason: Callable[[], str] = str,
 ) -> ActivationCache:
-    """Makes the cache of what recorders of a model stored into collectors."""
+    """Makes the cache of what recorders of a model stored into collectors.
+
+    Args:
+        recorded: the recorders and their collectors.
+        model: the model, for its name.
+        reason: returns why modules may not have run, for errors.
+    """
     pairs = [*recorded]
     grads = [each.part(at, grads=True) for each, at in pairs if each.options.collector["grads"]]
     return ActivationCache(
-        Captured([each.part(at) for each, at in pairs]),
+        Captured([each.part(at) for each, at in pairs], reason),
         Captured(grads) if grads else None,
         model="" if model is None else model._get_name(),
         per_call=bool(pairs) and not any(each.options.only_last for each, _ in pairs),
