@@ -16,6 +16,7 @@ from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 if TYPE_CHECKING:
     from ferrohook._core import Collector
     from ferrohook.host_copies import HostCopies
+    from ferrohook.places import Head
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
@@ -138,10 +139,15 @@ class Part(NamedTuple):
     """True if a value is that of the last call, not a list."""
     multipliers: Mapping[int, float]
     """Factors of the values, by place, where they are not 1."""
+    heads: Mapping[int, Head]
+    """Heads that are meant of the values, by place."""
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
         values = self.values.read(place, stale=stale)
+        head = self.heads.get(place)
+        if head is not None:
+            values = [map_tensors(head.of, value) for value in values]
         factor = self.multipliers.get(place)
         if factor is None:
             return values
@@ -151,7 +157,7 @@ class Part(NamedTuple):
         """Makes a copy that owns its values."""
         places = self.values.ran()
         values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
-        return self._replace(values=_Copied(values), multipliers={})
+        return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
 class Captured(CapturedBase, Mapping[str, Any]):

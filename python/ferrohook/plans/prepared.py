@@ -369,6 +369,11 @@ class Request(RequestBase, Scope):
         """The positions that its plan names."""
         return self._plan.ats
 
+    def warns_first(self) -> bool:
+        """Returns True for the first warning of its plan's silence, which comes once."""
+        first, self._plan.warned = not self._plan.warned, True
+        return first
+
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""
         plan = self._plan
