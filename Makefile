@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -69,8 +69,11 @@ oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch th
 interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPython 3.12 or 3.13, in turn by day
 	script/interpreters $(TURN)
 
-vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
-	script/vllm
+vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes; RUNNER=v2, RELEASE=0.33.0
+	RUNNER=$(RUNNER) RELEASE=$(RELEASE) script/vllm
+
+sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU
+	script/sglang
 
 ecosystem: $(BIN)/maturin ## Other projects' tests on instrumented models, 46 minutes on two busy cores
 	script/saelens

@@ -11,9 +11,10 @@ from ferrohook.activations import ActivationCache, cache_of
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
+from ferrohook.places import modules_of
+from ferrohook.quantity import places_of
 from ferrohook.recorders import CaptureOptions, Recorders, options_of
 from ferrohook.scopes import Scope
-from ferrohook.selection import select
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from ferrohook._core import Frame
     from ferrohook.conversion import Index
+    from ferrohook.places import Place
     from ferrohook.recorders import Calls
     from ferrohook.selection import Selector
 
@@ -43,19 +45,18 @@ class CaptureSession:
 
     ONCE = "a capture is entered once: call capture() again for another"
 
-    def __init__(
-        self, model: nn.Module, modules: dict[str, nn.Module], options: CaptureOptions
-    ) -> None:
+    def __init__(self, model: nn.Module, places: dict[str, Place], options: CaptureOptions) -> None:
         self.model = model
-        self._modules = modules
+        self._places = places
         self._options = options
 
     def begin(self, frame: Frame) -> ActivationCache:
         """Captures the calls in a scope, until it is left; the activations stay readable."""
         attachment = Attachment()
         attachment.release_with(frame)
-        attach(self._modules | ({"": self.model} if self._options.stop else {}), attachment)
-        self._recorders = Recorders.begin(self.model, self._modules, self._options, frame)
+        modules = modules_of(self._places.values())
+        attach(modules | ({"": self.model} if self._options.stop else {}), attachment)
+        self._recorders = Recorders.begin(self.model, self._places, self._options, frame)
         return cache_of([(self._recorders, self._recorders.collector)], self.model)
 
     def left(self, fine: bool) -> None:  # noqa: FBT001 (called from Rust)
@@ -69,7 +70,7 @@ class CaptureSession:
     @property
     def names(self) -> list[str]:
         """The modules' names."""
-        return list(self._modules)
+        return list(self._places)
 
     def clear(self) -> None:
         """Drops the activations captured so far."""
@@ -78,9 +79,8 @@ class CaptureSession:
     def silent(self) -> list[str]:
         """Returns the names of the modules that never ran."""
         # Compiled regions count no calls; failed calls leave no activation. So look at both.
-        _, _, collector, handles = self._recorders
-        ran = {*collector.ran()}
-        names = enumerate(zip(self._modules, handles, strict=True))
+        ran = {*self._recorders.collector.ran()}
+        names = enumerate(zip(self._places, self._recorders.handles, strict=True))
         return [name for index, (name, it) in names if index not in ran and not it.calls]
 
 
@@ -118,6 +118,15 @@ class Capture(Scope):
         raise HookTypeError(msg)
 
     __iter__ = __len__ = __contains__ = _no_mapping
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(ActivationCache, name):
+                msg = f"{self!r} has no {name}: `with capture as acts:` gives acts.{name}"
+                raise AttributeError(msg, name=name, obj=self)
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg, name=name, obj=self)
 
     def __bool__(self) -> bool:
         return True  # not by `__len__`
@@ -158,13 +167,14 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     Args:
         model: any module.
         what: modules to capture, see `select`; None for all. Containers (ModuleList) are left out.
+            Or names of quantities, as `"@resid_post.*"`, see `quantities`.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
         output_index: key, index or attribute of the captured value, to capture that part alone;
             `"sum"` for the sum of the hidden state and residual that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
-            into pinned memory; reading waits for them.
+            through pinned memory, 256 MiB at a time; reading waits for them.
         dtype: cast floating-point tensors to this dtype.
         slice: part of each tensor to capture, as in `tensor[slice]`.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a
@@ -192,7 +202,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         ...     model(ids)
         >>> acts["layers.0.mlp"].shape
     """
-    modules = select(model, what, called=True)
+    places = places_of(model, what, inputs=inputs, output_index=output_index)
     options = options_of(
         inputs=inputs,
         output_index=output_index,
@@ -206,4 +216,4 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
         max_bytes=max_bytes,
         stop=stop,
     )
-    return Capture(CaptureSession(model, modules, options))
+    return Capture(CaptureSession(model, places, options))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
+from ferrohook.pending import finish
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ferrohook._core import Collector
     from ferrohook.host_copies import HostCopies
+    from ferrohook.places import Head
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
@@ -33,10 +36,12 @@ class Recorded(NamedTuple):
 
     def ran(self) -> list[int]:
         """Returns the places that ran, in the order of their first calls."""
+        finish(self.collector)
         return self.collector.ran()
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
+        finish(self.collector)
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values
@@ -132,46 +137,72 @@ class Part(NamedTuple):
     values: Recorded | _Copied
     only_last: bool
     """True if a value is that of the last call, not a list."""
+    multipliers: Mapping[int, float]
+    """Factors of the values, by place, where they are not 1."""
+    heads: Mapping[int, Head]
+    """Heads that are meant of the values, by place."""
+
+    def read(self, place: int, *, stale: bool = False) -> list[Any]:
+        """Reads the values of a place, the oldest first."""
+        values = self.values.read(place, stale=stale)
+        head = self.heads.get(place)
+        if head is not None:
+            values = [map_tensors(head.of, value) for value in values]
+        factor = self.multipliers.get(place)
+        if factor is None:
+            return values
+        return [map_tensors(lambda tensor: tensor * factor, value) for value in values]
 
     def copy(self) -> Part:
         """Makes a copy that owns its values."""
         places = self.values.ran()
-        values = {each: map_tensors(as_leaf, self.values.read(each)) for each in places}
-        return self._replace(values=_Copied(values))
+        values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
+        return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
-class Captured(Mapping[str, Any]):
-    """View of captured values by name, of one capture or several with different names."""
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
 
-    __slots__ = ("_parts",)
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
 
-    def __init__(self, parts: list[Part]) -> None:
+    __slots__ = ("_parts", "_reason")
+
+    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (part.places, part.values.collector)
+            for part in parts
+            if isinstance(part.values, RecordedSteps) and not part.multipliers
+        ]
+        return super().__new__(cls, parts, last)
+
+    def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
+        self._reason = reason
+        """Returns why modules may not have run, for errors."""
 
     def peek(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""
         return self._read(name, stale=True)
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
-        state = "was not selected"
-        for places, values, only_last in self._parts:
-            if (place := places.get(name)) is not None:
-                if found := values.read(place, stale=stale):
-                    return found[-1] if only_last else found
-                state = "never ran"
-        raise not_captured(name, f"{state} and is not among", self)
+        state, reason = "was not selected", ""
+        for part in self._parts:
+            if (place := part.places.get(name)) is not None:
+                if found := part.read(place, stale=stale):
+                    return found[-1] if part.only_last else found
+                state, reason = "never ran", self._reason()
+        error = not_captured(name, f"{state} and is not among", self)
+        raise SelectionError(f"{error}; {reason}") if reason else error
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)
 
     def __iter__(self) -> Iterator[str]:
         names: list[str] = []
-        for places, values, _ in self._parts:
-            all_names = list(places)
-            names += [all_names[place] for place in values.ran()]
+        for part in self._parts:
+            all_names = list(part.places)
+            names += [all_names[place] for place in part.values.ran()]
         return iter(names)
 
     def __len__(self) -> int:

@@ -22,10 +22,11 @@ from ferrohook.capture_session import capture as _capture
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import SCOPE_IN_THREADS, explain, never_fired
+from ferrohook.places import hooks_at, modules_of
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import KeepEntry
+from ferrohook.quantity import hooked_places_of
 from ferrohook.scopes import Scope, innermost
-from ferrohook.selection import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,6 +67,17 @@ class HandleGroup(AttachmentContext):
     def calls(self) -> int:
         """Total number of finished calls of the hooks, those that raised included."""
         return sum(handle.calls for handle in self)
+
+    @property
+    def priority(self) -> int | None:
+        """Priority of the hooks: higher fires first. It can be set; None if they have several."""
+        several = {handle.priority for handle in self}
+        return several.pop() if len(several) == 1 else None
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        for handle in self:
+            handle.priority = priority
 
     @property
     def removed(self) -> bool:
@@ -175,7 +187,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
 
     Args:
         model: any module.
-        what: modules to hook, see `select`; containers (ModuleList) are left out.
+        what: modules to hook, see `select`; containers (ModuleList) are left out. Or names of
+            quantities, as `"@attn_out.3"`, see `quantities`; a plain callable there is called as
+            `hook(module, args, value)`, and what it returns replaces the quantity.
         hook: a plain callable with PyTorch's contract for the phase, a typed hook, a native
             detector, or an intervention.
         phase: `forward_pre`, `forward`, `backward_pre` or `backward`; None for the phase of a typed
@@ -200,9 +214,9 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
         HookError: a module cannot be instrumented, or the scope was left.
         ValueError: an unknown phase or `on_error`.
     """
-    modules = select(model, what, called=True)
     if phase is None:
         phase = hook.phase if isinstance(hook, TypedHook) else "forward"
+    places = hooked_places_of(model, what, phase)
     if not isinstance(hook, TypedHook | NativeHook) and callable(hook) and phase in _ARGUMENTS:
         _check_call(hook, phase, with_kwargs=bool(with_kwargs))
     frame: object = innermost() if isinstance(scope, str) and scope == "innermost" else scope
@@ -211,20 +225,19 @@ def register(  # noqa: PLR0913 (the options of the methods of nn.Module, and our
     if isinstance(frame, Frame):  # registering rejects any other type
         group.attachment.release_with(frame)
     try:
+        modules = modules_of(places.values())
         attach(modules, group.attachment)
-        add_hooks(
-            group,
-            modules,
-            phase,
-            hook,
-            prepend=prepend,
-            with_kwargs=with_kwargs,
-            always_call=always_call,
-            priority=priority,
-            on_error=on_error,
-            timed=timed,
-            scope=frame,
-        )
+        options = {
+            "prepend": prepend,
+            "with_kwargs": with_kwargs,
+            "always_call": always_call,
+            "priority": priority,
+            "on_error": on_error,
+            "timed": timed,
+            "scope": frame,
+        }
+        for each in hooks_at(places, hook, phase):
+            add_hooks(group, each.modules, each.phase, each.hook, **options | each.options)
         if frame is None:
             group.attachment.release_when_unused([*modules.values()])
     except BaseException:

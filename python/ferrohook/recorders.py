@@ -17,12 +17,13 @@ from ferrohook.instrumentation import registry_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from ferrohook._core import Frame
     from ferrohook.conversion import Index
+    from ferrohook.places import Head, Place
 
 
 Calls: TypeAlias = 'Literal["last", "all"] | int'
@@ -32,9 +33,9 @@ Calls: TypeAlias = 'Literal["last", "all"] | int'
 class CaptureOptions(NamedTuple):
     """Validated options of a capture; see `capture`."""
 
-    inputs: bool
-    output_index: object
     stop: bool
+    cut: bool
+    """True with a `slice`."""
     only_last: bool
     copies: HostCopies
     collector: dict[str, Any]
@@ -69,9 +70,8 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     copies = HostCopies()
     target = None if device is None else _available(device)
     return CaptureOptions(
-        inputs=inputs,
-        output_index=output_index,
         stop=stop,
+        cut=slice is not None,
         only_last=calls == "last",
         copies=copies,
         collector={
@@ -134,58 +134,79 @@ class Recorders(NamedTuple):
     collector: Collector
     """Of a plan: the template of its requests' collectors."""
     handles: list[HookHandle]
-    """Of a capture in the order of its modules, of a plan by priority."""
+    """In the order of the names."""
+    multipliers: dict[int, float]
+    """Factors of what is captured, by index, where they are not 1."""
+    heads: dict[int, Head]
+    """Heads that are meant of what is captured, by index."""
 
     @classmethod
     def begin(  # noqa: PLR0913 (the last two are of plans)
         cls,
         model: nn.Module,
-        modules: dict[str, nn.Module],
+        places: Mapping[str, Place],
         options: CaptureOptions,
         scope: Frame,
         *,
-        priority_of: Callable[[nn.Module], int] | None = None,
+        priority_of: Callable[[Place], int] | None = None,
         place: PlaceInPlan | None = None,
     ) -> Self:
         """Records the calls in a scope, until it is left, of modules that are instrumented.
 
         Args:
             model: where calls end that are stopped.
-            modules: by name.
+            places: by name.
             options: of the capture.
             scope: the scope.
-            priority_of: priority of a module's recorder in a plan; behind all in a capture.
+            priority_of: priority of a place's recorder in a plan; behind all in a capture.
             place: of the capture in a plan.
         """
         root = registry_of(model) if options.stop else None
         collector = Collector(
-            [*modules], stop=None if root is None else root.module, **options.collector
+            [*places], stop=None if root is None else root.module, **options.collector
         )
-        everything = [*modules.values()]
-        what: dict[str, Any] = {"inputs": options.inputs, "part": options.output_index}
-        handles: list[HookHandle] = []
-        if priority_of is None:
-            handles = record_all(collector, everything, BEHIND_ALL, scope, **what)
-        else:
-            groups: dict[int, list[int]] = {}
-            for index, module in enumerate(everything):
-                groups.setdefault(priority_of(module), []).append(index)
-            for priority, indices in groups.items():
-                own = [everything[index] for index in indices]
-                handles += record_all(
-                    collector, own, priority, scope, place=place, indices=indices, **what
-                )
+        everything = [*places.values()]
+        handles: dict[int, HookHandle] = {}
+        for (priority, inputs, _), indices in _alike(everything, priority_of).items():
+            own = [everything[index].module for index in indices]
+            part = everything[indices[0]].part
+            recorded = record_all(
+                collector, own, priority, scope, inputs, part, place=place, indices=indices
+            )
+            handles |= zip(indices, recorded, strict=True)
         if root is not None:  # behind the recorders: where calls begin and end that may be stopped
             calls = RootCalls(collector, place)
             root.register("forward_pre", calls, priority=AHEAD_OF_ALL, scope=scope)
             root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
         # Without the GIL, a dict whose keys another thread made is read under its lock, unless they
         # are interned.
-        places = {sys.intern(name): index for index, name in enumerate(modules)}
-        return cls(places, options, collector, handles)
+        indices_of = {sys.intern(name): index for index, name in enumerate(places)}
+        in_order = [handles[index] for index in sorted(handles)]
+        factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
+        heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
+        if heads and options.cut:
+            msg = "slice= of a capture and a head, as in @z.3.5, cut one tensor: leave out one"
+            raise HookTypeError(msg)
+        return cls(indices_of, options, collector, in_order, factors, heads)
 
     def part(self, collector: Collector, *, grads: bool = False) -> Part:
         """Returns the values in a collector, or their gradients."""
         only_last = self.options.only_last
         recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
-        return Part(self.places, recorded(collector, self.options.copies), only_last)
+        values = recorded(collector, self.options.copies)
+        factors = {index: 1 / it if grads else it for index, it in self.multipliers.items()}
+        return Part(self.places, values, only_last, factors, self.heads)
+
+
+def _alike(
+    places: list[Place], priority_of: Callable[[Place], int] | None
+) -> dict[tuple[int, bool, Any], list[int]]:
+    """Groups indices of places by priority, phase and part."""
+    groups: dict[tuple[int, bool, Any], list[int]] = {}
+    for index, place in enumerate(places):
+        priority = BEHIND_ALL if priority_of is None else priority_of(place)
+        part = place.part
+        plain = part is None or type(part) in {int, str}
+        key = (priority, place.inputs, (type(part), part) if plain else id(part))
+        groups.setdefault(key, []).append(index)
+    return groups

@@ -14,6 +14,7 @@ from torch import nn
 from ferrohook._core import ModuleTree
 from ferrohook.arguments import describe, expect_module
 from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.quantity_names import SIGN, suggested
 from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def select(
     former = selections.get((key, called))
     if former is not None and (found := former.found()) is not None:
         return found
+    if isinstance(what, str) and what.startswith(SIGN):
+        msg = (
+            f"{what!r} is a quantity, no module: capture, register, run and plans take it, and "
+            "fh.quantities(model) tells the module that has it"
+        )
+        raise SelectionError(msg)
     tree = _Tree(model)
     if what is None:
         return _without_containers(tree.named, called)
@@ -302,6 +309,8 @@ def _no_match_message(tree: _Tree, what: object) -> str:
         return f"{msg}: it has no submodules"
     if isinstance(what, str) and (deeper := _deeper_glob(tree, what)):
         return f"{msg}; {deeper!r} does"
+    if isinstance(what, str) and (quantity := suggested(what)) is not None:
+        return f"{msg}; the quantity of this name is {quantity!r}"
     names = list(dict.fromkeys(names))
     closest = closest_to(unknown, names)
     listed = ", ".join(map(repr, closest or names[:MOST_SUGGESTIONS]))

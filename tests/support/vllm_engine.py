@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,64 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-)
 
 import ferrohook as fh
-from support.engines import Change, Job
+from support.serving import CONFIGS as CONFIGS
+from support.serving import EOS as EOS
+from support.serving import LAYERS as LAYERS
+from support.serving import VOCABULARY as VOCABULARY
+from support.serving import WIDTH as WIDTH
+from support.serving import Answer as Answer
+from support.serving import Arrivals
+from support.serving import random_jobs as random_jobs
+from support.serving import save_model as save_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-WIDTH = 64
-LAYERS = 4
-VOCABULARY = 512
-EOS = 1
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "moe": Qwen2MoeConfig}
+    from support.engines import Job
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-
-
-def save_model(kind: str, folder: Path, **sizes: int) -> Any:
-    """Saves a random model and a tokenizer of words w0, w1, ...; returns the model."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,  # heads of 32 are the least that vLLM has for a CPU
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": EOS,
-        "initializer_range": 0.2,  # logits that differ, so that a tie is no accident of rounding
-    }
-    if kind == "moe":
-        settings |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-        settings |= {"num_experts": 4, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(settings | sizes)))
-    model.eval().requires_grad_(False).save_pretrained(folder)
-    words = WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")  # noqa: S106 (no password)
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    named = {"unk_token": "w0", "eos_token": "w1", "pad_token": "w2"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
-    return model
 
 
 @functools.cache
@@ -104,6 +68,8 @@ def start(folder: Path, **options: Any) -> Any:
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 2**26,
         "block_size": 32,
+        # Of V2's kernels, which Triton's interpreter has no use for.
+        "kernel_config": {"enable_jit_warmup": False},
     }
     before = {*psutil.Process().children(recursive=True)}
     try:
@@ -139,49 +105,6 @@ def sampling(plan: Any = None, new_tokens: int = 12, **changes: Any) -> Any:
     return SamplingParams(temperature=0, max_tokens=new_tokens, extra_args=extra, **changes)
 
 
-@dataclasses.dataclass
-class Answer:
-    """An answer as `Job.check` takes it."""
-
-    generated_tokens: list[int]
-    acts: dict[str, torch.Tensor]
-    error: str | None = None
-    hook_error: BaseException | None = None
-
-
-def random_jobs(number: int, seed: int, longest: int = 60) -> list[Job]:
-    """Requests of which a third have no plan; every other begins with one of three prefixes."""
-    rng = random.Random(seed)  # noqa: S311 (tests)
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(most: int) -> list[int]:
-        return [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, most))]
-
-    def change() -> Change:
-        vector = torch.randn(WIDTH, generator=generator)
-        hooks = [fh.Add(vector, scale=2.0), fh.Add(vector), fh.Scale(0.5), fh.Ablate(vector)]
-        hooks.append(fh.Zero())
-        at = rng.choice([None, None, "prompt", "generated", "last_prompt", 0, 3, slice(2, 9)])
-        return Change(rng.randrange(LAYERS), rng.choice(hooks), at)
-
-    prefixes = [tokens(longest) + tokens(longest) for _ in range(3)]
-    plans = [tuple(change() for _ in range(rng.randint(1, 2))) for _ in range(4)]
-    jobs = []
-    for index in range(number):
-        prompt = [*(rng.choice(prefixes) if index % 2 else []), *tokens(longest // 2)]
-        if rng.random() < 1 / 3:
-            jobs.append(Job(prompt))
-            continue
-        changes: tuple[Change, ...] = ()
-        if rng.random() < 2 / 3:  # half of them a plan that others have too
-            changes = rng.choice(plans) if rng.random() < 1 / 2 else (change(),)
-        names = [*(f"model.layers.{layer}" for layer in range(LAYERS)), "model.embed_tokens"]
-        names += ["model.layers.1.mlp", "model.norm"]
-        kept = tuple(rng.sample(names, rng.randint(0 if changes else 1, 3)))
-        jobs.append(Job(prompt, changes, kept))
-    return jobs
-
-
 def serve_at_once(
     llm: Any, plans: Mapping[str, Any], *, prompt: list[int], new_tokens: int = 12
 ) -> dict[str, Any]:
@@ -202,28 +125,21 @@ def serve(
     """Sends requests between steps at random, cancels some; returns the answers by number."""
     from ferrohook.engines.vllm import activations  # noqa: PLC0415
 
-    rng = random.Random(seed)  # noqa: S311 (tests)
     engine = llm.llm_engine
-    waiting = [*enumerate(jobs)]
-    running: set[str] = set()
+    arrivals = Arrivals(jobs, seed, aborted)
+    running = arrivals.running
     answers = {}
-    while waiting or engine.has_unfinished_requests():
-        for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3, 8]))):
-            number, job = waiting.pop(0)
-            # Ids that are prefixes of each other.
-            name = "job" + "-1" * (number % 3) + f"-{number}"
+    while arrivals.waiting or engine.has_unfinished_requests():
+        arrived, cancelled = arrivals.step()
+        for name, job in arrived.items():
             params = sampling(job.plan, new_tokens)
             engine.add_request(name, {"prompt_token_ids": job.prompt}, params)
-            running.add(name)
-        if running and rng.random() < aborted:
-            name = rng.choice(sorted(running))
-            engine.abort_request([name])
-            running.discard(name)
+        if cancelled is not None:
+            engine.abort_request([cancelled])
         for output in engine.step():
             if not output.finished or output.request_id not in running:
                 continue
-            running.discard(output.request_id)
-            number = int(output.request_id.rpartition("-")[2])
+            number = running.pop(output.request_id)
             (text,) = output.outputs
             kept = jobs[number].kept
             acts = activations(llm, output).acts if kept else {}

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from ferrohook import __version__
-from ferrohook.cli import capture, collect, doctor, steer, tree, verify
+from ferrohook.cli import capture, collect, doctor, quantities, steer, tree, verify
 from ferrohook.cli.errors import UserError, describe, to_line
 from ferrohook.errors import HookError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "tree": tree,
+    "quantities": quantities,
     "capture": capture,
     "steer": steer,
     "collect": collect,

@@ -142,11 +142,11 @@ def _progress(model: nn.Module, chosen: list[Any]) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    names = {name for what in chosen for name in fh.select(model, what, called=True)}
-    with progress_bar("capture", len(names), "module") as advance, fh.scope() as scope:
 
-        def count(_module: object, _args: object, _output: object) -> None:
-            advance()
+    def count(_module: object, _args: object, _output: object) -> None:
+        advance()
 
-        fh.register(model, names, count, scope=scope)
-        yield
+    with fh.scope() as scope:
+        group = fh.register(model, None if None in chosen else chosen, count, scope=scope)
+        with progress_bar("capture", len(group), "module") as advance:
+            yield

@@ -1,7 +1,8 @@
 """Plans for requests of engines that batch continuously.
 
 `ferrohook.engines.transformers` serves transformers' continuous batching,
-`ferrohook.engines.vllm` vLLM. Each is imported on first use, with its engine.
+`ferrohook.engines.vllm` vLLM, `ferrohook.engines.sglang` SGLang. Each is imported on first use,
+with its engine.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from ferrohook.engines.support import Capabilities as Capabilities
 
 __all__ = ["Capabilities", "Span", "Step", "capabilities"]
 
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", "vllm", "sglang")
 
 
 def capabilities(engine: str) -> Capabilities:
     """Tells the features that an engine serves or refuses under ferrohook.
 
     Args:
-        engine: "transformers" or "vllm"; it is imported.
+        engine: "transformers", "vllm" or "sglang"; it is imported.
 
     Raises:
         ValueError: an engine without an adapter.

@@ -8,19 +8,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
 from ferrohook.activations import ActivationCache
 from ferrohook.arguments import expect
+from ferrohook.attention import is_point
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import NEEDS, Judge
 from ferrohook.plans.prepared_plans import PreparedPlans
 from ferrohook.rows.batches import batch_of_step
-from ferrohook.selection import select
 from ferrohook.tensors import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.attention import AttentionPoint
     from ferrohook.engines.steps import Span, Step
+    from ferrohook.places import Place
     from ferrohook.plans import Request
-    from ferrohook.plans.entries import KeepEntry
     from ferrohook.rows import Batch
 
 
@@ -98,14 +99,21 @@ class EnginePlans(PreparedPlans):
         if prepared in self._checked:
             return
         for number, entry in enumerate(prepared.entries):
-            reason = JUDGE.refusal(entry, self._dim) or self._silent(entry)
+            needs = prepared.needs[number]
+            reason = JUDGE.refusal(entry, self._dim, needs) or self._silent(prepared.places(number))
             if reason is not None:
                 msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
                 raise HookError(msg)
         self._checked.add(prepared)
 
-    def _silent(self, entry: HookEntry | KeepEntry) -> str | None:
-        for name, module in select(self._model, entry.what, called=True).items():
+    def _silent(self, places: dict[str, Place]) -> str | None:
+        for name, place in places.items():
+            module = place.module
+            if is_point(module):
+                point = cast("AttentionPoint", module)
+                if point.name == "pattern":
+                    return f"{name}: the keys of all requests are in pages, in one dimension"
+                module = point.points.module
             if self._running is not None and module not in self._running:
                 return f"{name!r} does not run in its steps"
         return None
@@ -140,14 +148,17 @@ class _Member:
 
     @property
     def failure(self) -> BaseException | None:
-        return self._failure or self.request.error
+        # `error` may wait for a GPU.
+        return self._failure or (self.request.error if self.request.failed else None)
 
     @failure.setter
     def failure(self, error: BaseException) -> None:
         self._failure = error
 
     def result(self, end: int | None) -> Result:
-        """Returns what it captured before the position `end`."""
+        """Returns what it captured before the position `end`; may wait for a GPU."""
+        if self._failure is None:
+            self._failure = self.request.error
         if self.parent is None and end is None:
             return Result(self.request.acts, self.failure, self.request.positions)
         kept = _Results(self, end)

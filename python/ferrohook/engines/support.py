@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Capabilities:
     version: str
     """Of the installed engine."""
     tried: tuple[str, ...]
-    """Releases that the adapter was tried with, as "major.minor"."""
+    """Releases that the adapter was tried with: "0.32" for each 0.32.x, "0.5.23" for that alone."""
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
@@ -31,7 +31,7 @@ class Capabilities:
     @property
     def works(self) -> bool:
         """True if the installed release was tried."""
-        return release(self.version) in self.tried
+        return any(f"{self.version}.".startswith(f"{each}.") for each in self.tried)
 
     def check_version(self, *, untried: bool = False) -> None:
         """Refuses a release that nobody tried.
@@ -46,6 +46,11 @@ class Capabilities:
                 "self-test decide"
             )
             raise HookError(msg)
+
+    def explain(self, used: Iterable[str]) -> str:
+        """Returns the error of an engine that uses features among `refused`."""
+        reasons = "; ".join(f"{feature} ({self.refused[feature]})" for feature in used)
+        return f"this engine of {self.engine} serves no plans, as it uses {reasons}"
 
     def refuse(self, feature: str) -> None:
         """Raises the error for a feature among `refused`.

@@ -5,29 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
-from ferrohook.engines.modules import OBSERVED_ROWS
 from ferrohook.engines.steps import Span, Step
-from ferrohook.engines.wire import packed, spans_of
+from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
-from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry, keep
+from ferrohook.plans.entries import HookEntry, KeepEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from ferrohook.engines.modules import ModuleInfo, ModuleTable
+    from ferrohook.engines.modules import ModuleTable
     from ferrohook.engines.planned import PlannedRequests, Result
-    from ferrohook.plans import Prepared
+    from ferrohook.plans import Plan, Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
+PROBE: Final = f"{NAME}-self-test"
+"""Begin of the ids of a self-test's requests."""
 
 
 @dataclasses.dataclass
@@ -70,8 +70,8 @@ class EngineWorker:
     """
 
     def __init__(self) -> None:
-        self.refused: Mapping[str, str] = {}
-        """Features in use with which no plan is served, with the reasons."""
+        self.refusal = "the model is not loaded"
+        """Reason why no plan is served, while `served` is None."""
         self.served: Served | None = None
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
@@ -84,10 +84,6 @@ class EngineWorker:
         self._failed: dict[str, str] = {}
         """Digests of the plans of failed requests that live in the engine."""
 
-    def _explained(self) -> str:
-        """Returns the error of an engine that serves no plans."""
-        raise NotImplementedError
-
     def loaded_model(self) -> Served:
         """Returns the model.
 
@@ -95,46 +91,8 @@ class EngineWorker:
             HookError: plans are refused, or it is not loaded.
         """
         if self.served is None:
-            raise HookError(self._explained() if self.refused else "the model is not loaded")
+            raise HookError(self.refusal)
         return self.served
-
-    def test_itself(self, model: nn.Module, served: Served, forward: Callable[[], object]) -> None:
-        """Runs a known step, and compares the rows that two requests capture.
-
-        Args:
-            model: the engine's.
-            served: it, with its table.
-            forward: runs it for `OBSERVED_ROWS` tokens that nobody wants.
-
-        Raises:
-            HookError: they are not the rows of the step.
-        """
-        table = served.modules.table
-        names = [name for name, info in table.items() if info.refused is None and name]
-        if not names:
-            return
-        whole: list[Tensor] = []
-        hook = model.get_submodule(names[0]).register_forward_hook(
-            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
-        )
-        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = served.modules.rewritten(Plan(keep(names[0])))
-        try:
-            for span in spans:
-                with served.planned.admitting(span.request_id, plan):
-                    pass
-            with served.planned.running(Step(spans, OBSERVED_ROWS)):
-                forward()
-        finally:
-            hook.remove()
-            results = [served.planned.retire(span.request_id) for span in spans]
-        for span, result in zip(spans, results, strict=True):
-            rows = whole[0][span.first_row : span.first_row + span.rows]
-            if result is None or result.error or not torch.equal(result.acts[names[0]], rows):
-                msg = (
-                    f"the self-test of ferrohook in the engine failed: {names[0]!r} has other rows"
-                )
-                raise HookError(msg)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -154,7 +112,7 @@ class EngineWorker:
             HookError: the plan cannot be served.
         """
         served = self.loaded_model()
-        prepared = served.planned.plans.find(digest, read)
+        prepared = served.planned.plans.find(digest, lambda: served.modules.placed(read()))
         with served.planned.admitting(request_id, prepared):
             pass
         row_bytes = sum(size for _, size in served.modules.row_bytes(prepared))
@@ -273,7 +231,8 @@ class EngineWorker:
             return {}
         failed, self._failures = self._failures, {}
         for request_id, reason in failed.items():
-            _LOG.error("ferrohook: request %s: %s", request_id, reason)
+            level = logging.DEBUG if request_id.startswith(PROBE) else logging.ERROR
+            _LOG.log(level, "ferrohook: request %s: %s", request_id, reason)
         return failed
 
     # --- captures ----------------------------------------------------------------------------
@@ -306,7 +265,8 @@ class EngineWorker:
             expected = expected[expected >= since]
             for path in modules.selected(entry.what):
                 name = entry.name_of(path)
-                found = torch.tensor(result.positions(name), dtype=torch.int64)
+                place = entry.name_of(modules.place_of(path))
+                found = torch.tensor(result.positions(place), dtype=torch.int64)
                 if len(missing := expected[~torch.isin(expected, found)]):
                     if result.error is not None:
                         return packed({}, {}, error=reason_of(result.error))
@@ -316,7 +276,8 @@ class EngineWorker:
                     return packed({}, {}, error=error)
                 if len(expected):
                     inside = torch.isin(found, expected)
-                    acts[name] = result.acts[name][inside].cpu().contiguous()
+                    rows = result.acts[place][inside].cpu().contiguous()
+                    acts[name] = modules.shaped(path, rows)
                     positions[name] = expected
         return packed(acts, positions)
 
@@ -325,12 +286,3 @@ def reason_of(error: BaseException) -> str:
     """Returns the reason of a failure, with the notes that name hook and module."""
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     return f"the plan of the request failed: {'; '.join(lines)}"
-
-
-def _meant(output: Any, info: ModuleInfo) -> Tensor:
-    """Returns a copy of the tensor of an output that is meant."""
-    if info.kind == "stream":
-        hidden, residual = output
-        return hidden + residual  # type: ignore[no-any-return]
-    tensor: Tensor = output if info.kind == "tensor" else output[0]
-    return tensor.clone()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ferrohook.steering import INTERVENTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from ferrohook.places import Place
     from ferrohook.plans.entries import PlanEntry
 
 CHANGES: Final = frozenset(each.kind for each in INTERVENTIONS.values())
@@ -33,6 +34,18 @@ def _keeps_rows(index: Any, dim: int) -> bool:
     return True
 
 
+def needs_at(place: Place) -> Iterator[str]:
+    """Yields what the place of a quantity asks of whoever serves an entry there, see `Judge`."""
+    if place.quantity is None:
+        return
+    if place.inputs:
+        yield "inputs"
+    if place.part is not None:
+        yield "output_index"
+    if place.by_keyword:
+        yield "python"
+
+
 @dataclasses.dataclass(frozen=True)
 class Judge:
     """Says what may be served by whoever runs requests of plans: an engine, sites, a batcher."""
@@ -42,14 +55,17 @@ class Judge:
     reasons: Mapping[str, str]
     """Reasons of needs that are refused; others are named beside those that are served."""
 
-    def refusal(self, entry: PlanEntry, dim: int = 0) -> str | None:
+    def refusal(
+        self, entry: PlanEntry, dim: int = 0, needs: frozenset[str] | None = None
+    ) -> str | None:
         """Returns why an entry is refused, None if it is served.
 
         Args:
             entry: of a plan.
             dim: dimension of the rows.
+            needs: what it needs in a model, see `Prepared.needs`; None for its own alone.
         """
-        refused = entry.needs - self.serves
+        refused = (entry.needs if needs is None else needs) - self.serves
         if "cut rows" not in self.serves and not _keeps_rows(entry.options.get("slice", ...), dim):
             refused |= {"cut rows"}
         if not refused:

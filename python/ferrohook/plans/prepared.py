@@ -25,12 +25,15 @@ from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
+from ferrohook.pending import finish
+from ferrohook.places import Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
+from ferrohook.plans.needs import needs_at
 from ferrohook.plans.positions import At, mask_of, native_at, tokens_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
+from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.recorders import PlaceInPlan, Recorders, options_of
 from ferrohook.scopes import Scope
-from ferrohook.selection import select
 from ferrohook.steering import Intervention
 from ferrohook.traced import never_trace, never_trace_frame
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook._core import Collector
+    from ferrohook.places import HookGroup, Place
     from ferrohook.plans.positions import Prompt
 
 
@@ -50,6 +54,8 @@ class _Contents:
         self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
+        self.guard: HookHandle | None = None
+        """Runs as the model is called."""
         # Read by the core when a request ends: True once every hook has fired, and once a warning
         # named those that had not.
         self.fired = False
@@ -81,69 +87,92 @@ class Prepared:
             raise
 
     def _prepare(self, model: nn.Module, attachment: Attachment) -> None:
-        selected = [_select(model, number, entry) for number, entry in enumerate(self.entries)]
-        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+        found = [_find(model, number, entry) for number, entry in enumerate(self.entries)]
+        self.needs = [
+            entry.needs.union(*(needs_at(each) for each in places.values()))
+            for entry, places in zip(self.entries, found, strict=True)
+        ]
+        """Needs of each entry in this model, see `Judge`."""
+        for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
-                _check_width(number, entry, modules)
-        everything = {name: module for modules in selected for name, module in modules.items()}
+                _check_width(number, entry, places)
+        everything = modules_of(it for places in found for it in places.values())
         attach(everything | {"": model}, attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
         guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        attachment.register([model], "forward_pre", guard, **first)
+        (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
-        for number, (entry, modules) in enumerate(zip(self.entries, selected, strict=True)):
+        for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
-                self._register(number, entry, modules, attachment)
+                self._register(number, entry, places, attachment)
                 continue
-            kept = {entry.name_of(name): module for name, module in modules.items()}
+            kept = {entry.name_of(name): place for name, place in places.items()}
             if twice := names & kept.keys():
                 msg = f"entry {number} keeps {min(twice)!r} again: give one of the two a label"
                 raise HookError(msg)
             names |= kept.keys()
-            self._keep(model, number, entry, kept, selected)
+            self._keep(model, number, entry, kept, found)
         if ats := self._contents.ats:
             name_positions(self._frame, [native_at(at) for at in ats])
         self._templates = tuple(capture.collector for capture in self._contents.captures)
+
+    def places(self, number: int) -> dict[str, Place]:
+        """Returns the places of an entry in the model, by names of modules and quantities.
+
+        Raises:
+            HookError: the model is gone.
+        """
+        model = self.model
+        if model is None:
+            msg = "the model of this prepared plan is gone"
+            raise HookError(msg)
+        return _find(model, number, self.entries[number])
 
     def _needs_positions(self) -> bool:
         return any(entry.at is not None for entry in self.entries)
 
     def _register(
-        self, number: int, entry: HookEntry, modules: dict[str, nn.Module], attachment: Attachment
+        self, number: int, entry: HookEntry, places: dict[str, Place], attachment: Attachment
     ) -> None:
-        hook = entry.hook
-        if entry.at is not None:
-            hook = MaskedHook(hook, self._mask(entry.at))
-        handles = attachment.register(
-            [*modules.values()],
-            entry.phase,
-            hook,
-            scope=self._frame,
-            names=[*modules],
-            entry=number,
-            **entry.options,
-        )
-        self._contents.handles += zip(modules, handles, strict=True)
+        mask = None if entry.at is None else self._mask(entry.at)
+        for group in _forms(number, entry, places):
+            if mask is not None and isinstance(group.hook, Written) and not group.hook.whole:
+                msg = (
+                    f"entry {number} of the plan: a Python function at positions changes the whole "
+                    "output of a module, and the quantity is a part of it: use an intervention"
+                )
+                raise HookTypeError(msg)
+            hook = group.hook if mask is None else MaskedHook(group.hook, mask)
+            handles = attachment.register(
+                [*group.modules.values()],
+                group.phase,
+                hook,
+                scope=self._frame,
+                names=[*group.modules],
+                entry=number,
+                **entry.options | group.options,
+            )
+            self._contents.handles += zip(group.modules, handles, strict=True)
 
     def _keep(
         self,
         model: nn.Module,
         number: int,
         entry: KeepEntry,
-        modules: dict[str, nn.Module],
-        selected: list[dict[str, nn.Module]],
+        places: dict[str, Place],
+        found: list[dict[str, Place]],
     ) -> None:
         captures = self._contents.captures
         mask = None if entry.at is None else self._mask(entry.at)
         captures.append(
             Recorders.begin(
                 model,
-                modules,
+                places,
                 options_of(**entry.options),
                 self._frame,
-                priority_of=functools.partial(_priority_of_keep, self.entries, selected, number),
+                priority_of=functools.partial(_priority_of_keep, self.entries, found, number),
                 place=PlaceInPlan(len(captures), mask),
             )
         )
@@ -259,7 +288,9 @@ class Request(RequestBase, Scope):
         """The activations that the plan keeps, of this request; readable after it is closed."""
         captures = enumerate(self._plan.captures)
         return cache_of(
-            ((capture, self._collector(place)) for place, capture in captures), self._plan.model()
+            ((capture, self._collector(place)) for place, capture in captures),
+            self._plan.model(),
+            functools.partial(_why_silent, weakref.ref(self)),
         )
 
     @property
@@ -278,7 +309,7 @@ class Request(RequestBase, Scope):
         """
         for place, capture in enumerate(self._plan.captures):
             if (index := capture.places.get(name)) is not None:
-                collected = self._collector(place).positions(index)
+                collected = self.collector(place).positions(index)
                 known = [each for each in collected if each is not None]
                 if len(known) < len(collected):
                     msg = f"the positions of {name!r} are not known: give positions to the batch"
@@ -293,7 +324,7 @@ class Request(RequestBase, Scope):
             name
             for place, capture in enumerate(self._plan.captures)
             for name, index in capture.places.items()
-            if index not in self._collector(place).ran()
+            if index not in self.collector(place).ran()
         ]
 
     @property
@@ -311,14 +342,37 @@ class Request(RequestBase, Scope):
         """The prepared plan that it is a request of."""
         return self._prepared
 
-    def collector(self, capture: int) -> Collector:
-        """Returns the collector of one of the plan's captures."""
-        return self._collector(capture)
+    @property
+    def error(self) -> BaseException | None:
+        """The exception by which it failed in a batch, or the first of its hooks.
+
+        Waits for a GPU that has not said yet whether sites have kept its rows.
+        """
+        for place in range(len(self._plan.captures)):
+            self.collector(place)
+        return super().error
+
+    def collector(self, capture: int, *, complete: bool = True) -> Collector:
+        """Returns the collector of one of the plan's captures.
+
+        Args:
+            capture: its number among them.
+            complete: wait until it has all values so far.
+        """
+        collector = self._collector(capture)
+        if complete:
+            finish(collector)
+        return collector
 
     @property
     def plan_positions(self) -> Sequence[At]:
         """The positions that its plan names."""
         return self._plan.ats
+
+    def warns_first(self) -> bool:
+        """Returns True for the first warning of its plan's silence, which comes once."""
+        first, self._plan.warned = not self._plan.warned, True
+        return first
 
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""
@@ -329,11 +383,36 @@ class Request(RequestBase, Scope):
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
             plan.warned = True
-            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
+            text = explain(model, names)
+            if reason := _not_called(plan, model):
+                text = f"{text}; {reason}"
+            warnings.warn(text, NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._entered is None else "entered"
         return f"<Request {self.id}, {state}>"
+
+
+def _not_called(plan: _Contents, model: nn.Module | None) -> str:
+    """Returns the text for a plan whose model was never called; "" if it was."""
+    guard = plan.guard
+    if model is None or guard is None or guard.calls or guard.traced:
+        return ""
+    return (
+        f"the plan was prepared for this {model._get_name()}, which was not called while the "
+        "request was open: call it, or prepare the plan for the model that is called"
+    )
+
+
+def _why_silent(request: weakref.ref[Request]) -> str:
+    """Returns why modules of a request did not run, if it is known; "" if not."""
+    # Weak: what a request captured keeps no hooks in the model.
+    found = request()
+    if found is None:
+        return ""
+    if found.error is not None and found.failed:
+        return f"the request failed: {type(found.error).__name__}: {found.error}"
+    return _not_called(found._plan, found._plan.model())
 
 
 def _close(frame: weakref.ref[Frame], _model: object) -> None:
@@ -341,38 +420,50 @@ def _close(frame: weakref.ref[Frame], _model: object) -> None:
         open_frame._close()
 
 
-def _select(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, nn.Module]:
+def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
     try:
-        return select(model, entry.what, called=True)
+        if isinstance(entry, HookEntry):
+            return hooked_places_of(model, entry.what, entry.phase)
+        inputs = entry.options.get("inputs", False)
+        part = entry.options.get("output_index")
+        return places_of(model, entry.what, inputs=inputs, output_index=part)
     except (SelectionError, HookTypeError) as error:
         msg = f"entry {number} of the plan: {error}"
         raise type(error)(msg) from error
 
 
+def _forms(number: int, entry: HookEntry, places: dict[str, Place]) -> list[HookGroup]:
+    try:
+        return hooks_at(places, entry.hook, entry.phase)
+    except HookTypeError as error:
+        msg = f"entry {number} of the plan: {error}"
+        raise HookTypeError(msg) from error
+
+
 def _priority_of_keep(
     entries: tuple[HookEntry | KeepEntry, ...],
-    selected: list[dict[str, nn.Module]],
+    found: list[dict[str, Place]],
     number: int,
-    module: nn.Module,
+    kept: Place,
 ) -> int:
-    """Returns the priority by which a capture of a module sees the entries before it alone.
+    """Returns the priority by which a capture of a place sees the entries before it alone.
 
     Raises:
         HookError: entries behind it run before one ahead of it, by their priorities.
     """
-    phase = "forward_pre" if entries[number].options.get("inputs") else "forward"
     ahead: list[tuple[int, int]] = []
     behind: list[tuple[int, int]] = []
-    for other, (entry, modules) in enumerate(zip(entries, selected, strict=True)):
-        changes = isinstance(entry, HookEntry) and entry.phase == phase
-        if changes and any(each is module for each in modules.values()):
+    for other, (entry, places) in enumerate(zip(entries, found, strict=True)):
+        if not isinstance(entry, HookEntry) or entry.phase.startswith("backward"):
+            continue
+        if any(it.module is kept.module and it.inputs == kept.inputs for it in places.values()):
             rank = -other - 1 if entry.options.get("prepend") else other
             (ahead if other < number else behind).append((-entry.options.get("priority", 0), rank))
     if not behind:
         return BEHIND_ALL
     first = min(behind)
     if ahead and max(ahead) > first:
-        name = next(name for name, each in selected[number].items() if each is module)
+        name = next(name for name, each in found[number].items() if each is kept)
         msg = (
             f"entry {number} of the plan keeps {name!r} between entries that run in the other "
             "order, by priority= or prepend=: let them run in the order in which they stand"
@@ -384,7 +475,7 @@ def _priority_of_keep(
     return priority + 1 if rank < 0 else priority
 
 
-def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -> None:
+def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None:
     """Validates the width of a vector where a module says its own.
 
     Raises:
@@ -394,12 +485,12 @@ def _check_width(number: int, entry: HookEntry, modules: dict[str, nn.Module]) -
     width = intervention.width
     if width in {None, 1} or intervention.output_index is not None or entry.phase != "forward":
         return
-    for name, module in modules.items():
-        known = _width_of(module)
+    for name, place in places.items():
+        known = place.width or (None if place.inputs else _width_of(place.module))
         if known is not None and known != width:
             msg = (
                 f"entry {number} of the plan: {intervention!r} has a width of {width}, the output "
-                f"of {name!r} ({type(module).__name__}) one of {known}"
+                f"of {name!r} ({type(place.module).__name__}) one of {known}"
             )
             raise HookTypeError(msg)
 

@@ -55,7 +55,8 @@ def shares_forwards(request: Request) -> bool:
 
     Python functions might block the others' forward, and `stop` would end it.
     """
-    return all(JUDGE.refusal(entry) is None for entry in request.entries)
+    found = zip(request.entries, request.prepared.needs, strict=True)
+    return all(JUDGE.refusal(entry, needs=needs) is None for entry, needs in found)
 
 
 def changes(request: Request | None) -> bool:

@@ -1,0 +1,92 @@
+"""The residual stream behind a layer, which SGLang keeps beside its layers.
+
+Since 0.5.22 a layer returns its last contribution, and the engine adds it to the stream as the next
+layer begins. A hook point in each layer sees the stream; where it changes that, the contribution is
+replaced in place by what leads to it. All else stays as it is, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from torch import Tensor
+
+POINT: Final = "ferrohook_stream"
+"""Name of the hook point in a layer."""
+
+
+def stream_layers(model: nn.Module, forward: Callable[[], object]) -> list[str]:
+    """Returns the layers whose output is a contribution, by one forward.
+
+    None in releases whose layers return the hidden state and the residual.
+    """
+    found: list[str] = []
+
+    def note(name: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stream = getattr(_forward_batch(args, kwargs), "residual_stream", None)
+        pending = getattr(stream, "pending", None)
+        if pending is not None and output is pending.value:
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(functools.partial(note, name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class StreamPoints:
+    """Hook points behind layers of a model.
+
+    Args:
+        model: the engine's model.
+        layers: names of the layers.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
+        self.wanted: Collection[str] = ()
+        """Hook points that requests of the running step see."""
+        self.places = {name: f"{name}.{POINT}" for name in layers}
+        if self.places:
+            self._residual = importlib.import_module(
+                "sglang.srt.layers.layer_boundary.residual.batch"
+            )
+        for name, place in self.places.items():
+            layer = model.get_submodule(name)
+            point = nn.Identity()
+            layer.add_module(POINT, point)
+            layer.forward = functools.partial(self._forward, place, layer.forward, point)
+
+    def _forward(
+        self, place: str, original: Callable[..., Any], point: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        hidden = original(*args, **kwargs)
+        if place in self.wanted:
+            batch = _forward_batch(args, kwargs)
+            stream: Tensor = self._residual.snapshot(hidden, batch)
+            changed = point(stream)
+            if changed is not stream:
+                own = self._residual.complete_output(hidden, batch)
+                before = self._residual.written_residual(batch)
+                added = changed if before is None else changed - before
+                torch.where(changed == stream, own, added, out=own)
+        return hidden
+
+
+def _forward_batch(args: Any, kwargs: Any) -> Any:
+    """Returns the `ForwardBatch` among the arguments of a layer, or None."""
+    values = (*args, *kwargs.values())
+    return next((each for each in values if hasattr(each, "forward_mode")), None)

@@ -1,0 +1,92 @@
+"""Releases of SGLang that were tried, and the configurations that are refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, Final
+
+from ferrohook.engines.support import Capabilities
+
+CAPABILITIES: Final = Capabilities(
+    engine="sglang",
+    version=importlib.metadata.version("sglang"),
+    tried=("0.5.20", "0.5.22", "0.5.23"),
+    served=(
+        "interventions and captures of a request, at positions",
+        "any module that runs once per forward",
+        "prompts in chunks, mixed chunks, the radix cache, retraction, aborts, overlap scheduling",
+        "in process, and over HTTP through custom_params",
+    ),
+    refused={
+        "python functions": "a plan crosses processes as JSON",
+        "tensor parallelism": "a layer's output may be a sum that is still owed; not tested",
+        "pipeline parallelism": "a worker has a part of the layers; not tested",
+        "data parallelism": "captures would come from several schedulers; not tested",
+        "DP attention": "a worker has a part of the rows, and padding; not tested",
+        "context parallelism": "a worker has a part of the rows; not tested",
+        "CUDA graphs": "a replayed graph runs no hooks: start with disable_cuda_graph=True",
+        "compilation": "hooks are not in a compiled graph: leave enable_torch_compile out",
+        "speculative decoding": "rows of rejected drafts are no tokens; not tested",
+        "prefill and decode apart": "a transfer may ignore the cache salt of a plan; not tested",
+        "caches beyond the device": "they may ignore the cache salt of a plan; not tested",
+        "overlapped batches": "a forward has a part of the rows; not tested",
+        "diffusion": "a forward reruns tokens that are not settled",
+        "LoRA": "not tested",
+        "sliding windows and states": "what a failed plan wrote there cannot be zeroed",
+        "embedding models": "plans travel in the sampling parameters",
+        "multimodal models": "embeddings are computed before the forward; not tested",
+        "the server in Rust": "its answers have no captures",
+        "beam search": "rows of beams have no request",
+        "sessions": "one request continues the cache of another, which may have had another plan",
+        "prompts as embeddings": "they have no tokens, by which a cache is found",
+    },
+)
+"""See `ferrohook.engines.capabilities`."""
+
+_POOLS: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""Pools of keys and values with a slot per token, the same in all layers."""
+
+
+def refusals(scheduler: Any, args: Any) -> dict[str, str]:
+    """Returns the refused features that a scheduler uses, with the reasons.
+
+    Args:
+        scheduler: the `Scheduler`.
+        args: its `ServerArgs`.
+    """
+    runner, config = scheduler.tp_worker.model_runner, scheduler.model_config
+
+    def has(*names: str) -> bool:
+        return any(getattr(args, name, None) for name in names)
+
+    def several(*names: str) -> bool:
+        return any((getattr(args, name, None) or 1) > 1 for name in names)
+
+    graphs = (runner.decode_cuda_graph_runner, runner.prefill_cuda_graph_runner)
+    used = {
+        "tensor parallelism": several("tp_size"),
+        "pipeline parallelism": several("pp_size"),
+        "data parallelism": several("dp_size"),
+        "DP attention": has("enable_dp_attention"),
+        "context parallelism": several("attn_cp_size", "dcp_size"),
+        "CUDA graphs": any(each is not None and not _is_eager(each) for each in graphs),
+        "compilation": has("enable_torch_compile"),
+        "speculative decoding": has("speculative_algorithm"),
+        "prefill and decode apart": getattr(args, "disaggregation_mode", "null") != "null",
+        "caches beyond the device": has("enable_hierarchical_cache", "enable_lmcache"),
+        "overlapped batches": has(
+            "enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"
+        ),
+        "diffusion": has("dllm_algorithm"),
+        "LoRA": has("enable_lora", "lora_paths"),
+        "sliding windows and states": type(runner.token_to_kv_pool).__name__ not in _POOLS,
+        "embedding models": not scheduler.is_generation,
+        "multimodal models": bool(config.is_multimodal),
+        "the server in Rust": getattr(scheduler, "rust_server", None) is not None,
+        "sessions": has("enable_session_radix_cache", "enable_streaming_session"),
+    }
+    return {feature: CAPABILITIES.refused[feature] for feature, is_used in used.items() if is_used}
+
+
+def _is_eager(runner: Any) -> bool:
+    return type(runner).__name__ == "EagerRunner"

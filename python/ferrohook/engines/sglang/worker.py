@@ -1,0 +1,368 @@
+"""Worker: the plans of a scheduler's requests, where its model runs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import weakref
+from array import array
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from ferrohook.engines.admission import Admission, check_salt
+from ferrohook.engines.modules import OBSERVED_ROWS, observe
+from ferrohook.engines.options import EngineOptions
+from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
+from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
+from ferrohook.engines.wire import FIELD, NAME, packed, unpacked
+from ferrohook.engines.worker import EngineWorker, Served, reason_of
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import KeepEntry, keep, on
+from ferrohook.steering import Add
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.planned import Result
+    from ferrohook.engines.worker import Admitted
+    from ferrohook.plans import Prepared
+
+_LOG: Final = logging.getLogger("ferrohook")
+OPTIONS: Final = "FERROHOOK_SGLANG"
+"""Environment variable with the options of an engine, as JSON."""
+_MOST_PLANS: Final = 256
+_names: Final = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class SglangOptions(EngineOptions):
+    """Options of an engine: JSON in the environment variable `FERROHOOK_SGLANG`.
+
+    Args:
+        plan_bytes: most characters of a plan. Others wait while the scheduler reads it.
+    """
+
+    plan_bytes: int = 2**23
+
+
+class Worker(EngineWorker):
+    """Plans of the requests of one scheduler.
+
+    A request has three attributes of ours: `ferrohook`, the name of its plan here (clients choose
+    `rid`, and two may be alike), `ferrohook_rereads`, True if it reads no cached position, and
+    `ferrohook_tokens`, its tokens before the step in which its plan failed.
+
+    Args:
+        scheduler: the `Scheduler`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._runner = scheduler.tp_worker.model_runner
+        self._wanted_by: tuple[frozenset[Prepared], frozenset[str]] = (frozenset(), frozenset())
+        """Plans of the last step, and the hook points that they see."""
+        self._slots: Any = None
+        """Slots of the keys and values of the running step's rows."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a request has a plan."""
+        return bool(self._admitted)
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Takes over the model of a scheduler that is about to run.
+
+        Raises:
+            HookError: it serves no plans, with the reason.
+        """
+        context = importlib.import_module("sglang.srt.runtime_context")
+        if refused := refusals(self._scheduler, context.get_server_args()):
+            raise HookError(CAPABILITIES.explain(refused))
+        try:
+            self._options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
+        except ValueError as error:
+            raise HookError(str(error)) from error
+        model = self._runner.model
+        processor = getattr(model, "logits_processor", None)
+        if processor is None:
+            msg = f"{type(model).__name__} has no logits_processor, before which rows are checked"
+            raise HookError(msg)
+        layers = stream_layers(model, self._run_alone)
+        modules = observe(model, self._run_alone)
+        self._points = StreamPoints(model, layers)
+        modules = modules.with_places(self._points.places)
+        self._admission = Admission(modules, self._options, secrets.token_bytes(32))
+        processor.register_forward_pre_hook(self._checking)
+        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self._test_itself(modules)
+
+    def refuse(self, reason: str) -> None:
+        """Serves no plans, for a reason."""
+        self.refusal, self.served = reason, None
+        _LOG.warning("ferrohook: %s", reason)
+
+    def _test_itself(self, modules: ModuleTable) -> None:
+        """Runs known requests through the scheduler, and compares the rows that they capture.
+
+        Two in one batch, one of them changed at some positions; then the second one unchanged,
+        which must not find what the first wrote of the same tokens.
+
+        Raises:
+            HookError: they are not the rows of the requests.
+        """
+        names = [name for name, it in modules.table.items() if it.place or it.kind == "stream"]
+        if not names:
+            msg = "no layer of the model was recognized, behind which a plan sees the stream"
+            raise HookError(msg)
+        keep_it = keep(names[0])
+        change = on(names[0], Add(torch.ones(1)), at=slice(1, 4))
+        first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
+        alone = [self._captured(names[0], (each, Plan(keep_it)))[0] for each in (first, second)]
+        both = self._captured(names[0], (first, Plan(keep_it)), (second, Plan(change, keep_it)))
+        again = self._captured(names[0], (second, Plan(keep_it)))[0]
+        alone.append(alone[1])
+        alone[1] = alone[1].clone()
+        alone[1][1:4] += 1
+        for found, expected in zip((*both, again), alone, strict=True):
+            if found.shape != expected.shape or not torch.allclose(
+                found.float(), expected.float(), rtol=1e-2, atol=1e-2
+            ):
+                msg = f"the self-test failed: a request captured other rows of {names[0]!r}"
+                raise HookError(msg)
+
+    def _captured(self, name: str, *asked: tuple[Iterable[int], Plan]) -> list[Tensor]:
+        """Runs requests with plans; returns what each captured of a module."""
+        reqs = []
+        for tokens, plan in asked:
+            reqs.append(_request(tokens))
+            reqs[-1].sampling_params.custom_params = {NAME: plan.to_json()}
+        self._run(reqs)
+        found = []
+        for req in reqs:
+            if not (req.customized_info or {}).get(FIELD):
+                msg = f"the self-test failed: {req.finished_reason}"
+                raise HookError(msg)
+            data = base64.b64decode(req.customized_info[FIELD][-1])
+            found.append(unpacked(data).acts[name])
+        return found
+
+    def _run_alone(self) -> None:
+        """Runs a request of `OBSERVED_ROWS` tokens that nobody wants, in one step."""
+        self._run([_request(range(1, 1 + OBSERVED_ROWS))])
+
+    @torch.no_grad()
+    def _run(self, reqs: Iterable[Any]) -> None:
+        """Runs requests of the scheduler's process to their ends."""
+        scheduler, streamer = self._scheduler, self._scheduler.output_streamer
+        sender, streamer.send_to_detokenizer = streamer.send_to_detokenizer, _Nowhere()
+        try:
+            for req in reqs:
+                scheduler.init_req_max_new_tokens(req)
+                scheduler._add_request_to_queue(req)
+            while True:
+                plan = scheduler.get_next_batch_to_run(
+                    running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+                )
+                scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+                if batch:
+                    scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+                scheduler.last_batch = batch
+                if not batch:
+                    break
+        finally:
+            streamer.send_to_detokenizer = sender
+            scheduler.flush_cache()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def take_request(self, req: Any) -> None:
+        """Opens the plan of a request that comes into the queue, if it has one.
+
+        Raises:
+            ValueError: the plan is bad or refused, or the request has a salt of ours.
+        """
+        if hasattr(req, "ferrohook"):  # it was retracted
+            return
+        req.ferrohook = None
+        params = getattr(req.sampling_params, "custom_params", None)
+        value = params.get(NAME) if isinstance(params, dict) else None
+        check_salt(req.cache_salt)
+        if value is None or req.to_finish is not None:
+            return
+        try:
+            self._open(req, value)
+        except HookError as error:
+            raise ValueError(str(error)) from error
+
+    def _open(self, req: Any, value: Any) -> None:
+        if self.served is None:
+            raise ValueError(self.refusal)
+        for feature, is_used in (
+            ("beam search", req.beam_group is not None),
+            ("sessions", req.session is not None),
+            ("prompts as embeddings", req.input_embeds is not None),
+        ):
+            if is_used:
+                CAPABILITIES.refuse(feature)
+        if isinstance(value, str) and len(value) > self._options.plan_bytes:
+            msg = (
+                f"the plan has {len(value):,} characters, more than "
+                f"plan_bytes={self._options.plan_bytes:,}"
+            )
+            raise ValueError(msg)
+        read = self._admission.read(value, {}, {})
+        prompt = len(req.origin_input_ids)
+        if read.captures:
+            self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
+        name = str(next(_names))
+        self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
+        # One that is aborted in a queue comes to no step and to no answer any more.
+        weakref.finalize(req, self.retire, name).atexit = False
+        salt = self._admission.salt(read, prompt, req.cache_salt)
+        req.ferrohook, req.ferrohook_rereads = name, read.reaches_back
+        if salt is not None:
+            req.cache_salt = salt
+
+    def reject(self, req: Any, reason: str) -> None:
+        """Ends a request that is not in the queue yet, with a status of 400."""
+        scheduler = self._scheduler
+        if req.beam_group is not None:
+            scheduler.beam_coordinator.retire_group(req)
+        finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
+        req.to_finish, req.finished_reason = None, finish(reason, HTTPStatus.BAD_REQUEST)
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
+        """Closes a request; returns what it captured, None for one without a plan."""
+        self._failed.pop(request_id, None)
+        return super().retire(request_id)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, forward_batch: Any) -> Iterator[None]:
+        """Enters the batch of a step around its forward."""
+        reqs = getattr(forward_batch, "ferrohook_reqs", None) or ()
+        self.settle(*_rows(forward_batch, reqs))
+        self._slots = forward_batch.out_cache_loc
+        self._points.wanted = self._wanted()
+        try:
+            with self.running(len(forward_batch.input_ids)):
+                yield
+        finally:
+            self._points.wanted, self._slots = (), None
+        if failed := self.failures():
+            self._end({req.ferrohook: req for req in reqs}, failed)
+
+    def _wanted(self) -> frozenset[str]:
+        """Returns the hook points that requests of the settled step see."""
+        plans = frozenset(self._admitted[span.request_id].prepared for span in self._spans)
+        if plans != self._wanted_by[0]:
+            places = self._points.places.values()
+            entries = [entry for plan in plans for entry in plan.entries]
+            names = [name for entry in entries for name in cast("list[str]", entry.what)]
+            wanted = frozenset(name for name in names if name in places)
+            self._wanted_by = plans, wanted
+        return self._wanted_by[1]
+
+    def _checking(self, _module: object, args: tuple[Any, ...]) -> None:
+        """Looks at the hidden states in front of the logits."""
+        if self._spans:
+            self.check_rows(args[1], self._zero)
+
+    def _zero(self, rows: slice) -> None:
+        pool = self._runner.token_to_kv_pool
+        for name in ("k_buffer", "v_buffer", "kv_buffer"):
+            for buffer in getattr(pool, name, None) or ():
+                buffer[self._slots[rows]] = 0
+
+    def _fail_sharers(self) -> None:
+        """Does nothing: a step's keys and values are shared once it has been checked."""
+
+    def _end(self, reqs: dict[str | None, Any], failed: dict[str, str]) -> None:
+        """Ends requests whose plans failed in the step that ran."""
+        finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
+        for name, reason in failed.items():
+            req = reqs[name]
+            req.skip_radix_cache_insert = True
+            req.to_finish = finish(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+            # That of this step is none: it was computed under a plan that failed.
+            req.ferrohook_tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
+
+    # --- answers -----------------------------------------------------------------------------
+
+    def answer(self, reqs: Iterable[Any]) -> None:
+        """Gives finished requests what they captured, before they are answered."""
+        for req in reqs:
+            name = getattr(req, "ferrohook", None)
+            if name not in self._admitted or not req.finished():
+                continue
+            if (tokens := getattr(req, "ferrohook_tokens", None)) is not None:
+                req.finished_len = min(tokens, len(req.output_ids))
+            ended = self.retire(name)
+            texts = req.output_ids_through_stop
+            if ended is None or not ended[0].row_bytes or not texts or tokens is not None:
+                continue
+            try:
+                data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
+            except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
+                data = packed({}, {}, error=reason_of(error))
+            parts = [None] * (len(texts) - 1) + [base64.b64encode(data).decode()]
+            req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+
+
+def _request(tokens: Iterable[int]) -> Any:
+    """Makes a request that ends with its prompt."""
+    batches = importlib.import_module("sglang.srt.managers.schedule_batch")
+    sampling = importlib.import_module("sglang.srt.sampling.sampling_params")
+    params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    params.normalize(None)
+    return batches.Req("ferrohook-test", "", array("q", tokens), params)
+
+
+class _Nowhere:
+    """Stands for the detokenizer of answers that nobody waits for."""
+
+    def send_output(self, *_args: object) -> None:
+        """Drops an answer."""
+
+
+def _cloning(plan: Plan) -> Plan:
+    """Returns the plan with captures that are copies: SGLang adds to outputs in place."""
+    return Plan(
+        *(
+            dataclasses.replace(entry, options={**entry.options, "copy": "clone"})
+            if isinstance(entry, KeepEntry)
+            else entry
+            for entry in plan.entries
+        )
+    )
+
+
+def _rows(forward_batch: Any, reqs: Any) -> tuple[list[str | None], list[int], list[int]]:
+    """Returns the names of requests in order of their rows, rows of each, and first positions."""
+    names = [req.ferrohook for req in reqs]
+    lengths = forward_batch.seq_lens_cpu
+    if lengths is None:
+        lengths = forward_batch.seq_lens
+    ends = lengths.tolist()[: len(names)]
+    if forward_batch.forward_mode.is_decode():
+        return names, [1] * len(names), [end - 1 for end in ends]
+    return names, forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu

@@ -1,0 +1,152 @@
+"""Equations between tensors: their multipliers, solved for, and the proof that they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROUNDINGS: Final = 4
+"""Roundings of the terms, by which the two sides of an equation may differ."""
+SIGNIFICANT: Final = 8
+"""Least size of a term in such differences: a smaller one could be left out, or be another one."""
+LEAST_ELEMENTS: Final = 24
+"""Elements in which a term has to be significant; of a smaller tensor, half of them."""
+
+
+class Fit(NamedTuple):
+    """Multipliers of the terms of a sum, and how well it equals another tensor."""
+
+    multipliers: tuple[float, ...]
+    residual: float
+    """Largest difference of the two sides, relative to the largest element."""
+    holds: bool
+
+
+def rounding(*tensors: Tensor) -> float:
+    """Returns the relative rounding error of the coarsest dtype among the tensors."""
+    return max(torch.finfo(each.dtype).eps for each in tensors) / 2
+
+
+def fit(total: Tensor, terms: Sequence[Tensor], fixed: Sequence[float | None] = ()) -> Fit:
+    """Fits `total = sum(multiplier * term)` and checks it element by element.
+
+    Args:
+        total: a tensor.
+        terms: tensors of as many elements, or that broadcast to it.
+        fixed: multipliers; None, and those that are left out, are solved for.
+
+    Returns:
+        The fit. It holds if each element is right up to the rounding of the terms, and if no term
+        is too small to be told from rounding.
+    """
+    eps = rounding(total, *terms)
+    left = total.double().reshape(-1)
+    columns = [_like(total, each) for each in terms]
+    known = [*fixed, *[None] * (len(terms) - len(fixed))]
+    solved = _solved(left, columns, known, eps)
+    parts = [factor * column for factor, column in zip(solved, columns, strict=True)]
+    right = torch.stack(parts).sum(0)
+    error = (left - right).abs()
+    sizes = torch.stack(parts).abs().sum(0) + left.abs()
+    bound = ROUNDINGS * eps * sizes
+    largest = float(left.abs().max()) or 1.0
+    finite = bool(right.isfinite().all()) and bool(left.isfinite().all())
+    needed = min(LEAST_ELEMENTS, max(1, left.numel() // 2))
+    significant = all(int((part.abs() > SIGNIFICANT * bound).sum()) >= needed for part in parts)
+    holds = finite and significant and bool((error <= bound).all())
+    return Fit(tuple(solved), float(error.max()) / largest, holds)
+
+
+def _like(total: Tensor, term: Tensor) -> Tensor:
+    if term.numel() == total.numel():
+        return term.double().reshape(-1)
+    return term.double().expand_as(total).reshape(-1)
+
+
+def _solved(
+    left: Tensor, columns: Sequence[Tensor], known: Sequence[float | None], eps: float
+) -> list[float]:
+    """Solves for the unknown multipliers by least squares; 1 where that is as good."""
+    free = [place for place, factor in enumerate(known) if factor is None]
+    rest = left.clone()
+    for factor, column in zip(known, columns, strict=True):
+        if factor is not None:
+            rest -= factor * column
+    if free:
+        matrix = torch.stack([columns[place] for place in free])
+        gram = matrix @ matrix.T
+        try:
+            found = torch.linalg.solve(gram, matrix @ rest).tolist()
+        except RuntimeError:  # linearly dependent
+            found = [0.0] * len(free)
+    solved = [*known]
+    for place, factor in zip(free, found if free else (), strict=True):
+        near = abs(abs(factor) - 1) <= 8 * eps
+        solved[place] = (1.0 if factor > 0 else -1.0) if near else factor
+    return [0.0 if factor is None else factor for factor in solved]
+
+
+class Terms:
+    """Tensors of as many elements each, among which sums are searched for.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.eps = rounding(*tensors)
+        self._rows = torch.stack([each.double().reshape(-1) for each in tensors])
+        self._gram = self._rows @ self._rows.T
+
+    def ones(self, total: int, start: int | None) -> list[tuple[float, int]]:
+        """Finds v such that `total = start + c v`; returns pairs of residual and v, best first.
+
+        Args:
+            total: place of the sum.
+            start: place of the term with a multiplier of 1; None for none.
+        """
+        gram = self._gram
+        difference = gram[total] - (0 if start is None else gram[start])
+        size = difference[total] - (0 if start is None else difference[start])
+        norms = gram.diagonal()
+        left = size - difference.square() / norms.clamp(min=1e-300)
+        return self._ranked(left, size, total, start)
+
+    def twos(self, total: int, start: int | None) -> list[tuple[float, int, int]]:
+        """Finds v and w such that `total = start + c v + d w`, as `ones`; v stands before w."""
+        gram = self._gram
+        along = gram[total] - (0 if start is None else gram[start])
+        size = along[total] - (0 if start is None else along[start])
+        norms = gram.diagonal()
+        determinant = norms[:, None] * norms[None, :] - gram.square()
+        fine = determinant > 1e-9 * norms[:, None] * norms[None, :]
+        first = along[:, None] * norms[None, :] - along[None, :] * gram
+        second = along[None, :] * norms[:, None] - along[:, None] * gram
+        explained = (first * along[:, None] + second * along[None, :]) / determinant.where(
+            fine, torch.ones_like(determinant)
+        )
+        left = (size - explained).where(fine, size)
+        left = left.where(torch.ones_like(left).triu(1) > 0, size)
+        limit = self._limit(size, total)
+        places = (left <= limit).nonzero().tolist()
+        ranked = sorted((float(left[a, b] / size.clamp(min=1e-300)), a, b) for a, b in places)
+        return [each for each in ranked if not {total, start} & {*each[1:]}]
+
+    def _ranked(
+        self, left: Tensor, size: Tensor, total: int, start: int | None
+    ) -> list[tuple[float, int]]:
+        limit = self._limit(size, total)
+        places = (left <= limit).nonzero().flatten().tolist()
+        ranked = sorted((float(left[v] / size.clamp(min=1e-300)), v) for v in places)
+        return [(residual, v) for residual, v in ranked if v not in {total, start}]
+
+    def _limit(self, size: Tensor, total: int) -> Tensor:
+        """Returns the squared residual that rounding explains; generous, as `fit` decides."""
+        noise = self._gram[total, total] * (2 * self.eps) ** 2 + size * 1e-12
+        return torch.minimum(noise * 4, size * 0.01)

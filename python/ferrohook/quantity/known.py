@@ -1,0 +1,93 @@
+"""Tables of the models that were looked at, kept as long as their modules stay."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ferrohook._core import ModuleTree
+from ferrohook.arguments import expect_module
+from ferrohook.quantity.table import Quantities, Quantity, looked_at
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ferrohook.places import Head
+
+
+class Resolved(NamedTuple):
+    """A quantity that a selector names."""
+
+    title: str
+    """Name of what is captured."""
+    quantity: Quantity
+    head: Head | None
+    module: weakref.ref[nn.Module]
+
+
+class Known:
+    """Table of a model, and the state of the model in which it holds.
+
+    Args:
+        model: the model.
+        table: its quantities.
+    """
+
+    def __init__(self, model: nn.Module, table: Quantities) -> None:
+        self.table = table
+        self.tree = ModuleTree([*model.modules()])
+        self.resolved: dict[str, list[Resolved]] = {}
+        """Names and globs that were resolved before."""
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+
+
+def quantities(model: nn.Module, *args: Any, **kwargs: Any) -> Quantities:
+    """Finds the quantities of a model and proves them.
+
+    The model is looked at once: a copy that shares its parameters runs a few short forwards, in
+    eval mode and without gradients, so nothing about the model or its hooks changes. The table is
+    kept with the model until its modules change. Selectors that name a quantity (`@resid_post.12`)
+    look at the model themselves; this function shows what they find, and takes an example for
+    models that have no `input_ids`.
+
+    Args:
+        model: any module.
+        *args: arguments of an example call; without any, token ids are made.
+        **kwargs: keyword arguments of the example call.
+
+    Returns:
+        The table. With an example it is looked at anew, and replaces what was kept.
+
+    Raises:
+        HookTypeError: `model` is not an `nn.Module`.
+        HookError: the model takes no `input_ids` and there is no example; its forward fails; two
+            looks differ; or it cannot be copied.
+
+    Examples:
+        >>> table = fh.quantities(model)
+        >>> table["resid_mid.3"].equation
+        'resid_pre + attn_out = resid_mid'
+    """
+    expect_module(model, "quantities looks at")
+    if not args and not kwargs:
+        return known_of(model).table
+    known = _KNOWN[model] = Known(model, looked_at(model, args, kwargs))
+    return known.table
+
+
+def known_of(model: nn.Module) -> Known:
+    """Returns what is known of a model; looks at it if that is nothing, or its modules changed."""
+    known = _KNOWN.get(model)
+    if known is None or not known.tree.holds():
+        known = _KNOWN[model] = Known(model, looked_at(model, (), {}))
+    return known
+
+
+def remember(model: nn.Module, table: Quantities) -> None:
+    """Has a table stand for a model, as if the model had been looked at.
+
+    For engines, which look in their own way.
+    """
+    _KNOWN[model] = Known(model, table)

@@ -1,0 +1,179 @@
+"""Selectors with names of quantities, resolved to places."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Set as AbstractSet
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ferrohook.attention import points_of
+from ferrohook.errors import HookTypeError, SelectionError
+from ferrohook.places import Head, Place
+from ferrohook.quantity.known import Resolved, known_of
+from ferrohook.quantity_names import SIGN, as_lens, from_lens, split_head
+from ferrohook.selection import select
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from ferrohook.quantity.table import Quantities, Quantity
+    from ferrohook.selection import Selector
+    from ferrohook.typed import Phase
+
+
+def places_of(
+    model: nn.Module, what: Selector, *, inputs: bool = False, output_index: object = None
+) -> dict[str, Place]:
+    """Resolves a selector to places: what `capture`, `register` and plans go by.
+
+    Args:
+        model: any module.
+        what: see `select`; names and globs of quantities too, `@resid_post.*`, alone or in lists,
+            and names of TransformerLens' hook points that are no module here.
+        inputs: the inputs of selected modules, not their outputs.
+        output_index: part of them.
+
+    Returns:
+        Places by the names that the caller uses: paths of modules, and names of quantities.
+
+    Raises:
+        SelectionError: see `select`; or a quantity is not there or not proved.
+        HookTypeError: `inputs` or `output_index` with a quantity, which has both itself.
+        HookError: the model cannot be looked at.
+    """
+    wanted = [*_quantities_in(model, what)]
+    if not wanted:
+        modules = select(model, what, called=True)
+        return {path: Place(path, module, inputs, output_index) for path, module in modules.items()}
+    if inputs or output_index is not None:
+        msg = (
+            f"{wanted[0]!r} is one tensor at a place of its own: leave out inputs, phase and "
+            "output_index"
+        )
+        raise HookTypeError(msg)
+    found: dict[str, Place] = {}
+    for name in wanted:
+        found |= _places(model, name)
+    others = _without_quantities(model, what)
+    if others is not None:
+        modules = select(model, others, called=True)
+        found |= {path: Place(path, module) for path, module in modules.items()}
+    return found
+
+
+def _places(model: nn.Module, name: str) -> dict[str, Place]:
+    """Returns the places of the quantities that one name or glob matches."""
+    known = known_of(model)
+    resolved = known.resolved.get(name)
+    if resolved is None:
+        lens = from_lens(name)
+        resolved = known.resolved[name] = [
+            Resolved(
+                title if lens is None else as_lens(title, name),
+                quantity,
+                head,
+                weakref.ref(model.get_submodule(quantity.path)),
+            )
+            for title, quantity, head in _matching(known.table, lens or name)
+        ]
+    return {
+        each.title: _place(each, module)
+        for each in resolved
+        if (module := each.module()) is not None
+    }
+
+
+def _place(resolved: Resolved, module: nn.Module) -> Place:
+    quantity = resolved.quantity
+    path, point = quantity.path, quantity.point
+    if point is not None:
+        path, module = f"{path}.{point}", getattr(points_of(module), point)
+    return Place(
+        path,
+        module,
+        quantity.phase == "forward_pre",
+        quantity.part,
+        quantity.multiplier,
+        resolved.title,
+        quantity.writable,
+        None if point == "pattern" else quantity.shape[-1],  # it has that of the call
+        resolved.head,
+    )
+
+
+def _matching(table: Quantities, pattern: str) -> Iterator[tuple[str, Quantity, Head | None]]:
+    """Yields what a name or glob matches, with the head if it names one: `@z.3.5`.
+
+    Raises:
+        SelectionError: nothing matches.
+    """
+    base, head = split_head(pattern)
+    if head is None:
+        yield from ((quantity.name, quantity, None) for quantity in table.matching(pattern))
+        return
+    found = False
+    for quantity in table.matching(base):
+        places = [n for n, it in enumerate(quantity.dimensions) if it in {"heads", "kv_heads"}]
+        if not places:
+            continue
+        dim = places[0] - len(quantity.dimensions)
+        for index in range(quantity.shape[dim]):
+            if fnmatchcase(str(index), head):
+                found = True
+                yield f"{quantity.name}.{index}", quantity, Head(index, dim)
+    if not found:
+        msg = f"{pattern} names no head: {base} has heads {_heads_of(table, base)}"
+        raise SelectionError(msg)
+
+
+def _heads_of(table: Quantities, base: str) -> str:
+    quantity = table.matching(base)[0]
+    sizes = dict(zip(quantity.dimensions, quantity.shape, strict=True))
+    count = sizes.get("heads", sizes.get("kv_heads"))
+    return "that are not told apart here" if count is None else f"0 to {count - 1}"
+
+
+def _quantities_in(model: nn.Module, what: Any) -> Iterator[str]:
+    """Yields the names of quantities in a selector."""
+    if isinstance(what, str):
+        if _is_quantity(model, what):
+            yield what
+    elif isinstance(what, list | tuple | AbstractSet):
+        for each in what:
+            yield from _quantities_in(model, each)
+
+
+def _is_quantity(model: nn.Module, name: str) -> bool:
+    if name.startswith(SIGN):
+        return True
+    if from_lens(name) is None:
+        return False
+    try:
+        select(model, name)
+    except SelectionError:
+        return True
+    return False
+
+
+def _without_quantities(model: nn.Module, what: Any) -> Any:
+    """Returns a selector without the quantities in it; None if nothing is left."""
+    if isinstance(what, str):
+        return None if _is_quantity(model, what) else what
+    if isinstance(what, list | tuple | AbstractSet):
+        left = [_without_quantities(model, each) for each in what]
+        return [each for each in left if each is not None] or None
+    return what
+
+
+def hooked_places_of(model: nn.Module, what: Selector, phase: Phase) -> dict[str, Place]:
+    """Resolves the selector of a hook to places, as `places_of`; of modules in a phase."""
+    places = places_of(model, what)
+    if phase != "forward_pre":
+        return places
+    return {
+        name: place if place.quantity else place._replace(inputs=True)
+        for name, place in places.items()
+    }

@@ -1,0 +1,268 @@
+"""Tables of quantities: what is proved, by which equation, and what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from ferrohook.attention import DIMENSIONS
+from ferrohook.errors import HookError, SelectionError
+from ferrohook.quantity.proving import look_at
+from ferrohook.quantity_names import SIGN, kind_of, order_of
+from ferrohook.selection import select_names
+from ferrohook.suggestions import MOST_SUGGESTIONS, closest_to
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ferrohook.quantity.looking import Example
+    from ferrohook.quantity.proving import Proved
+
+VERSION: Final = 1
+_COLUMNS: Final = ("quantity", "place", "shape", "write", "equation", "residual")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A named tensor of a computation, at a place that an equation proves."""
+
+    name: str
+    """As selectors take it, `@resid_post.12`."""
+    path: str
+    """Module that takes or returns it."""
+    phase: str
+    """`forward_pre` for an input, `forward` for an output."""
+    part: int | str | None
+    """Index, key or attribute in the module's input or output, as `output_index` of a capture."""
+    point: str | None
+    """Point inside an attention module, such as `q`; None outside."""
+    multiplier: float
+    """Factor of the tensor there: the quantity is `multiplier * tensor`."""
+    shape: tuple[int, ...]
+    """In the call that was looked at."""
+    dimensions: tuple[str, ...]
+    """Names of the dimensions: batch, tokens, width and others."""
+    writable: bool
+    """True if what is written there arrives as the equation says."""
+    equation: str
+    residual: float
+    """Largest difference of the equation's sides, relative to the largest element."""
+
+    @property
+    def place(self) -> str:
+        """Module, phase, part and multiplier as text."""
+        name = self.path or "the model"
+        if self.point is not None:
+            return f"{self.point} inside {name}"
+        inside = "" if self.part is None else f"[{self.part!r}]"
+        text = f"{name} {'input' if self.phase == 'forward_pre' else 'output'}{inside}"
+        return text if self.multiplier == 1 else f"{self.multiplier:.6g} * {text}"
+
+    @property
+    def _row(self) -> tuple[str, ...]:
+        sizes = zip(self.dimensions, self.shape, strict=True)
+        shape = ", ".join(f"{name} {size}" for name, size in sizes)
+        write = "yes" if self.writable else "no"
+        return self.name, self.place, shape, write, self.equation, f"{self.residual:.0e}"
+
+
+class Quantities(Mapping[str, Quantity]):
+    """Table of the quantities of a model, by name, in the order of the computation.
+
+    Args:
+        found: the quantities that are proved.
+        missing: reasons of those that are not there or not proved, by name.
+        model: name of the model's class.
+    """
+
+    def __init__(
+        self, found: Mapping[str, Quantity], missing: Mapping[str, str], model: str
+    ) -> None:
+        ordered = sorted(found, key=lambda name: order_of(name.removeprefix(SIGN)))
+        self._found = {name: found[name] for name in ordered}
+        self.missing = dict(sorted(missing.items()))
+        """Reasons of the quantities that are not there or not proved, by name."""
+        self.model = model
+        """Name of the model's class."""
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def __getitem__(self, name: str) -> Quantity:
+        """Returns a quantity, by its name with or without the sign.
+
+        Raises:
+            SelectionError: it is not there or not proved: tells the reason and the nearest ones.
+        """
+        found = self._found.get(name if name.startswith(SIGN) else f"{SIGN}{name}")
+        if found is None:
+            raise self.refusal(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._found or f"{SIGN}{name}" in self._found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def matching(self, pattern: str) -> list[Quantity]:
+        """Returns the quantities that a name or glob matches, `@resid_post.*` for example.
+
+        Raises:
+            SelectionError: there is none.
+        """
+        names = select_names(self._found, pattern)
+        if not names:
+            raise self.refusal(pattern)
+        return [self._found[name] for name in names]
+
+    def refusal(self, name: str) -> SelectionError:
+        """Makes the error for a quantity that cannot be used."""
+        plain = name.removeprefix(SIGN)
+        reasons = {each: self.missing[each] for each in select_names(self.missing, plain)}
+        if not reasons:
+            head = plain.partition(".")[0]
+            reasons = {each: self.missing[each] for each in self.missing if each == head}
+        msg = f"{SIGN}{plain} is not proved in {self.model}"
+        if reasons:
+            first = next(iter(reasons))
+            shown = "" if first == plain else f" ({SIGN}{first})"
+            msg = f"{msg}{shown}: {reasons[first]}"
+        closest = closest_to(f"{SIGN}{plain}", self._found) or [*self._found][:MOST_SUGGESTIONS]
+        if closest:
+            msg = f"{msg}; the nearest that are proved: {', '.join(closest)}"
+        return SelectionError(msg)
+
+    def verify(self, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+        """Looks at a model anew and compares.
+
+        Args:
+            model: another model than that which the table is of; for a table from JSON, the model.
+            *args: arguments of the example call, as for `quantities`.
+            **kwargs: keyword arguments of it.
+
+        Raises:
+            HookError: a quantity of the table is not proved any more, or at another place; or the
+                model is gone.
+        """
+        if model is None:
+            model = None if self._model is None else self._model()
+        if model is None:
+            msg = "the model of this table is not known or gone: verify(model)"
+            raise HookError(msg)
+        now = looked_at(model, args, kwargs)
+        for name, quantity in self._found.items():
+            if name not in now:
+                msg = f"{now.refusal(name)}; this table has it at {quantity.place}"
+                raise HookError(msg)
+            if now[name].place != quantity.place:
+                msg = f"{name} is at {now[name].place} in this model, in the table {quantity.place}"
+                raise HookError(msg)
+            if quantity.writable and not now[name].writable:
+                msg = f"{name} cannot be written in this model any more"
+                raise HookError(msg)
+
+    def to_json(self) -> str:
+        """Writes the table as JSON, for `from_json`."""
+        listed = [dataclasses.asdict(each) for each in self._found.values()]
+        content = {"version": VERSION, "model": self.model, "quantities": listed}
+        return json.dumps({**content, "missing": self.missing}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Reads a table that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            content = json.loads(text)
+            if content["version"] != VERSION:
+                raise ValueError  # noqa: TRY301 (as any other fault of the text)
+            listed = [Quantity(**_tuples(each)) for each in content["quantities"]]
+            missing = {str(name): str(reason) for name, reason in content["missing"].items()}
+            return cls({each.name: each for each in listed}, missing, str(content["model"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            msg = f"this is no table of quantities that to_json of version {VERSION} wrote: {error}"
+            raise ValueError(msg) from None
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_COLUMNS, *(each._row for each in self._found.values())]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"{SIGN}{name}: {reason}" for name, reason in self.missing.items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head, *body = self._rows()
+        body += [(f"{SIGN}{name}", reason, "", "", "", "") for name, reason in self.missing.items()]
+        lines = ["<table>", f"<thead>{_html_row('th', head)}</thead>", "<tbody>"]
+        lines += [_html_row("td", row) for row in body]
+        return "\n".join([*lines, "</tbody>", "</table>"])
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    made = dict(fields)
+    for name in ("shape", "dimensions"):
+        made[name] = tuple(made[name])
+    return made
+
+
+def _html_row(tag: str, cells: tuple[str, ...]) -> str:
+    opening = f'<{tag} style="text-align: left">'
+    return f"<tr>{''.join(f'{opening}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def looked_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Quantities:
+    """Looks at a model, and makes its table."""
+    findings = look_at(model, args, kwargs)
+    found = [_quantity(each, findings.example) for each in findings.proved]
+    named = {each.name: each for each in found}
+    missing = {name: it for name, it in findings.missing.items() if f"{SIGN}{name}" not in named}
+    table = Quantities(named, missing, model._get_name())
+    table._model = weakref.ref(model)
+    return table
+
+
+def _quantity(proved: Proved, example: Example) -> Quantity:
+    return Quantity(
+        name=f"{SIGN}{proved.name}",
+        path=proved.site.path,
+        phase="forward_pre" if proved.site.inputs else "forward",
+        part=proved.site.part,
+        point=proved.point,
+        multiplier=proved.multiplier,
+        shape=proved.shape,
+        dimensions=_dimensions(proved, example),
+        writable=proved.writable,
+        equation=proved.equation,
+        residual=proved.residual,
+    )
+
+
+_WIDTHS = {"logits": "vocabulary", "mlp_act": "neurons", "z": "heads * head_dim"}
+
+
+def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:
+    """Returns names of dimensions: by their sizes where the example's rows and tokens are known."""
+    if proved.point is not None:
+        return DIMENSIONS[proved.point]
+    last = _WIDTHS.get(kind_of(proved.name), "width")
+    names = ["positions"] * (len(proved.shape) - 1)
+    if example.shape is None:
+        if len(names) == 2:  # noqa: PLR2004 (rows of tokens)
+            names = ["batch", "tokens"]
+        return (*names, last)
+    batch, tokens = example.shape
+    sizes = {batch: "batch", tokens: "tokens", batch * tokens: "batch * tokens"}
+    if batch == tokens:
+        sizes.pop(batch)
+    return (*(sizes.get(size, name) for size, name in zip(proved.shape, names, strict=False)), last)

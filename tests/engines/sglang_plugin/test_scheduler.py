@@ -1,0 +1,405 @@
+"""A scheduler of SGLang in this process: each answer is what transformers gives alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import capabilities, sglang
+from support.engines import Change, Job
+from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
+from support.sglang_engine import abort, answer_of, request, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.sglang_engine import Local
+
+NEW = 12
+PROMPT = [*range(10, 110)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+def ask(local: Local, job: Job, new_tokens: int = NEW, **extra: Any) -> tuple[Answer, Any]:
+    """Serves one request; returns the answer, and SGLang's."""
+    found = local.run([[request("one", job.prompt, job.plan, new_tokens, **extra)]])["one"]
+    return answer_of(found, job), found
+
+
+def refusal(local: Local, plan: Any, **extra: Any) -> str:
+    """Returns the reason why a request is answered with 400, before it is scheduled."""
+    before = local.scheduler.forward_ct
+    finish = local.run([[request("one", PROMPT, plan, **extra)]])["one"]["finish"]
+    assert finish["type"] == "abort"
+    assert finish["status_code"] == 400
+    assert local.scheduler.forward_ct == before
+    return str(finish["message"])
+
+
+def opened(local: Local) -> int:
+    """The number of plans that are open."""
+    return len(local.worker.loaded_model().planned)
+
+
+def steering(at: Any = None, layer: int = 1) -> Job:
+    return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
+
+
+@pytest.mark.parametrize("aborted", [0.0, 0.2])
+def test_random_requests(
+    llama: Any, local: Local, aborted: float, request: pytest.FixtureRequest
+) -> None:
+    jobs = random_jobs(request.config.getoption("requests") or 60, seed=7)
+    answers = serve(local, jobs, seed=11, aborted=aborted)
+    assert wrong_answers(llama[1], jobs, answers, NEW) == []
+    assert len(answers) == len(jobs) if not aborted else 0 < len(answers) < len(jobs)
+    assert opened(local) == 0
+
+
+def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step the rows of a span have the tokens of its request at its positions."""
+    worker, model = local.worker, local.scheduler.tp_worker.model_runner.model
+    inner, seen = model.forward, []
+    reqs: dict[str, Any] = {}
+    take = worker.take_request
+
+    def taking(req: Any) -> None:
+        take(req)
+        reqs[req.ferrohook] = req
+
+    def checked(input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+        for span in worker._spans:
+            req = reqs[span.request_id]
+            tokens = [*req.origin_input_ids, *req.output_ids]
+            rows = slice(span.first_row, span.first_row + span.rows)
+            wanted = tokens[span.position : span.position + span.rows]
+            # The overlap runs a token before its request has it.
+            assert input_ids[rows].tolist()[: len(wanted)] == wanted
+            assert positions[rows].tolist() == [*range(span.position, span.position + span.rows)]
+            seen.append(span.rows)
+        return inner(input_ids, positions, *args, **kwargs)
+
+    monkeypatch.setattr(worker, "take_request", taking)
+    monkeypatch.setattr(model, "forward", checked)
+    serve(local, [job for job in random_jobs(40, seed=5) if job.plan is not None], seed=3)
+    assert max(seen) > 16
+    assert min(seen) == 1
+
+
+def test_a_cache_is_shared_within_a_plan_only(llama: Any, local: Local) -> None:
+    local.scheduler.flush_cache()
+    cached = []
+    for job in (steering(), Job(PROMPT), steering(), steering(layer=2), Job(PROMPT)):
+        given, found = ask(local, job)
+        job.check(llama[1], given, NEW)
+        cached.append(found["cached"])
+    assert cached[0] == cached[1] == cached[3] == 0
+    assert cached[2] > 0
+    assert cached[4] > 0
+
+
+def test_salts_and_keys_of_a_client_count_beside_ours(llama: Any, local: Local) -> None:
+    local.scheduler.flush_cache()
+    own: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}, {"extra_key": "mine"}]
+    for job in (steering(), Job(PROMPT)):
+        for expected in (0, 1):
+            for extra in own:
+                given, found = ask(local, job, **extra)
+                job.check(llama[1], given, NEW)
+                assert bool(found["cached"]) == bool(expected)
+
+
+@pytest.mark.parametrize("at", [-1, "last_prompt", "generated", "prompt", slice(-4, None)])
+def test_positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
+    llama: Any, local: Local, at: Any
+) -> None:
+    local.scheduler.flush_cache()
+    first = Job(PROMPT[:64], (Change(1, fh.Add(VECTOR), at),))
+    given, _ = ask(local, first, 40)
+    longer = Job([*PROMPT[:64], *given.generated_tokens[:-1]], first.changes)
+    again, _ = ask(local, longer)
+    if at == -1 or isinstance(at, slice):
+        absolute = "last_prompt" if at == -1 else slice(len(longer.prompt) - 4, 10**6)
+        longer = Job(longer.prompt, (Change(1, fh.Add(VECTOR), absolute),))
+    longer.check(llama[1], again, NEW)
+
+
+def test_a_capture_runs_cached_positions_again(llama: Any, local: Local) -> None:
+    ask(local, Job(PROMPT))
+    job = Job(PROMPT, (), ("model.layers.2",))
+    given, found = ask(local, job)
+    job.check(llama[1], given, NEW)
+    assert found["cached"] == 0
+    plan = fh.Plan(fh.keep("model.layers.2", at="generated"))
+    found = local.run([[request("one", PROMPT, plan)]])["one"]
+    assert found["cached"] > 0
+    captured = sglang.activations(found)
+    rows = len(given.generated_tokens) - 1
+    torch.testing.assert_close(
+        captured.acts["model.layers.2"], given.acts["model.layers.2"][-rows:], rtol=1e-3, atol=1e-3
+    )
+    assert captured.positions["model.layers.2"].tolist() == [
+        *range(len(PROMPT), len(PROMPT) + rows)
+    ]
+
+
+def test_a_stop_token_cuts_captures_off(local: Local) -> None:
+    """The overlap has run one position more by then."""
+    plain, _ = ask(local, Job(PROMPT))
+    job = Job(PROMPT, (), ("model.layers.0",))
+    stop = {"stop_token_ids": [plain.generated_tokens[4]]}
+    given, found = ask(local, job, params=stop)
+    assert found["finish"]["type"] == "stop"
+    assert len(given.acts["model.layers.0"]) == len(PROMPT) + len(given.generated_tokens) - 1
+
+
+def test_captures_have_labels_dtypes_and_parts(local: Local) -> None:
+    plan = fh.Plan(
+        fh.keep("model.layers.1", at="last_prompt", label="half", dtype=torch.float16),
+        fh.keep("model.layers.1", at="last_prompt"),
+        fh.keep("model.layers.1.self_attn.qkv_proj", at=slice(0, 3)),
+        fh.keep("model.layers.2", slice=(..., slice(0, 8))),
+    )
+    acts = sglang.activations(local.run([[request("one", PROMPT, plan)]])["one"]).acts
+    assert acts["half:model.layers.1"].dtype == torch.float16
+    torch.testing.assert_close(
+        acts["half:model.layers.1"].float(), acts["model.layers.1"], rtol=1e-2, atol=1e-2
+    )
+    assert acts["model.layers.1.self_attn.qkv_proj"].shape == (3, 3 * WIDTH)
+    assert acts["model.layers.2"].shape == (len(PROMPT) + NEW - 1, 8)
+    assert len(acts) == 4
+
+
+MODULES = ["embed_tokens", "layers.1", "layers.1.self_attn", "layers.1.self_attn.qkv_proj"]
+MODULES += ["layers.1.self_attn.attn", "layers.1.self_attn.o_proj", "layers.1.mlp"]
+MODULES += ["layers.1.mlp.gate_up_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm"]
+MODULES += ["layers.0.input_layernorm", "layers.1.post_attention_layernorm", "norm"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_change_of_any_module_ends_no_scheduler(llama: Any, local: Local, name: str) -> None:
+    """Next to a request without a plan, whose answer is as ever."""
+    plan = fh.Plan(fh.on(f"model.{name}", fh.Scale(0.5)), fh.keep(f"model.{name}"))
+    plain = Job(PROMPT[:30])
+    found = local.run([[request("a", PROMPT[:30], plan), request("b", plain.prompt)]])
+    assert found["a"]["finish"]["type"] != "abort"
+    acts = sglang.activations(found["a"]).acts[f"model.{name}"]
+    assert len(acts) == 30 + len(found["a"]["tokens"]) - 1
+    plain.check(llama[1], answer_of(found["b"], plain), NEW)
+
+
+@pytest.mark.parametrize("phase", ["keep", "change"])
+def test_inputs(llama: Any, local: Local, phase: str) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    twin, steps = llama[1].get_submodule(name), []
+    vector = torch.linspace(-2, 2, 128)  # the width of the MLP, not that of the layer's output
+    if phase == "keep":
+        plan = fh.Plan(fh.keep(name, inputs=True))
+        hook = twin.register_forward_pre_hook(lambda _module, args: steps.append(args[0][0]))
+    else:
+        plan = fh.Plan(fh.on(name, fh.Add(vector), phase="forward_pre"))
+        hook = twin.register_forward_pre_hook(lambda _module, args: (args[0] + vector,))
+    found = local.run([[request("one", PROMPT, plan)]])["one"]
+    Job(PROMPT).check(llama[1], Answer([*found["tokens"]], {}), NEW)
+    hook.remove()
+    if phase == "keep":
+        acts = sglang.activations(found).acts[name]
+        torch.testing.assert_close(acts, steps[0], rtol=1e-3, atol=1e-3)
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"version": 1, "entries": [fields]}
+
+
+ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AACAPw=="}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ("{", "no JSON"),
+        (5, "object is expected"),
+        (entry(type="on", what="model.layers.9", hook=ADD), "closest names.*model.layers.0"),
+        (entry(type="on", what="model.layers.1", hook={"type": "Exec"}), "type of Add"),
+        (entry(type="keep", what="model.layers.1.self_attn.q_proj"), "qkv_proj"),
+        (entry(type="keep", what="lm_head"), "never runs"),
+        (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
+        (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
+        (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has none"),
+        (entry(type="keep", what="model.layers.1", output_index=0), "returns one tensor"),
+        (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),
+        (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
+        (
+            entry(type="on", what="model.layers.1", hook={**ADD, "vector": {"tensor": "nobody"}}),
+            "nobody",
+        ),
+    ],
+)
+def test_a_bad_plan_is_refused_before_it_is_scheduled(local: Local, plan: Any, reason: str) -> None:
+    text = plan if isinstance(plan, str | int) else json.dumps(plan)
+    assert re.search(reason, refusal(local, text))
+    assert opened(local) == 0
+
+
+def test_a_vector_of_another_width_is_refused(local: Local) -> None:
+    plan = fh.Plan(fh.on("model.layers.1", fh.Add(torch.ones(3))))
+    assert "width of 3" in refusal(local, plan)
+
+
+def test_captures_are_limited(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fh.Plan(fh.keep(["model.layers.*", "model.norm"]))
+    needed = (len(PROMPT) + NEW - 1) * (LAYERS + 1) * WIDTH * 4
+    options = local.worker._admission._options
+    monkeypatch.setitem(vars(options), "capture_bytes", needed - 1)
+    assert f"{needed:,} bytes, more than capture_bytes" in refusal(local, plan)
+    monkeypatch.setitem(vars(options), "capture_bytes", needed)
+    found = local.run([[request("one", PROMPT, plan)]])["one"]
+    assert len(sglang.activations(found).acts) == LAYERS + 1
+
+
+def test_salts_cannot_be_forged(local: Local) -> None:
+    salts = []
+    take = local.worker.take_request
+
+    def noted(req: Any) -> None:
+        take(req)
+        salts.append(req.cache_salt)
+
+    local.worker.take_request = noted  # type: ignore[method-assign]
+    try:
+        for salt in (None, "of the client", None):
+            ask(local, steering(), cache_salt=salt)
+    finally:
+        del local.worker.take_request  # type: ignore[method-assign]
+    first, second, third = salts
+    assert first == third != second
+    for plan in (None, steering().plan):
+        for forged in (first, "ferrohook:"):
+            assert "made by ferrohook alone" in refusal(local, plan, cache_salt=forged)
+
+
+FAILS = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR)), fh.keep("model.layers.1", max_bytes=1))
+
+
+def test_a_plan_that_fails_ends_its_request_alone(llama: Any, local: Local) -> None:
+    """No token of the step that failed is answered, and nobody finds what it wrote."""
+    local.scheduler.flush_cache()
+    steered, plain = steering(), Job(PROMPT)
+    found = local.run(
+        [
+            [request("fails", PROMPT, FAILS), request("other", PROMPT, steered.plan)],
+            [request("plain", PROMPT)],
+        ]
+    )
+    finish = found["fails"]["finish"]
+    assert finish["type"] == "abort"
+    assert finish["status_code"] == 500
+    assert "max_bytes" in finish["message"]
+    assert "model.layers.1" in finish["message"]
+    assert found["fails"]["tokens"] == []
+    steered.check(llama[1], answer_of(found["other"], steered), NEW)
+    plain.check(llama[1], answer_of(found["plain"], plain), NEW)
+    again = local.run([[request("again", PROMPT, FAILS)]])["again"]
+    assert again["cached"] == 0
+    assert opened(local) == 0
+
+
+def test_a_plan_that_fails_later_keeps_the_tokens_before(llama: Any, local: Local) -> None:
+    plain, _ = ask(local, Job(PROMPT))
+    job = Job(PROMPT, (), ("model.layers.2",))
+    row = WIDTH * 4
+    whole = len(PROMPT) + len(plain.generated_tokens) - 1
+    fits = fh.Plan(fh.keep("model.layers.2", max_bytes=whole * row))
+    fails = fh.Plan(fh.keep("model.layers.2", max_bytes=(len(PROMPT) + 4) * row))
+    found = local.run([[request("fits", PROMPT, fits), request("fails", PROMPT, fails)]])
+    assert found["fails"]["finish"]["type"] == "abort"
+    assert found["fails"]["tokens"] == plain.generated_tokens[:5]
+    with pytest.raises(KeyError, match="no captures"):
+        sglang.activations(found["fails"])
+    # An engine that runs ahead of the end runs a row that the budget has no bytes for.
+    job.check(llama[1], answer_of(found["fits"], job), NEW)
+
+
+HOSTILE = {
+    "scale": fh.on("model.layers.1", fh.Scale(1e38)),
+    "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
+    "add": fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0)),
+    "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
+    "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
+}
+
+
+@pytest.mark.parametrize("hook", [*HOSTILE])
+def test_neighbours_of_infinite_rows_are_not_reached(llama: Any, local: Local, hook: str) -> None:
+    """Neither those in the same batches nor those that get the slots later."""
+    jobs = [Job(job.prompt) for job in random_jobs(18, seed=3)]
+    plan = fh.Plan(HOSTILE[hook])
+    # Drawn, as the probabilities of an infinite row would end the scheduler.
+    drawn = {"params": {"temperature": 1.0, "top_k": 20}}
+
+    def feed() -> Iterator[list[Any]]:
+        for number, job in enumerate(jobs):
+            yield [
+                request(f"plain {number}", job.prompt),
+                request(f"bad {number}", job.prompt, plan, **drawn),
+            ]
+
+    found = local.run(feed())
+    later = local.run([[request(f"plain {n}", job.prompt)] for n, job in enumerate(jobs)])
+    for number, job in enumerate(jobs):
+        bad = found[f"bad {number}"]["finish"]
+        assert bad["type"] == "abort"
+        assert "made its rows NaN, infinite" in bad["message"]
+        for answers in (found, later):
+            job.check(llama[1], answer_of(answers[f"plain {number}"], job), NEW)
+    for pool in ("k_buffer", "v_buffer"):
+        for buffer in getattr(local.scheduler.tp_worker.model_runner.token_to_kv_pool, pool):
+            assert torch.isfinite(buffer).all()
+    assert opened(local) == 0
+
+
+def test_requests_that_are_cancelled_in_the_queue_close_their_plans(local: Local) -> None:
+    """SGLang cancels all whose ids begin alike; they come to no step and no answer any more."""
+    jobs = [steering() for _ in range(40)]
+    sent = [request(f"many-{n}", job.prompt, job.plan) for n, job in enumerate(jobs)]
+    found = local.run([sent, [], [abort("many-")]])
+    assert {each["finish"]["type"] for each in found.values() if each["finish"]} == {"abort"}
+    assert opened(local) == 0
+    assert not local.worker.busy
+
+
+def test_requests_of_one_id_do_not_mix(
+    llama: Any, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose the ids."""
+    jobs = [steering(), Job(PROMPT[:40], (Change(2, fh.Scale(0.5), None),)), Job(PROMPT[:30])]
+    take, taken = local.worker.take_request, []
+    monkeypatch.setattr(local.worker, "take_request", lambda req: (take(req), taken.append(req)))
+    local.run([[request("same", it.prompt, it.plan) for it in jobs]])
+    for job, req in zip(jobs, taken, strict=True):
+        job.check(llama[1], Answer([*req.output_ids_through_stop], {}), NEW)
+
+
+def test_python_functions_do_not_travel() -> None:
+    plan = fh.Plan(fh.on("model.layers.0", lambda _module, _args, output: output))
+    with pytest.raises(fh.HookTypeError, match="no Python functions"):
+        sglang.custom_params(plan)
+
+
+def test_capabilities() -> None:
+    found = capabilities("sglang")
+    assert found.works
+    assert "tensor parallelism" in found.refused

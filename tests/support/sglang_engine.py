@@ -1,0 +1,186 @@
+"""A scheduler of SGLang in this process, on a CPU: its own event loop, fed from a list."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import ferrohook as fh
+from ferrohook.engines.sglang import activations, plugin
+from ferrohook.engines.wire import FIELD, NAME
+from support.serving import Answer, Arrivals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from ferrohook.engines.sglang.worker import Worker
+    from support.engines import Job
+
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 2048,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 32,
+    "log_level": "error",
+    "random_seed": 0,
+}
+
+
+class Local:
+    """One scheduler; a process can have one.
+
+    Args:
+        folder: of the model.
+        options: of `ServerArgs`.
+    """
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        os.environ.update(ENVIRONMENT)
+        from sglang.srt import runtime_context  # noqa: PLC0415 (reads the environment)
+        from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+        from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+        from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: PLC0415
+
+        load_plugins()
+        args = ServerArgs(model_path=str(folder), **(OPTIONS | options))
+        args.resolve_once()
+        args.check_server_args()
+        if hasattr(runtime_context, "SpawnRanks"):
+            ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+            runtime_context.publish(args, role="scheduler", ranks=ranks)
+            self.scheduler = Scheduler(args, PortArgs.init_new(args))
+        else:  # 0.5.20
+            runtime_context.publish(args, role="scheduler")
+            ranks = [0] * 6  # GPU, TP, MoE, PP, attention, MoE
+            self.scheduler = Scheduler(args, PortArgs.init_new(args), *ranks, None)
+        self.sent: list[Any] = []
+        sink = _Sink(self.sent)
+        self.scheduler.output_streamer.send_to_detokenizer = sink
+        for name in ("send_to_tokenizer", "send_to_detokenizer"):
+            object.__setattr__(self.scheduler.ipc_channels, name, sink)
+        self.scheduler.ingest_requests = self._ingest
+        self._feed: Iterator[Iterable[Any]] = iter(())
+
+    def _ingest(self, stop_at_pause: bool = False) -> list[Any]:
+        now = next(self._feed, None)
+        self.scheduler.process_input_requests([*(now or ())])
+        if now is None and self.scheduler.is_fully_idle():
+            self.scheduler.gracefully_exit = True
+        return [*(now or ())]
+
+    def run(self, feed: Iterable[Iterable[Any]]) -> dict[str, Any]:
+        """Serves requests until all are answered; returns their last answers by id.
+
+        Args:
+            feed: what comes in before each step.
+        """
+        self._feed = iter(feed)
+        self.sent.clear()
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        return answers(self.sent)
+
+    @property
+    def worker(self) -> Worker:
+        """The one of the plug-in."""
+        return plugin._workers[self.scheduler]
+
+
+class _Sink:
+    def __init__(self, sent: list[Any]) -> None:
+        self._sent = sent
+
+    def send_output(self, output: Any, _request: Any = None) -> None:
+        self._sent.append(output)
+
+
+def request(
+    rid: str, prompt: list[int], plan: Any = None, new_tokens: int = 12, **extra: Any
+) -> Any:
+    """A greedy request, tokenized."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput  # noqa: PLC0415
+    from sglang.srt.observability.req_time_stats import APIServerReqTimeStats  # noqa: PLC0415
+    from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: PLC0415
+
+    if isinstance(plan, fh.Plan):
+        plan = plan.to_json()
+    custom = {} if plan is None else {"custom_params": {NAME: plan}}
+    params = {"temperature": 0.0, "max_new_tokens": new_tokens, **custom, **extra.pop("params", {})}
+    sampling = SamplingParams(**params)
+    sampling.normalize(None)
+    fields: dict[str, Any] = dict.fromkeys(
+        ("input_text", "input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
+    )
+    fields |= {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
+    fields |= {"stream": False, "time_stats": APIServerReqTimeStats()}
+    return TokenizedGenerateReqInput(
+        rid=rid, input_ids=array("q", prompt), sampling_params=sampling, **(fields | extra)
+    )
+
+
+def answers(sent: Iterable[Any]) -> dict[str, Any]:
+    """Returns the answers that a front end would make, by id."""
+    from sglang.srt.managers.io_struct import unwrap_from_pickle  # noqa: PLC0415
+
+    found: dict[str, Any] = {}
+    for each in sent:
+        if not hasattr(each, "rids"):  # an abort
+            found.setdefault(each.rid, {"tokens": []})["finish"] = each.finished_reason or {}
+            continue
+        info: Mapping[str, Any] = {}
+        if each.customized_info is not None:
+            info = unwrap_from_pickle(each.customized_info)
+        for place, rid in enumerate(each.rids):
+            answer = found.setdefault(rid, {"tokens": [], "cached": 0})
+            answer["tokens"] += each.output_ids[place]
+            answer["finish"] = each.finished_reasons[place]
+            answer["cached"] = each.cached_tokens[place]
+            for part in info.get(FIELD, {place: ()})[place]:
+                if part is not None:
+                    answer[FIELD] = part
+    return found
+
+
+def abort(rid: str) -> Any:
+    """Cancels the requests whose ids begin so: SGLang's way."""
+    from sglang.srt.managers.io_struct import AbortReq  # noqa: PLC0415
+
+    return AbortReq(rid=rid)
+
+
+def serve(
+    local: Local, jobs: Sequence[Job], seed: int, new_tokens: int = 12, aborted: float = 0.0
+) -> dict[int, Answer]:
+    """Sends requests between steps at random, cancels some; returns the answers by number."""
+    arrivals = Arrivals(jobs, seed, aborted)
+
+    def feed() -> Iterator[list[Any]]:
+        while arrivals.waiting:
+            arrived, cancelled = arrivals.step()
+            now = [
+                request(f"{name}.", it.prompt, it.plan, new_tokens) for name, it in arrived.items()
+            ]
+            if cancelled is not None:
+                now.append(abort(f"{cancelled}."))  # SGLang cancels all that begin so
+            yield now
+
+    found = local.run(feed())
+    return {
+        number: answer_of(found[f"{name}."], jobs[number])
+        for name, number in arrivals.running.items()
+    }
+
+
+def answer_of(found: Mapping[str, Any], job: Job) -> Answer:
+    """Returns an answer as `Job.check` takes it."""
+    failed = found["finish"]["type"] == "abort"
+    if failed:
+        return Answer([], {}, found["finish"]["message"])
+    return Answer([*found["tokens"]], activations(found).acts if job.kept else {})
