@@ -39,7 +39,13 @@ def main() -> None:
     for name in names:
         outcome = SCENES[name].play(system)
         if arguments.json:
-            found = {"scene": name, "version": system.version(), **dataclasses.asdict(outcome)}
+            described = {
+                "package": system.package,
+                "version": system.version(),
+                "way": system.way,
+                "caveats": dict(system.caveats),
+            }
+            found = {"scene": name, "system": described, **dataclasses.asdict(outcome)}
             print(f"{ANSWER}{json.dumps(found)}", flush=True)
         else:
             more = (

@@ -35,7 +35,7 @@ def environment_of(system: str) -> Path:
         return Path(sys.executable)
     uv = ROOT / ".venv" / "bin" / "uv"
     if not python.exists():
-        made = [uv, "venv", "--quiet", "--python", sys.executable, folder]
+        made: list[Any] = [uv, "venv", "--quiet", "--python", sys.executable, folder]
         subprocess.run(made, cwd=ROOT, check=True)  # noqa: S603 (ours)
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *packages], check=True)  # noqa: S603 (by name)
     return python
@@ -51,7 +51,7 @@ def play_all(scene: str | None) -> None:
     for system in SYSTEMS:
         for found in play(system, scene or "all"):
             name = found.pop("scene")
-            known["versions"][system] = found.pop("version")
+            known["systems"][system] = found.pop("system")
             known["scenes"].setdefault(name, {})[system] = found
     known["scenes"] = {name: known["scenes"][name] for name in SCENES if name in known["scenes"]}
     page.JSON.write_text(json.dumps(known, indent=1) + "\n")
@@ -60,7 +60,7 @@ def play_all(scene: str | None) -> None:
 
 def play(system: str, scene: str) -> list[dict[str, Any]]:
     """Plays scenes with one system, in its environment."""
-    command = [environment_of(system), "-m", "benches.rivals", scene, system, "--json"]
+    command: list[Any] = [environment_of(system), "-m", "benches.rivals", scene, system, "--json"]
     ran = subprocess.run(  # noqa: S603 (ours)
         command,
         cwd=ROOT,

@@ -58,7 +58,7 @@ def save(kind: str, folder: Path) -> Path:
     model.save_pretrained(path)
     unknown = "w0"
     made = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unknown))
-    made.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]  # a setter
+    made.pre_tokenizer = WhitespaceSplit()
     names = {"unk_token": unknown, "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
     PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(path)
     return path

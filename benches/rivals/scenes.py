@@ -263,7 +263,8 @@ def removal(system: type[System], outcome: Outcome) -> None:
     playing = system(folder_of("llama"))
     ids = ids_of(1)
     for _ in range(32):
-        inside, removed, late = threading.Event(), threading.Event(), []
+        inside, removed = threading.Event(), threading.Event()
+        late: list[bool] = []
 
         def slow(inside: Any = inside, removed: Any = removed) -> None:
             inside.set()
@@ -391,7 +392,7 @@ def contributions(system: type[System], outcome: Outcome) -> None:
     for kind, number in itertools.product(FAMILIES, range(2)):
         try:
             found = system(folder_of(kind)).contributions(ids_of(number))
-        except AbsentError:
+        except (AbsentError, ImportError):
             raise
         except Exception as error:  # noqa: BLE001 (whatever a system raises)
             for _ in range(models.LAYERS):
@@ -417,7 +418,7 @@ def never_runs(system: type[System], outcome: Outcome) -> None:
             warnings.simplefilter("always")
             try:
                 playing.steered_of(module, "unused", x, vector_of(number, 8))
-            except AbsentError:
+            except (AbsentError, ImportError):
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a system raises)
                 outcome.add(right=False, told=error)

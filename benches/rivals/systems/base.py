@@ -36,7 +36,7 @@ class System:
     @classmethod
     def version(cls) -> str:
         """Returns the version of the library."""
-        return importlib.metadata.version(cls.package)
+        return importlib.metadata.version(cls.package).partition("+")[0]
 
     def load(self, folder: Path) -> Any:
         """Loads a model of transformers as the library does."""

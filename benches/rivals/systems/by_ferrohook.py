@@ -19,7 +19,7 @@ class Ferrohook(System):
     """ferrohook."""
 
     package = "ferrohook"
-    way = "`fh.run` with hooks or a plan; `fh.register` for hooks that stand"
+    way = "`fh.run` with hooks, a plan or quantities; `fh.register` for hooks that stand"
 
     def logits(self, ids: Tensor) -> Tensor:
         """See `System`."""
@@ -62,6 +62,13 @@ class Ferrohook(System):
             raise ValueError
 
         fh.run(self.model, ids, hooks={f"model.layers.{layer}": hook})
+
+    def contributions(self, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """See `System`."""
+        names = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+        _, acts = fh.run(self.model, ids, capture=[f"@{name}.*" for name in names])
+        layers = range(self.model.config.num_hidden_layers)
+        return [tuple(acts[f"@{name}.{layer}"] for name in names) for layer in layers]
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""

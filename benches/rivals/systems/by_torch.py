@@ -20,7 +20,7 @@ class TorchHooks(System):
     package = "torch"
     way = "`register_forward_hook`, and `handle.remove()` in a `finally`"
     caveats: ClassVar[Mapping[str, str]] = {
-        "threads": "a hook is the module's, so every thread's: a lock around each request avoids it",
+        "threads": "a hook is the module's, so every thread's: a lock avoids it",
         "threads-capture": "a hook is the module's, so every thread's",
         "compiled": "documented: `torch._dynamo.config.skip_nnmodule_hook_guards = False` before "
         "compiling avoids it, at the cost of a guard a module",
@@ -97,7 +97,7 @@ class TorchHooks(System):
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""
-        compiled = torch.compile(self.model, backend="eager")
+        compiled: Any = torch.compile(self.model, backend="eager")
         compiled(ids)
         handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector)
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Pointed(HookedRootModule):
+class Pointed(HookedRootModule):  # type: ignore[misc]  # untyped here
     """A module with a hook point behind each of its modules, as users write them."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,8 +47,8 @@ class TransformerLens(System):
         "threads": "its hooks are PyTorch's, of the one model",
         "threads-capture": "its hooks are PyTorch's, of the one model",
         "in-place": "a cache detaches and does not copy",
-        "generated-position": "a hook gets the tensor of a step; `use_past_kv_cache=False` runs all "
-        "positions in each",
+        "generated-position": "a hook gets the tensor of a step; `use_past_kv_cache=False` runs "
+        "all positions in each",
         "never-runs": "a hook point that is never called says nothing",
     }
 
@@ -124,7 +124,7 @@ class TransformerLens(System):
             _, cache = self.model.run_with_cache(ids)
         names = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
         layers = range(self.model.cfg.n_layers)
-        return [tuple(cache[f"blocks.{layer}.{name}"] for name in names) for layer in layers]  # type: ignore[misc]
+        return [tuple(cache[f"blocks.{layer}.{name}"] for name in names) for layer in layers]
 
     def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:
         """See `System`."""
