@@ -383,7 +383,9 @@ class Request(RequestBase, Scope):
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
             plan.warned = True
-            text = _not_called(plan, model) or explain(model, names)
+            text = explain(model, names)
+            if reason := _not_called(plan, model):
+                text = f"{text}; {reason}"
             warnings.warn(text, NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
