@@ -12,6 +12,8 @@ from ferrohook.quantity.looking import Hidden, Site
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from ferrohook.quantity.blocks import Anatomist
@@ -22,7 +24,7 @@ _MOST_MODULES: Final = 6
 
 
 class Beginning(NamedTuple):
-    """How the stream begins: `stream = modules(multiplier * embed + positions)`."""
+    """How the stream begins: `stream = modules(multiplier * first(embed) + positions)`."""
 
     embed: Site
     multiplier: float
@@ -30,11 +32,16 @@ class Beginning(NamedTuple):
     """What is added and is the same in each row of the batch."""
     modules: tuple[str, ...]
     """Paths of modules that the sum passes, in order."""
+    first: tuple[str, ...]
+    """Paths of modules that the embedding passes, in order."""
 
     @property
     def text(self) -> str:
         """The equation."""
-        text = "embed" if self.positions is None else "embed + positions"
+        text = "embed"
+        for path in self.first:
+            text = f"{path.rpartition('.')[2]}({text})"
+        text = text if self.positions is None else f"{text} + positions"
         for path in self.modules:
             text = f"{path.rpartition('.')[2]}({text})"
         return f"{text} = resid_pre.0"
@@ -82,16 +89,21 @@ def beginning(
     ]
     before = sorted((each for each in look.calls if each.end < start), key=lambda it: it.start)
     tables = [call for call in before if _looks_up(model, look, call, ids)]
-    if not tables:
+    embedded = [
+        (Site.output(call.path, part), value, first)
+        for call in tables
+        for part in call.outputs
+        if Site.output(call.path, part) in look.sites
+        for value, first in _passed(before, call.outputs[part])
+    ]
+    if not embedded:
         return "no module that ran before the first block looks up the token ids"
     total, modules = stream, list[str]()
     for _ in range(_MOST_MODULES):
-        for call in tables:
-            ((part, value),) = call.outputs.items()
-            site = Site.output(call.path, part)
+        for site, value, first in embedded:
             found = _embedded(look, total, value, example)
-            if found is not None and site in look.sites:
-                return Beginning(site, *found, tuple(modules))
+            if found is not None:
+                return Beginning(site, *found, tuple(modules), first)
         inner = _returning(before, total)
         if inner is None:
             break
@@ -145,6 +157,19 @@ def _embedded(
     if float((rest - rest.mean(0)).abs().max()) > 8 * eps * size:
         return None
     return factor, rest.mean(0)
+
+
+def _passed(calls: list[Call], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields a value, and what modules that take it alone make of it, with their paths."""
+    paths: tuple[str, ...] = ()
+    for _ in range(_MOST_MODULES):
+        yield value, paths
+        taking = (it for it in calls if [*it.inputs.values()] == [value] and _other(it, value))
+        call = next(taking, None)
+        if call is None:
+            return
+        (value,) = call.outputs.values()
+        paths = (*paths, call.path)
 
 
 def _returning(calls: list[Call], value: int) -> Call | None:

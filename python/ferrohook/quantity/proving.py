@@ -186,6 +186,9 @@ class _Prover:
         for stack in stacks:
             self._classify(stack, [each for each in stacks if each is not stack])
         for stack in stacks:
+            for number, reason in stack.broken.items():
+                for kind in ("resid_pre", "resid_post"):
+                    self._missing[f"{stack.prefix}{kind}.{number}"] = reason
             for part in stack.parts:
                 self._name(stack, part)
             self._around(stack)
@@ -502,7 +505,7 @@ class _Prover:
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
         """Returns the factor of the embedding, with the model's own parameters."""
-        if began.positions is not None or began.modules:
+        if began.positions is not None or began.modules or began.first:
             return began.multiplier
         sites = self._first.sites
         if began.embed not in sites or first.before not in sites:
