@@ -72,7 +72,7 @@ class Checks:
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
             taken = self._through(entry.norm, taken)
-        self._compare([name], self._before(entry.site), taken)
+        self._compare([name], self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
         """Checks the last projection of a sublayer, and the norm behind it."""

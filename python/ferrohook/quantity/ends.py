@@ -215,11 +215,24 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         (value,) = call.outputs.values()
         modules.append(call.path)
         for part, returned in root.outputs.items():
-            found = _as_logits(look, returned, value)
             logits = Site.output("", part)
+            if logits not in look.sites or not _by_position(look, logits, value, stream):
+                continue
+            found = _as_logits(look, returned, value)
             if found is not None and not isinstance(part, Hidden):
                 return Ending(site, logits, tuple(modules), *found)
     return Ending(site, None, ())
+
+
+def _by_position(look: Look, logits: Site, value: int, stream: int) -> bool:
+    """Returns True if the model returns a projection of each position of the stream."""
+    width = look.sites[logits].shape[-1]
+    positions = look.values[value].numel() // width
+    return width * positions == look.values[value].numel() and any(
+        positions * each.shape[-1] == look.values[stream].numel()
+        for each in look.sightings
+        if each.value == stream
+    )
 
 
 def _other(call: Call, value: int) -> bool:

@@ -234,10 +234,11 @@ class _Prover:
     def _classify(self, stack: Stack, others: list[Stack]) -> None:
         """Tells attention, cross-attention, other mixers of tokens and position-wise sublayers."""
         entries = {
-            each.entry.site
+            site
             for part in stack.parts
             for each in part.sublayers
             if each.entry is not None
+            for site in each.entry.sites
         }
         clean = {site: self._look.tensor(site) for site in entries}
         moved = self._held(clean, _first_moved)
@@ -359,12 +360,14 @@ class _Prover:
             multiplier=multiplier,
         )
         entry = each.entry
-        if entry is not None and self._moves.get(each.contribution):
+        if entry is not None and len(entry.sites) > 1:
+            self._missing[f"{prefix}{title}_in.{index}"] = "its module takes it several times"
+        elif entry is not None and self._moves.get(each.contribution):
             stream = self._state_name(part, entry.state)
             text = (
                 f"{title}_in = {stream}" if entry.norm is None else f"{title}_in = norm({stream})"
             )
-            self._add(f"{prefix}{title}_in.{index}", entry.site, text)
+            self._add(f"{prefix}{title}_in.{index}", entry.sites[0], text)
         inner = {"attn": "z", "mlp": "mlp_act"}.get(title)
         if inner is None:
             return
