@@ -45,7 +45,8 @@ def looked_at(kind: str) -> dict[str, Any]:
 def missed(found: dict[str, Any], quantity: str) -> dict[str, str]:
     """Returns the reasons for which a quantity is missing that the type has, with its blocks."""
     if not found["proved"].get("resid_post"):
-        reasons: dict[str, Any] = next(iter(found["missing"].values()))
+        missing = found["missing"]
+        reasons: dict[str, Any] = missing.get("resid_post") or missing["all"]
         return dict.fromkeys(reasons, "all")
     return {
         reason: blocks

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from ferrohook import shards
+from ferrohook._core import CacheBase
 from ferrohook.captured import Captured, not_captured
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.selection import select_names
@@ -33,7 +34,22 @@ class _NoGradients(dict[str, Any]):
         raise SelectionError(msg)
 
 
-class ActivationCache(Mapping[str, Any]):
+class _Names(KeysView[str]):
+    def __repr__(self) -> str:
+        return f"names of captured values: {', '.join(map(repr, self)) or 'none'}"
+
+
+class _Values(ValuesView[Any]):
+    def __repr__(self) -> str:
+        return f"captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
+
+
+class _Items(ItemsView[str, Any]):
+    def __repr__(self) -> str:
+        return f"names and captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
+
+
+class ActivationCache(CacheBase, Mapping[str, Any]):
     """Captured activations by module name, in the order in which the modules first ran.
 
     A value is a module's output (or input) in its own structure, its tensors converted as the
@@ -57,26 +73,25 @@ class ActivationCache(Mapping[str, Any]):
         model: str = "",
         per_call: bool = False,
     ) -> None:
-        self._activations = activations
+        del activations  # the base has them
         self._grads = grads
         self._model = model
         self._per_call = per_call
 
-    def __getitem__(self, name: str) -> Any:
-        """Returns the activations of one module; of the model by `""` or by its name in tables.
+    def _missing(self, name: str, error: KeyError) -> Any:
+        """Returns the value of the model by its name in tables; called for names without a value.
 
         Raises:
             SelectionError: no module of that name was selected, or it never ran.
-            StaleActivationError: a tensor was changed in place after the capture.
         """
         if name and name == self._model and name not in self and "" in self:
-            name = ""  # as tables print it
-        try:
-            return self._activations[name]
-        except SelectionError:
-            raise
-        except KeyError:
-            raise not_captured(name, "is not among", self) from None
+            return self._activations[""]
+        if isinstance(error, SelectionError):
+            raise error
+        raise not_captured(name, "is not among", self) from None
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self._activations,)
 
     def __contains__(self, name: object) -> bool:
         # `Mapping` would read the value, which raises for a stale one.
@@ -87,6 +102,18 @@ class ActivationCache(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._activations)
+
+    def keys(self) -> KeysView[str]:
+        """The names."""
+        return _Names(self)
+
+    def values(self) -> ValuesView[Any]:
+        """The values; reading one raises if it was changed in place."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Pairs of name and value."""
+        return _Items(self)
 
     @property
     def grads(self) -> ActivationCache:
@@ -218,13 +245,21 @@ class ActivationCache(Mapping[str, Any]):
 
 
 def cache_of(
-    recorded: Iterable[tuple[Recorders, Collector]], model: nn.Module | None
+    recorded: Iterable[tuple[Recorders, Collector]],
+    model: nn.Module | None,
+    reason: Callable[[], str] = str,
 ) -> ActivationCache:
-    """Makes the cache of what recorders of a model stored into collectors."""
+    """Makes the cache of what recorders of a model stored into collectors.
+
+    Args:
+        recorded: the recorders and their collectors.
+        model: the model, for its name.
+        reason: returns why modules may not have run, for errors.
+    """
     pairs = [*recorded]
     grads = [each.part(at, grads=True) for each, at in pairs if each.options.collector["grads"]]
     return ActivationCache(
-        Captured([each.part(at) for each, at in pairs]),
+        Captured([each.part(at) for each, at in pairs], reason),
         Captured(grads) if grads else None,
         model="" if model is None else model._get_name(),
         per_call=bool(pairs) and not any(each.options.only_last for each, _ in pairs),

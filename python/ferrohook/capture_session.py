@@ -119,6 +119,15 @@ class Capture(Scope):
 
     __iter__ = __len__ = __contains__ = _no_mapping
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(ActivationCache, name):
+                msg = f"{self!r} has no {name}: `with capture as acts:` gives acts.{name}"
+                raise AttributeError(msg, name=name, obj=self)
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg, name=name, obj=self)
+
     def __bool__(self) -> bool:
         return True  # not by `__len__`
 
@@ -165,7 +174,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             `"sum"` for the sum of the hidden state and residual that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
-            into pinned memory; reading waits for them.
+            through pinned memory, 256 MiB at a time; reading waits for them.
         dtype: cast floating-point tensors to this dtype.
         slice: part of each tensor to capture, as in `tensor[slice]`.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
+from ferrohook.pending import finish
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -34,10 +36,12 @@ class Recorded(NamedTuple):
 
     def ran(self) -> list[int]:
         """Returns the places that ran, in the order of their first calls."""
+        finish(self.collector)
         return self.collector.ran()
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
+        finish(self.collector)
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values
@@ -156,29 +160,40 @@ class Part(NamedTuple):
         return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
-class Captured(Mapping[str, Any]):
-    """View of captured values by name, of one capture or several with different names."""
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
 
-    __slots__ = ("_parts",)
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
 
-    def __init__(self, parts: list[Part]) -> None:
+    __slots__ = ("_parts", "_reason")
+
+    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (part.places, part.values.collector)
+            for part in parts
+            if isinstance(part.values, RecordedSteps) and not part.multipliers
+        ]
+        return super().__new__(cls, parts, last)
+
+    def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
+        self._reason = reason
+        """Returns why modules may not have run, for errors."""
 
     def peek(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""
         return self._read(name, stale=True)
 
     def _read(self, name: str, *, stale: bool = False) -> Any:
-        state = "was not selected"
+        state, reason = "was not selected", ""
         for part in self._parts:
             if (place := part.places.get(name)) is not None:
                 if found := part.read(place, stale=stale):
                     return found[-1] if part.only_last else found
-                state = "never ran"
-        raise not_captured(name, f"{state} and is not among", self)
+                state, reason = "never ran", self._reason()
+        error = not_captured(name, f"{state} and is not among", self)
+        raise SelectionError(f"{error}; {reason}") if reason else error
 
     def __contains__(self, name: object) -> bool:
         return name in list(self)

@@ -76,8 +76,8 @@ def collect(  # noqa: PLR0913 (the options by keyword)
 
     The forwards run in inference mode; call `model.eval()` yourself if you need it. A batch is
     stored completely or not at all. After an error or Ctrl-C, the same call with the same batches
-    runs those that are missing: not yet run, cut off, or with a file that was deleted or cut off.
-    The store stays open.
+    runs those that are missing: not yet run, cut off, or damaged (a file was deleted, or its
+    checksum is another; all files of the run are read for that). The store stays open.
 
     A run records what it is made of, and is resumed over nothing else: the selected modules and
     detectors with their options, `forward` and `mask` by name, the plan, the class of each module,
@@ -153,7 +153,7 @@ def collect(  # noqa: PLR0913 (the options by keyword)
             raise ResumeError(msg)
         texts = (text for it in sources for text in it.contents())
         made_of = manifest(model, texts, forward, options)
-        stored = _Stored.of(store, run, made_of)
+        stored = _Stored.of(store, run, made_of, progress=progress)
         if stored.unverified:
             warnings.warn(stored.unverified, UnverifiedWarning, stacklevel=2)
         # The scope removes the hooks from the model, wherever Ctrl-C interrupts.
@@ -229,7 +229,7 @@ class _Stored(NamedTuple):
     fingerprints: Mapping[int, str]
 
     @classmethod
-    def of(cls, store: Store, run: str, made_of: Mapping[str, Any]) -> _Stored:
+    def of(cls, store: Store, run: str, made_of: Mapping[str, Any], *, progress: bool) -> _Stored:
         """Reads the record of a run.
 
         Raises:
@@ -244,7 +244,7 @@ class _Stored(NamedTuple):
                 "another run"
             )
             raise ResumeError(msg)
-        damaged = store.verify(run, contents=False) if known else []
+        damaged = store.verify(run, progress=progress) if known else []
         intact = complete - {each.batch for each in damaged}
         return cls(run, known, intact, store.fingerprints(run))
 

@@ -194,3 +194,13 @@ def test_rows_of_a_pattern() -> None:
         list(acts.rows("c"))
     with pytest.raises(fh.HookTypeError, match="rows takes a name, a glob or a compiled regex"):
         list(acts.rows(3))  # type: ignore[arg-type]
+
+
+def test_views_of_a_cache_name_what_is_in_it() -> None:
+    acts = fh.ActivationCache({"a": torch.ones(1, 2), "b": torch.ones(3)})
+    assert repr(acts.keys()) == "names of captured values: 'a', 'b'"
+    assert repr(fh.ActivationCache({}).keys()) == "names of captured values: none"
+    assert repr(acts.values()) == f"captured values:\n{acts!r}"
+    assert repr(acts.items()) == f"names and captured values:\n{acts!r}"
+    assert acts.keys() == {"a", "b"}
+    assert acts.keys() | {"c"} == {"a", "b", "c"}

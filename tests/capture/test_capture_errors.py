@@ -156,3 +156,12 @@ def test_a_module_that_cannot_be_instrumented_leaves_nothing_behind(x: Tensor) -
         model(x)
     assert s.closed
     assert "0" in acts
+
+
+def test_a_capture_that_is_used_like_a_cache_says_how_to_get_one() -> None:
+    capture = fh.capture(nn.Sequential(nn.Identity()), "0")
+    for name in ("keys", "items", "stack", "to_pandas", "save"):
+        with pytest.raises(AttributeError, match=f"`with capture as acts:` gives acts.{name}"):
+            getattr(capture, name)
+    with pytest.raises(AttributeError, match="'Capture' object has no attribute 'kyes'"):
+        getattr(capture, "kyes")  # noqa: B009 (checkers know that there is none)

@@ -138,3 +138,36 @@ def test_records_of_runs(store: fh.data.Store) -> None:
     assert store.fingerprints("run") == {0: "a", 1: "b"}
     assert (store.manifest("other"), store.fingerprints("other")) == (None, {})
     assert store.verify("run") == []
+
+
+def test_repair_removes_damaged_batches_and_no_others(folder: Path) -> None:
+    flip(folder / "run" / "00000000.safetensors", 1000)
+    (folder / "other" / "00000000.safetensors").unlink()
+    with pytest.raises(fh.data.StoreError, match="read_only"):
+        LocalStore(folder, read_only=True).repair()
+    with LocalStore(folder) as store:
+        with pytest.raises(fh.SelectionError, match="no run 'none' there"):
+            store.repair("none")
+        assert [(each.run, each.batch) for each in store.repair("run")] == [("run", 0)]
+        assert [(each.run, each.batch) for each in store.verify()] == [("other", 0)]
+        store.repair()
+        assert store.verify() == store.repair() == []
+        assert store.batches("run") == store.completed("run") == [1, 2]
+    assert not (folder / "run" / "00000000.safetensors").exists()
+    check(LocalStore(folder, read_only=True), 1, 2)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_collect_makes_a_damaged_batch_again(tmp_path: Path, repair: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    batches = torch.ones(6, 4).split(2)
+    with LocalStore(tmp_path) as store:
+        assert fh.collect(model, batches, "", store) == (3, 0)
+        expected = store.get("run", 1, "")["output"]
+    flip(tmp_path / "run" / "00000001.safetensors", 8 * 100)
+    with LocalStore(tmp_path) as store:
+        if repair:
+            store.repair()
+        assert fh.collect(model, batches, "", store) == (1, 2)
+        assert store.verify() == []
+        assert torch.equal(store.get("run", 1, "", verify=True)["output"], expected)

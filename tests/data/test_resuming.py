@@ -325,7 +325,10 @@ def test_an_index_of_an_earlier_version_is_read(
         old.append(json.dumps(kept) + "\n")
     index.write_text("".join(old))
     with LocalStore(tmp_path) as store:
-        with pytest.warns(fh.data.UnverifiedWarning, match="batches 0, 1, 2, which have no"):
+        with (
+            pytest.warns(fh.data.UnverifiedWarning, match=f"3 batches of {tmp_path}: no checksum"),
+            pytest.warns(fh.data.UnverifiedWarning, match="batches 0, 1, 2, which have no"),
+        ):
             assert fh.collect(model, batches, "0", store) == (1, 3)
         with pytest.warns(fh.data.UnverifiedWarning, match=f"3 batches of {tmp_path}: no checksum"):
             assert store.verify() == []

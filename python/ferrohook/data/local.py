@@ -179,7 +179,9 @@ class LocalStore(Store):
         return self._folder.runs()
 
     def batches(self, run: str) -> list[int]:  # noqa: D102
-        return sorted(self._index(run))
+        # One without files and incomplete was removed by `repair`.
+        batches = self._index(run).items()
+        return sorted(number for number, batch in batches if batch.files or batch.complete)
 
     def completed(self, run: str) -> list[int]:  # noqa: D102
         return sorted(number for number, batch in self._known(run).items() if batch.complete)
@@ -201,6 +203,7 @@ class LocalStore(Store):
             (name, number, batch)
             for name in (self.runs() if run is None else [run])
             for number, batch in sorted(self._index(name).items())
+            if batch.files
         ]
         with progress_bar("verify", len(batches), "batch", shown=progress) as advance:
             for name, number, batch in batches:
@@ -213,6 +216,27 @@ class LocalStore(Store):
                 advance()
         if contents and unverified:
             _warn_unverified(f"{unverified} batches of {self._folder.path}")
+        return damaged
+
+    def repair(self, run: str | None = None, *, progress: bool = False) -> list[DamagedBatch]:
+        """Removes damaged batches, so that `collect` makes them again.
+
+        Args:
+            run: name of the run; None for all runs.
+            progress: show a progress bar, as `collect` does.
+
+        Returns:
+            The batches that it removed, as `verify` lists them.
+
+        Raises:
+            SelectionError: the store has no such run.
+            StoreError: the index of a run is damaged, or the store is read only or closed.
+        """
+        writer = self._check_writable()
+        damaged = self.verify(run, progress=progress)
+        for each in damaged:
+            writer.put(Shard(each.run, each.batch, Batch(restarted=True)))
+        self.flush()
         return damaged
 
     def layers(self, run: str, batch: int) -> list[str]:  # noqa: D102

@@ -25,6 +25,7 @@ from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
+from ferrohook.pending import finish
 from ferrohook.places import Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
@@ -53,6 +54,8 @@ class _Contents:
         self.captures: list[Recorders] = []
         self.handles: list[tuple[str, HookHandle]] = []
         self.ats: list[At] = []
+        self.guard: HookHandle | None = None
+        """Runs as the model is called."""
         # Read by the core when a request ends: True once every hook has fired, and once a warning
         # named those that had not.
         self.fired = False
@@ -99,7 +102,7 @@ class Prepared:
         """Modules of the model; plans for the same ones share it."""
         guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        attachment.register([model], "forward_pre", guard, **first)
+        (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
@@ -285,7 +288,9 @@ class Request(RequestBase, Scope):
         """The activations that the plan keeps, of this request; readable after it is closed."""
         captures = enumerate(self._plan.captures)
         return cache_of(
-            ((capture, self._collector(place)) for place, capture in captures), self._plan.model()
+            ((capture, self._collector(place)) for place, capture in captures),
+            self._plan.model(),
+            functools.partial(_why_silent, weakref.ref(self)),
         )
 
     @property
@@ -304,7 +309,7 @@ class Request(RequestBase, Scope):
         """
         for place, capture in enumerate(self._plan.captures):
             if (index := capture.places.get(name)) is not None:
-                collected = self._collector(place).positions(index)
+                collected = self.collector(place).positions(index)
                 known = [each for each in collected if each is not None]
                 if len(known) < len(collected):
                     msg = f"the positions of {name!r} are not known: give positions to the batch"
@@ -319,7 +324,7 @@ class Request(RequestBase, Scope):
             name
             for place, capture in enumerate(self._plan.captures)
             for name, index in capture.places.items()
-            if index not in self._collector(place).ran()
+            if index not in self.collector(place).ran()
         ]
 
     @property
@@ -337,14 +342,37 @@ class Request(RequestBase, Scope):
         """The prepared plan that it is a request of."""
         return self._prepared
 
-    def collector(self, capture: int) -> Collector:
-        """Returns the collector of one of the plan's captures."""
-        return self._collector(capture)
+    @property
+    def error(self) -> BaseException | None:
+        """The exception by which it failed in a batch, or the first of its hooks.
+
+        Waits for a GPU that has not said yet whether sites have kept its rows.
+        """
+        for place in range(len(self._plan.captures)):
+            self.collector(place)
+        return super().error
+
+    def collector(self, capture: int, *, complete: bool = True) -> Collector:
+        """Returns the collector of one of the plan's captures.
+
+        Args:
+            capture: its number among them.
+            complete: wait until it has all values so far.
+        """
+        collector = self._collector(capture)
+        if complete:
+            finish(collector)
+        return collector
 
     @property
     def plan_positions(self) -> Sequence[At]:
         """The positions that its plan names."""
         return self._plan.ats
+
+    def warns_first(self) -> bool:
+        """Returns True for the first warning of its plan's silence, which comes once."""
+        first, self._plan.warned = not self._plan.warned, True
+        return first
 
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""
@@ -355,11 +383,36 @@ class Request(RequestBase, Scope):
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
             plan.warned = True
-            warnings.warn(explain(model, names), NeverFiredWarning, stacklevel=self.stacklevel)
+            text = explain(model, names)
+            if reason := _not_called(plan, model):
+                text = f"{text}; {reason}"
+            warnings.warn(text, NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._entered is None else "entered"
         return f"<Request {self.id}, {state}>"
+
+
+def _not_called(plan: _Contents, model: nn.Module | None) -> str:
+    """Returns the text for a plan whose model was never called; "" if it was."""
+    guard = plan.guard
+    if model is None or guard is None or guard.calls or guard.traced:
+        return ""
+    return (
+        f"the plan was prepared for this {model._get_name()}, which was not called while the "
+        "request was open: call it, or prepare the plan for the model that is called"
+    )
+
+
+def _why_silent(request: weakref.ref[Request]) -> str:
+    """Returns why modules of a request did not run, if it is known; "" if not."""
+    # Weak: what a request captured keeps no hooks in the model.
+    found = request()
+    if found is None:
+        return ""
+    if found.error is not None and found.failed:
+        return f"the request failed: {type(found.error).__name__}: {found.error}"
+    return _not_called(found._plan, found._plan.model())
 
 
 def _close(frame: weakref.ref[Frame], _model: object) -> None:

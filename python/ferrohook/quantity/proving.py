@@ -297,7 +297,8 @@ class _Prover:
         residual = self._residual_of(part)
         if residual is None:
             self._missing[f"{prefix}resid_post.{index}"] = (
-                "the sum that holds with uneven parameters fails with the model's own"
+                "a tensor of its sum is seen only at a module that runs several times, or the sum "
+                "fails with the model's own parameters"
             )
             return
         equation = _sum_text(part)

@@ -11,11 +11,13 @@ import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import safetensors.torch
 import torch
 
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
@@ -24,7 +26,7 @@ from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
-from ferrohook.rows.site_tables import sites
+from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +36,21 @@ if TYPE_CHECKING:
     from ferrohook.engines.planned import Result
 
 _LOG: Final = logging.getLogger("ferrohook")
+_VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
+"""Its handlers show information too."""
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped for results_bytes"
+
+
+def _heads_of(module: Any) -> Heads | None:
+    """Returns the heads of what vLLM calls as attention(q, k, v), None for any other module."""
+    layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
+    sizes = [getattr(module, name, None) for name in ("num_heads", "num_kv_heads", "head_size")]
+    if not isinstance(module, layers.AttentionLayerBase) or None in sizes:
+        return None
+    heads, kv_heads, head_dim = map(int, filter(None, sizes))
+    return Heads(heads, kv_heads, head_dim)
 
 
 @dataclasses.dataclass
@@ -85,20 +99,44 @@ class Worker(EngineWorker):
         modules = observe(model, forward)
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
+        else:
+            modules = modules.with_quantities(look_at(model, forward, _heads_of))
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
-            scheduler = self._config.scheduler_config
-            self._sites = sites(  # open as long as the engine
-                model,
-                names,
-                max_requests=scheduler.max_num_seqs,
-                max_rows=scheduler.max_num_batched_tokens,
-                output_index=index,
-                width=modules.table[names[0]].width,
-            )
-        served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
-        self.test_itself(model, served, forward)
-        self.served = served
+            self._lay_sites(model, names, index, modules.table[names[0]].width)
+        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+
+    def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
+        """Lays the operators of a compiled engine, if their tables fit.
+
+        Raises:
+            HookError: they do not.
+        """
+        scheduler = self._config.scheduler_config
+        requests, rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        dtype = self._config.model_config.dtype
+        size = bytes_of_tables(len(names), requests, rows, width, dtype)
+        tables = (
+            f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
+            f"{rows:,} tokens of a step, of width {width:,} in {dtype}"
+        )
+        _VLLM_LOG.info("ferrohook: %s", tables)
+        advice = "name fewer sites, or lower max_num_batched_tokens or max_num_seqs"
+        if size > self.options.sites_bytes:
+            msg = f"{tables}; sites_bytes={self.options.sites_bytes:,}: {advice}, or raise it"
+            raise HookError(msg)
+        if size > (free := _free_bytes(self._runner.device)):
+            msg = f"{tables}; {free:,} bytes are free on {self._runner.device}: {advice}"
+            raise HookError(msg)
+        self._sites = sites(  # open as long as the engine
+            model,
+            names,
+            max_requests=requests,
+            max_rows=rows,
+            output_index=index,
+            width=width,
+            dtype=dtype,
+        )
 
     def _forward(self, model: Any) -> None:
         """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
@@ -238,6 +276,14 @@ class Worker(EngineWorker):
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
 
+    def refuse(self, reason: str) -> bytes:
+        """Serves no plan from now on, as the self-test failed."""
+        if self.served is not None:
+            self.served.planned.forget([*self._admitted])
+        self._admitted.clear()
+        self.served, self.refusal = None, reason
+        return b""
+
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
         vectors = safetensors.torch.load(data)
@@ -295,3 +341,11 @@ class Worker(EngineWorker):
                 return None if result is None else (admitted, result)
         finished = self._finished.get(key)
         return None if finished is None else (finished.admitted, finished.result)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that are free on a device."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free)
