@@ -37,7 +37,7 @@ FRONT = {
         "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module"
     ),
 }
-"""Rows of the chart on the front page, by what it calls them: PyTorch's hooks are the base of each."""
+"""Rows of the chart on the front page by its labels; PyTorch's hooks are the base of each."""
 
 
 def page(text: str, results: Results[Samples], machine: Machine) -> str:
@@ -77,7 +77,8 @@ def chart(results: Results[Samples], machine: Machine) -> str:
     bottom, full = TOP + HEIGHT * len(FRONT), LEFT + FULL
     body = "\n".join(drawn)
     about = f"{machine.cpu}, torch {machine.torch}, {machine.when[:10]}"
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 32}" role="img">
+    size = f'viewBox="0 0 {WIDTH} {bottom + 32}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">
 <title>Time with ferrohook, as a share of the time with PyTorch's hooks</title>
 <style>{STYLE}</style>
 <text x="{LEFT}" y="20">Time taken: shorter is faster</text>

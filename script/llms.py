@@ -21,22 +21,31 @@ FRONTS = ("", "analysis", "rows", "data", "detectors", "plot", "engines", "servi
 INTRODUCTION = """\
 # ferrohook
 
-> Hooks for PyTorch modules on a Rust core: look at or change what any nn.Module computes, for everybody or for one
-> thread, task or request alone, eagerly and under torch.compile. `import ferrohook as fh`.
+> Hooks for PyTorch modules on a Rust core: look at or change what any nn.Module computes, for
+> everybody or for one
 
-- What: a selector names modules by path ("layers.3"), glob ("layers.*", "**"), regex, class, predicate or a list of
-  these; "@resid_post.3" names a quantity of the computation in the same places.
-- A hook is PyTorch's: `hook(module, args, output)`; None observes, a value replaces. Interventions (fh.Add, fh.Scale, ...)
-  and detectors are hooks that run natively.
-- `with fh.capture(model, "layers.*") as acts: model(x)` then `acts["layers.3"]`, `acts.stack()`, `print(acts)`.
-- `with fh.register(model, "layers.3", hook): model(x)`; without `with`, `.remove()` the handles that it returns.
-- `with fh.scope(): fh.register(...)` is for this context's calls alone; `scope=None` is for everybody.
-- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call and returns the output and the activations.
-- `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with prepared.open() as request:`
-  for each request, and `request.acts`. Without Python functions a plan is JSON: `to_json`, `from_json`.
+> thread, task or request alone, eagerly and under torch.compile. `import ferrohook as fh`.
+- What: a selector names modules by path ("layers.3"), glob ("layers.*", "**"), regex, class,
+  predicate or a list of these; "@resid_post.3" names a quantity of the computation in the same
+  places.
+- A hook is PyTorch's: `hook(module, args, output)`; None observes, a value replaces.
+  Interventions (fh.Add, fh.Scale, ...) and detectors are hooks that run natively.
+- `with fh.capture(model, "layers.*") as acts: model(x)` then `acts["layers.3"]`, `acts.stack()`,
+  `print(acts)`.
+- `with fh.register(model, "layers.3", hook): model(x)`; without `with`, `.remove()` the handles
+  that it returns.
+- `with fh.scope(): fh.register(...)` is for this context's calls alone; `scope=None` is for
+  everybody.
+- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call and returns the output
+  and the activations.
+- `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
+  prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
+  plan is JSON: `to_json`, `from_json`.
 - `fh.hooks(model)` lists what is registered for everybody, `fh.clear(model)` removes it.
-- Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError what was expected.
-- Pages: tutorial.md, choosing.md, recipes/, plans.md, rows.md, threads.md, serving.md, contract.md, reference.md.
+- Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
+  what was expected.
+- Pages: tutorial.md, choosing.md, recipes/, plans.md, rows.md, threads.md, serving.md,
+  contract.md, reference.md.
 """
 
 
