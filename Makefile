@@ -69,8 +69,8 @@ oldest: $(BIN)/maturin ## The tests that depend on torch, on the oldest torch th
 interpreters: $(BIN)/maturin $(VENV)/release ## A quarter of the tests on CPython 3.12 or 3.13, in turn by day
 	script/interpreters $(TURN)
 
-vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes
-	script/vllm
+vllm: $(BIN)/maturin ## The tests of the engine vLLM, on a CPU, 5 to 7 minutes; RUNNER=v2, RELEASE=0.33.0
+	RUNNER=$(RUNNER) RELEASE=$(RELEASE) script/vllm
 
 sglang: $(BIN)/maturin ## The tests of the engine SGLang, on a CPU
 	script/sglang

@@ -15,6 +15,7 @@ from ferrohook.errors import CaptureBudgetError as CaptureBudgetError
 from ferrohook.errors import HookError as HookError
 from ferrohook.errors import HookTypeError as HookTypeError
 from ferrohook.errors import NeverFiredWarning as NeverFiredWarning
+from ferrohook.errors import NonFiniteError as NonFiniteError
 from ferrohook.errors import NotInstrumentedWarning as NotInstrumentedWarning
 from ferrohook.errors import RowsError as RowsError
 from ferrohook.errors import SelectionError as SelectionError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ferrohook.plans import Request as Request
     from ferrohook.plans import keep as keep
     from ferrohook.plans import on as on
+    from ferrohook.profiling import profile as profile
     from ferrohook.quantity import Quantities as Quantities
     from ferrohook.quantity import Quantity as Quantity
     from ferrohook.quantity import quantities as quantities
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from ferrohook.steering import Scale as Scale
     from ferrohook.steering import Zero as Zero
     from ferrohook.summaries import summary as summary
+    from ferrohook.watching import nan_watch as nan_watch
 
 _refuse_old_torch()
 
@@ -85,6 +88,7 @@ __all__ = [
     "HookedModule",
     "Intervention",
     "NeverFiredWarning",
+    "NonFiniteError",
     "NotInstrumentedWarning",
     "Plan",
     "Prepared",
@@ -110,8 +114,10 @@ __all__ = [
     "hooks",
     "instrument",
     "keep",
+    "nan_watch",
     "on",
     "plot",
+    "profile",
     "quantities",
     "register",
     "restore",
@@ -130,12 +136,14 @@ _NEEDS_TORCH = {
     "instrumentation": ("instrument", "restore"),
     "module": ("HookedModule",),
     "plans": ("Plan", "Prepared", "Request", "keep", "on"),
+    "profiling": ("profile",),
     "quantity": ("Quantities", "Quantity", "quantities"),
     "registered": ("clear", "hooks"),
     "rows": ("batch",),
     "selection": ("select",),
     "steering": ("Ablate", "Add", "Clamp", "Intervention", "Replace", "Scale", "Zero"),
     "summaries": ("summary",),
+    "watching": ("nan_watch",),
 }
 _MODULES = ("analysis", "data", "detectors", "engines", "plot", "rows", "service")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.errors import SelectionError
+from ferrohook.pending import finish
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ class Recorded(NamedTuple):
 
     def ran(self) -> list[int]:
         """Returns the places that ran, in the order of their first calls."""
+        finish(self.collector)
         return self.collector.ran()
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
+        finish(self.collector)
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values

@@ -36,6 +36,10 @@ class CaptureBudgetError(HookError):
     """Activation that would exceed `max_bytes`; earlier activations stay readable."""
 
 
+class NonFiniteError(HookError, FloatingPointError):
+    """NaN or infinity that a watch found; names step, batch and module."""
+
+
 class StoreError(HookError):
     """Failed operation of a store; batches that it acknowledged stay stored."""
 

@@ -139,6 +139,40 @@ def test_neighbours_are_not_reached(model: Any, hook: str, settings: dict[str, A
     assert wrong == 0
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_finite_keys_in_float16_are_hidden_too(sign: int) -> None:
+    """Their scores are above a mask of the lowest number in float16."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).half().eval()
+    model.requires_grad_(requires_grad=False)
+    for each in model.model.layers:
+        each.self_attn.q_proj.weight.mul_(20)
+    attention = "model.layers.1.self_attn"
+    width = model.get_submodule(f"{attention}.k_proj").out_features
+    hostile = fh.Plan(
+        fh.on(f"{attention}.k_proj", fh.Replace(torch.full((width,), sign * 60_000.0))),
+        fh.on(f"{attention}.v_proj", fh.Replace(torch.full((width,), 50.0))),
+    )
+    outputs = transformers.generate_batch(
+        model,
+        prompts(),
+        [hostile if each in HOSTILE else None for each in range(NUMBER)],
+        generation_config=greedy(NEW),
+        continuous_batching_config=batching(),
+    )
+    expected = alone(model, {})
+    texts = [output.generated_tokens for output in outputs.values()]
+    assert [number for number in expected if number not in HOSTILE] == [
+        number for number in expected if number not in HOSTILE and texts[number] == expected[number]
+    ]
+
+
+def test_eager_attention_in_float16_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").half()
+    with pytest.raises(HookError, match=r"float16 with eager attention is refused .*sdpa"):
+        transformers.generate_batch(model, [[3, 4]], [None], continuous_batching_config=batching())
+
+
 def test_drawing_and_later_requests_go_on() -> None:
     """NaN among probabilities would end the engine; keys and values stay after a request."""
     torch.manual_seed(0)

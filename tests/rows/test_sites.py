@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from support.compiling import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WIDTH = 8
 
@@ -315,24 +319,58 @@ def test_a_replayed_graph_serves_other_requests(model: Model) -> None:
                 assert torch.allclose(request.acts["layers.1"], expected[1][own], atol=1e-5)
 
 
+@contextlib.contextmanager
+def without_waits() -> Iterator[None]:
+    """Lets each wait of the host for the GPU raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.cuda
-def test_a_warm_batch_that_steers_waits_for_nothing(model: Model) -> None:
-    model = model.cuda()
-    x, vectors = torch.randn(6, WIDTH, device="cuda"), [torch.randn(WIDTH) for _ in range(3)]
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_warm_batch_waits_for_nothing_before_its_rows_are_read(model: Model, keep: bool) -> None:
+    on_gpu, x = copy.deepcopy(model).cuda(), torch.randn(6, WIDTH)
+    there, vectors = x.cuda(), [torch.randn(WIDTH) for _ in range(3)]
     with (
         torch.no_grad(),
-        fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH),
+        fh.rows.sites(on_gpu, "layers.*", max_requests=3, max_rows=8, width=WIDTH),
     ):
-        requests = [plan_of(vectors, keep=False).prepare(model).open() for _ in range(2)]
+        prepared = plan_of(vectors, keep=keep).prepare(on_gpu)
+        requests = [prepared.open() for _ in range(2)]
         for step in range(6):
-            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-            try:
-                rows = {requests[0]: slice(0, 1 + step % 3), requests[1]: [5, 3]}
-                with fh.batch(rows, size=6):
-                    model(x)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            rows = {requests[0]: slice(0, 1 + step % 3), requests[1]: [5, 3]}
+            with without_waits() if step > 2 else contextlib.nullcontext(), fh.batch(rows, size=6):
+                on_gpu(there)
         assert [each.error for each in requests] == [None, None]
+    if keep:
+        expected = by_hand(model, x, [(slice(0, 3), vectors), ([5, 3], vectors)])
+        for at, kept in enumerate(expected):
+            assert torch.allclose(requests[0].acts[f"layers.{at}"].cpu(), kept[:3], atol=1e-5)
+            assert torch.allclose(requests[1].acts[f"layers.{at}"].cpu(), kept[[5, 3]], atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_failures_at_sites_are_known_when_their_rows_are_read(model: Model) -> None:
+    model, calls = model.cuda(), [1, 2, 1]
+    with torch.no_grad(), fh.rows.sites(model, "layers.*", max_requests=3, max_rows=8, width=WIDTH):
+        prepared = fh.Plan(fh.keep("layers.*")).prepare(model)
+        requests = [prepared.open() for _ in calls]
+        late = prepared.open()
+        for request, count in zip(requests, calls, strict=True):
+            with fh.batch({request: 0}, size=4):
+                for _ in range(count):
+                    model(torch.randn(4, WIDTH, device="cuda"))
+        with fh.batch({late: 0}, size=4):
+            model.layers[0](torch.randn(3, WIDTH, device="cuda"))
+        late.close()
+    assert [*requests[0].acts] == [*requests[2].acts] == [f"layers.{at}" for at in range(3)]
+    assert requests[0].error is None
+    assert "2 times" in str(requests[1].error)
+    assert "3 in 1 calls" in str(late.error)
+    assert not late.acts
 
 
 @pytest.mark.cuda

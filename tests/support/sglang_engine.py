@@ -52,9 +52,14 @@ class Local:
         args = ServerArgs(model_path=str(folder), **(OPTIONS | options))
         args.resolve_once()
         args.check_server_args()
-        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
-        runtime_context.publish(args, role="scheduler", ranks=ranks)
-        self.scheduler = Scheduler(args, PortArgs.init_new(args))
+        if hasattr(runtime_context, "SpawnRanks"):
+            ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+            runtime_context.publish(args, role="scheduler", ranks=ranks)
+            self.scheduler = Scheduler(args, PortArgs.init_new(args))
+        else:  # 0.5.20
+            runtime_context.publish(args, role="scheduler")
+            ranks = [0] * 6  # GPU, TP, MoE, PP, attention, MoE
+            self.scheduler = Scheduler(args, PortArgs.init_new(args), *ranks, None)
         self.sent: list[Any] = []
         sink = _Sink(self.sent)
         self.scheduler.output_streamer.send_to_detokenizer = sink
@@ -137,8 +142,9 @@ def answers(sent: Iterable[Any]) -> dict[str, Any]:
             answer["tokens"] += each.output_ids[place]
             answer["finish"] = each.finished_reasons[place]
             answer["cached"] = each.cached_tokens[place]
-            if FIELD in info:
-                answer.setdefault(FIELD, []).extend(info[FIELD][place])
+            for part in info.get(FIELD, {place: ()})[place]:
+                if part is not None:
+                    answer[FIELD] = part
     return found
 
 

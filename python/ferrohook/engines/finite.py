@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ferrohook._core import to_device
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -26,43 +27,89 @@ def failure(what: str) -> HookError:
     return HookError(msg)
 
 
-def without_non_finite(
-    tensor: Tensor, spans: Iterable[Span], dim: int
-) -> tuple[Tensor, frozenset[str]]:
-    """Zeroes the numbers of some requests that are NaN, infinite or beyond `LIMIT`.
-
-    Costs one reduction where there are none.
-
-    Args:
-        tensor: keys or values of a step.
-        spans: the rows of the requests.
-        dim: dimension of the rows.
-
-    Returns:
-        The tensor, a copy if numbers were zeroed; ids of the requests that had some.
-    """
-    if bool(torch.linalg.vector_norm(tensor, torch.inf) < LIMIT):
-        return tensor, frozenset()
-    tensor, found = tensor.clone(), set()
-    for span in spans:
-        rows = tensor.narrow(dim, span.first_row, span.rows)
-        # NaN is not below anything.
-        if bool((bad := ~(rows.abs() < LIMIT)).any()):
-            rows.masked_fill_(bad, 0)
-            found.add(span.request_id)
-    return tensor, frozenset(found)
-
-
 def is_finite(rows: Tensor) -> bool:
     """Returns False if a number is NaN or infinite, by one reduction."""
     return bool(torch.linalg.vector_norm(rows, torch.inf).isfinite())
 
 
-def lost_rows(logits: Tensor) -> list[int]:
-    """Returns the rows of logits (rows, vocabulary) from which no token can be drawn.
+class WatchedRows:
+    """Rows of one step whose numbers are cleaned before others read them.
 
-    Those with NaN or plus infinity, or without any finite number: some models mask tokens by minus
-    infinity.
+    On the CPU tensors without bad numbers cost one reduction. A GPU is not waited for: there what
+    was found is sent to the host behind the step. Made and used on one stream.
+
+    Args:
+        spans: rows of the requests whose plans change them.
+        device: of the tensors.
     """
-    found: list[int] = (~logits.amax(-1).isfinite()).nonzero().flatten().tolist()
-    return found
+
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        rows = [span.first_row + row for span in spans for row in range(span.rows)]
+        drawn = [row for row, span in enumerate(spans) if span.wants_logits]
+        self._owners = [span.request_id for span in spans for _ in range(span.rows)]
+        self._drawn = [spans[row].request_id for row in drawn]
+        self._on_cpu = device.type == "cpu"
+        self._rows = to_device(torch.tensor(rows), device)
+        self._found: list[tuple[str, list[str], Tensor]] = []
+        """For each tensor with bad numbers its name, the owners of rows and bools of these."""
+        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def clean(self, tensor: Tensor, dim: int, what: str) -> Tensor:
+        """Returns keys or values with zeros for the watched numbers that are NaN or too large.
+
+        Args:
+            tensor: of the rows of all requests.
+            dim: dimension of the rows.
+            what: its name, for `lost`.
+        """
+        if self._on_cpu and bool(torch.linalg.vector_norm(tensor, torch.inf) < LIMIT):
+            return tensor
+        rows = tensor.index_select(dim, self._rows)
+        bad = ~(rows.abs() < LIMIT)  # NaN is not below anything
+        self._found.append((what, self._owners, bad.movedim(dim, 0).flatten(1).any(1)))
+        return tensor.index_copy(dim, self._rows, rows.masked_fill(bad, 0))
+
+    def clean_logits(self, scores: Tensor, drawn: Sequence[str]) -> Tensor:
+        """Returns logits with zeros in the watched rows from which no token can be drawn.
+
+        Those with NaN or plus infinity, or without any finite number: some models mask tokens by
+        minus infinity.
+
+        Args:
+            scores: (1, rows, vocabulary).
+            drawn: request of each row.
+        """
+        places = [place for place, owner in enumerate(drawn) if owner in self._drawn]
+        if not places:
+            return scores
+        index = to_device(torch.tensor(places), scores.device)
+        rows = scores.index_select(1, index)
+        bad = ~rows.amax(-1).isfinite()
+        if self._on_cpu and not bool(bad.any()):
+            return scores
+        self._found.append(("logits", [drawn[place] for place in places], bad[0]))
+        return scores.index_copy(1, index, rows.masked_fill(bad[..., None], 0))
+
+    def send(self) -> None:
+        """Starts the copy of what was found to the host, on the current stream."""
+        if self._found and not self._on_cpu:
+            bad = torch.cat([each for _, _, each in self._found])
+            host = torch.empty_like(bad, device="cpu", pin_memory=True)
+            host.copy_(bad, non_blocking=True)
+            self._sent = host, torch.cuda.current_stream(bad.device).record_event()
+
+    def lost(self) -> dict[str, str]:
+        """Returns the requests with bad numbers, and the name of the first tensor that has some.
+
+        Waits for what was sent.
+        """
+        found = [each for _, _, each in self._found]
+        if self._sent is not None:
+            host, event = self._sent
+            event.synchronize()
+            found = [*host.split([len(each) for each in found])]
+        lost: dict[str, str] = {}
+        for (what, owners, _), bad in zip(self._found, found, strict=True):
+            for row in bad.nonzero().flatten().tolist():
+                lost.setdefault(owners[row], what)
+        return lost

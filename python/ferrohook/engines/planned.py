@@ -140,14 +140,17 @@ class _Member:
 
     @property
     def failure(self) -> BaseException | None:
-        return self._failure or self.request.error
+        # `error` may wait for a GPU.
+        return self._failure or (self.request.error if self.request.failed else None)
 
     @failure.setter
     def failure(self, error: BaseException) -> None:
         self._failure = error
 
     def result(self, end: int | None) -> Result:
-        """Returns what it captured before the position `end`."""
+        """Returns what it captured before the position `end`; may wait for a GPU."""
+        if self._failure is None:
+            self._failure = self.request.error
         if self.parent is None and end is None:
             return Result(self.request.acts, self.failure, self.request.positions)
         kept = _Results(self, end)

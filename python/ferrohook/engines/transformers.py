@@ -32,7 +32,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ferrohook.arguments import expect_module
-from ferrohook.engines.finite import failure, lost_rows, without_non_finite
+from ferrohook.engines.finite import WatchedRows, failure
 from ferrohook.engines.planned import EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ferrohook.engines.steps import Span, Step
+    from ferrohook.engines.steps import Step
     from ferrohook.plans import Plan, Prepared
 
 CAPABILITIES = Capabilities(
@@ -71,6 +71,10 @@ CAPABILITIES = Capabilities(
             "decode_compile_config nor default_compile_level"
         ),
         "tensor parallelism": "it was not tried: a module's tensors may be shards",
+        "float16 with eager attention": (
+            "products of one request's queries and another's keys overflow there, which no mask "
+            'hides; load the model with attn_implementation="sdpa" or in bfloat16'
+        ),
     },
 )
 
@@ -170,6 +174,9 @@ def attach(manager: Any, *, untried: bool = False) -> Attached:
         CAPABILITIES.refuse("compilation")
     if manager.distributed_helper.tp_size > 1:
         CAPABILITIES.refuse("tensor parallelism")
+    model = manager.model
+    if model.dtype == torch.float16 and "eager" in str(model.config._attn_implementation):
+        CAPABILITIES.refuse("float16 with eager attention")
     if "_generation_step" in vars(manager):
         msg = "the manager is attached already: close that attachment first"
         raise HookError(msg)
@@ -189,12 +196,17 @@ class Attached:
         self._head = [] if head is None else [*head.modules()]
         self._lock = threading.RLock()  # held while a request with a plan is submitted
         self._rejected: set[str] = set()  # failed here, and not yet forgotten by the engine
+        self._watched: WatchedRows | None = None
+        """Rows of the last step, until it is known which are lost."""
         self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
         self._closed = False
         if manager.batch_processor is None:
             # As `warmup` does; the engine's thread takes it over.
             manager.batch_processor = manager._create_batch_processor()
         with self._paused():
+            if manager.model.device.type == "cuda":
+                # The engine zeroes its buffers on one stream, and writes them on others.
+                torch.cuda.synchronize(manager.model.device)
             running, self._other_dims = check_row_map(manager)
             self._planned = PlannedRequests(manager.model, dim=ROWS, running=running)
             self._hold()
@@ -386,47 +398,69 @@ class Attached:
             gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
             gathered |= dict.fromkeys(self._head, head_rows(step))
-        apart = self._apart(step, changed) if changed else contextlib.nullcontext()
+        watched = None
+        if changed:
+            with torch.cuda.stream(processor.inputs_and_outputs.compute_stream):
+                watched = WatchedRows(changed, self.manager.model.device)
+        apart = contextlib.nullcontext() if watched is None else self._apart(step, watched)
         with self._planned.running(step, gathered), apart:
             original()
+        # Asynchronous: tokens of this step are given out behind the next, and nothing waits here.
+        before, self._watched = self._watched, watched
+        if not self._asynchronous:
+            before, self._watched = watched, None
+        self._fail_lost(before)
         for span in step.spans:
             if self._planned.failure_of(span.request_id) is not None:
                 self._reject(span.request_id)
 
+    def _fail_lost(self, watched: WatchedRows | None) -> None:
+        """Fails the requests whose rows in a step were NaN or infinite."""
+        for request_id, what in ({} if watched is None else watched.lost()).items():
+            self._planned.fail(request_id, failure(what))
+            self._reject(request_id)
+
     @contextlib.contextmanager
-    def _apart(self, step: Step, changed: list[Span]) -> Iterator[None]:
-        """Fails the requests whose plans make rows NaN or infinite, before others read them.
+    def _apart(self, step: Step, watched: WatchedRows) -> Iterator[None]:
+        """Keeps rows that plans make NaN or infinite from others.
 
         The keys of all requests of a step stand in one tensor: a mask hides those of others, but
-        NaN plus a mask is NaN.
+        NaN plus a mask is NaN. And large scores in float16 are above a mask of its lowest number.
         """
         processor = self.manager.batch_processor
-        cache, runner = processor.cache, processor.model_runner
+        cache, runner, inputs = (
+            processor.cache,
+            processor.model_runner,
+            processor.inputs_and_outputs,
+        )
+        drawn = [span.request_id for span in step.spans if span.wants_logits]
 
         def update(
             key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> Any:
-            keys, in_keys = without_non_finite(key_states, changed, 2)
-            values, in_values = without_non_finite(value_states, changed, 2)
-            for request_id in in_keys | in_values:
-                self._planned.fail(request_id, failure(f"keys or values of layer {layer_idx}"))
+            what = f"keys or values of layer {layer_idx}"
+            keys = watched.clean(key_states, 2, what)
+            values = watched.clean(value_states, 2, what)
             return type(cache).update(cache, keys, values, layer_idx, *args, **kwargs)
 
         def sample(scores: Tensor, *others: Any) -> None:
-            drawn = [span for span in step.spans if span.wants_logits]
-            lost = [row for row in lost_rows(scores[0, : len(drawn)]) if drawn[row] in changed]
-            for row in lost:
-                self._planned.fail(drawn[row].request_id, failure("logits"))
-            if lost:  # drawing from them would raise, for all
-                scores = scores.clone()
-                scores[0, lost] = 0
-            type(runner)._sample(runner, scores, *others)
+            # Drawing from NaN would raise, for all.
+            type(runner)._sample(runner, watched.clean_logits(scores, drawn), *others)
+
+        def get_model_kwargs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            made: dict[str, Any] = type(inputs).get_model_kwargs(inputs, *args, **kwargs)
+            with torch.cuda.stream(inputs.compute_stream):
+                made["attention_mask"] = _hiding(made["attention_mask"])
+            return made
 
         cache.update, runner._sample = update, sample
+        inputs.get_model_kwargs = get_model_kwargs
         try:
             yield
         finally:
-            del cache.update, runner._sample
+            del cache.update, runner._sample, inputs.get_model_kwargs
+        with torch.cuda.stream(inputs.compute_stream):
+            watched.send()
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
         if self._complete(output):
@@ -471,6 +505,8 @@ class Attached:
 
     def _complete(self, output: Any) -> bool:
         """Gives an output what its request captured; returns False if it was rejected before."""
+        watched, self._watched = self._watched, None
+        self._fail_lost(watched)
         if output.request_id in self._rejected:
             return False
         result = None
@@ -528,6 +564,19 @@ def _with_plans(
         _Prompt(tokens, None if plan is None else known.serve(plan))
         for tokens, plan in zip(inputs, plans, strict=True)
     ]
+
+
+def _hiding(mask: Any) -> Any:
+    """Returns attention masks in float16 whose lowest numbers are minus infinity, others as given.
+
+    Args:
+        mask: a tensor, a dict of tensors or None.
+    """
+    if isinstance(mask, dict):
+        return {name: _hiding(each) for name, each in mask.items()}
+    if mask is None or mask.dtype != torch.float16:
+        return mask
+    return mask.masked_fill(mask == torch.finfo(mask.dtype).min, -torch.inf)
 
 
 def _children(request_id: str, number: int) -> list[str]:

@@ -186,6 +186,8 @@ def _run(
     recorder = _Recorder(model)
     try:
         processor.model_runner.compute_batch(model, inputs)
+        if io.compute_stream is not None:  # the engine's first step writes over its inputs
+            io.compute_stream.synchronize()
     finally:
         recorder.remove()
     return inputs, recorder

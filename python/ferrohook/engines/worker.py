@@ -5,29 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
-from ferrohook.engines.modules import OBSERVED_ROWS
 from ferrohook.engines.steps import Span, Step
-from ferrohook.engines.wire import packed, spans_of
+from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
-from ferrohook.plans import Plan
-from ferrohook.plans.entries import HookEntry, KeepEntry, keep
+from ferrohook.plans.entries import HookEntry, KeepEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from ferrohook.engines.modules import ModuleInfo, ModuleTable
+    from ferrohook.engines.modules import ModuleTable
     from ferrohook.engines.planned import PlannedRequests, Result
-    from ferrohook.plans import Prepared
+    from ferrohook.plans import Plan, Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
+PROBE: Final = f"{NAME}-self-test"
+"""Begin of the ids of a self-test's requests."""
 
 
 @dataclasses.dataclass
@@ -93,45 +93,6 @@ class EngineWorker:
         if self.served is None:
             raise HookError(self.refusal)
         return self.served
-
-    def test_itself(self, model: nn.Module, served: Served, forward: Callable[[], object]) -> None:
-        """Runs a known step, and compares the rows that two requests capture.
-
-        Args:
-            model: the engine's.
-            served: it, with its table.
-            forward: runs it for `OBSERVED_ROWS` tokens that nobody wants.
-
-        Raises:
-            HookError: they are not the rows of the step.
-        """
-        table = served.modules.table
-        names = [name for name, info in table.items() if info.refused is None and name]
-        if not names:
-            return
-        whole: list[Tensor] = []
-        kept = served.modules.place_of(names[0])
-        hook = model.get_submodule(kept).register_forward_hook(
-            lambda _module, _args, output: whole.append(_meant(output, table[names[0]]))
-        )
-        spans = (Span("a", 0, 3, 5, 6), Span("b", 3, 2, 0, 2))
-        plan = served.modules.placed(served.modules.rewritten(Plan(keep(names[0]))))
-        try:
-            for span in spans:
-                with served.planned.admitting(span.request_id, plan):
-                    pass
-            with served.planned.running(Step(spans, OBSERVED_ROWS)):
-                forward()
-        finally:
-            hook.remove()
-            results = [served.planned.retire(span.request_id) for span in spans]
-        for span, result in zip(spans, results, strict=True):
-            rows = whole[0][span.first_row : span.first_row + span.rows]
-            if result is None or result.error or not torch.equal(result.acts[kept], rows):
-                msg = (
-                    f"the self-test of ferrohook in the engine failed: {names[0]!r} has other rows"
-                )
-                raise HookError(msg)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -270,7 +231,8 @@ class EngineWorker:
             return {}
         failed, self._failures = self._failures, {}
         for request_id, reason in failed.items():
-            _LOG.error("ferrohook: request %s: %s", request_id, reason)
+            level = logging.DEBUG if request_id.startswith(PROBE) else logging.ERROR
+            _LOG.log(level, "ferrohook: request %s: %s", request_id, reason)
         return failed
 
     # --- captures ----------------------------------------------------------------------------
@@ -323,12 +285,3 @@ def reason_of(error: BaseException) -> str:
     """Returns the reason of a failure, with the notes that name hook and module."""
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     return f"the plan of the request failed: {'; '.join(lines)}"
-
-
-def _meant(output: Any, info: ModuleInfo) -> Tensor:
-    """Returns a copy of the tensor of an output that is meant."""
-    if info.kind == "stream":
-        hidden, residual = output
-        return hidden + residual  # type: ignore[no-any-return]
-    tensor: Tensor = output if info.kind == "tensor" else output[0]
-    return tensor.clone()

@@ -25,6 +25,7 @@ from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
+from ferrohook.pending import finish
 from ferrohook.places import Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
@@ -308,7 +309,7 @@ class Request(RequestBase, Scope):
         """
         for place, capture in enumerate(self._plan.captures):
             if (index := capture.places.get(name)) is not None:
-                collected = self._collector(place).positions(index)
+                collected = self.collector(place).positions(index)
                 known = [each for each in collected if each is not None]
                 if len(known) < len(collected):
                     msg = f"the positions of {name!r} are not known: give positions to the batch"
@@ -323,7 +324,7 @@ class Request(RequestBase, Scope):
             name
             for place, capture in enumerate(self._plan.captures)
             for name, index in capture.places.items()
-            if index not in self._collector(place).ran()
+            if index not in self.collector(place).ran()
         ]
 
     @property
@@ -341,9 +342,27 @@ class Request(RequestBase, Scope):
         """The prepared plan that it is a request of."""
         return self._prepared
 
-    def collector(self, capture: int) -> Collector:
-        """Returns the collector of one of the plan's captures."""
-        return self._collector(capture)
+    @property
+    def error(self) -> BaseException | None:
+        """The exception by which it failed in a batch, or the first of its hooks.
+
+        Waits for a GPU that has not said yet whether sites have kept its rows.
+        """
+        for place in range(len(self._plan.captures)):
+            self.collector(place)
+        return super().error
+
+    def collector(self, capture: int, *, complete: bool = True) -> Collector:
+        """Returns the collector of one of the plan's captures.
+
+        Args:
+            capture: its number among them.
+            complete: wait until it has all values so far.
+        """
+        collector = self._collector(capture)
+        if complete:
+            finish(collector)
+        return collector
 
     @property
     def plan_positions(self) -> Sequence[At]:

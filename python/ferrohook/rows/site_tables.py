@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, count_sites, frames, store_rows, to_device
+from ferrohook._core import Attachment, count_sites, frames, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
@@ -19,6 +19,7 @@ from ferrohook.plans import Prepared, Request
 from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
+from ferrohook.rows.site_captures import Served, SiteCaptures, Taken
 from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
 from ferrohook.selection import select
 from ferrohook.streams import Tables, made
@@ -132,6 +133,8 @@ class Sites:
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
         operators.define()
+        expected = f"a width of {width} and {self._kept.dtype}"
+        self._captures = SiteCaptures(names, self.dim, expected)
         self._sites = [_Site(self, number) for number in range(count)]
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
@@ -417,19 +420,9 @@ class Sites:
         reason = operators.misfit(x, self._table, self.dim)
         if reason is None and fits:
             return True
-        self._fail_at(site, reason or f"a tensor with {shape[self.dim]} rows")
+        got = reason or f"a tensor with {shape[self.dim]} rows"
+        self._captures.fail_at(self._members(batch), site, got)
         return False
-
-    def _fail_at(self, site: int, got: str) -> None:
-        """Fails the requests that have hooks at a site which has other rows than the batch."""
-        batch = cast("BatchBase", self._serving)
-        msg = (
-            f"the {batch.size} rows of the batch are found in dimension {self.dim} of no tensor at "
-            f"the site {self.names[site]!r}, which has {got}"
-        )
-        for number in batch._live():
-            if site in self._served[number].program.sites:
-                batch._fail(number, RowsError(msg))
 
     def _collect(self) -> None:
         """Stores what was kept since the tables were written with the requests."""
@@ -439,33 +432,33 @@ class Sites:
             self._places[:, : self._written] = self.max_rows
         if batch is None or self._version is None:
             return
-        on_cpu = self._calls.device.type == "cpu"
-        counts = self._calls.tolist() if wanted or on_cpu else None  # else nobody waits for a GPU
-        ran = None if counts is None else [operators.calls_of(count) for count in counts]
+        on_cpu = self._calls.is_cpu
+        if not on_cpu:
+            batch._version()  # no call asked for deadlines
+        ran = [operators.calls_of(count) for count in self._calls.tolist()] if on_cpu else None
         self._mark_ran(ran)
-        live = {each.number for each in wanted}
-        if not on_cpu:  # where no call asks for the members
-            batch._version()
-            self._check_rows(ran or [])
-            live &= {*batch._live()}
-        wanted = [each for each in wanted if each.rows and each.number in live]
-        if not wanted or ran is None:
+        members = self._members(batch)
+        # On the CPU one that has ended meanwhile got the rows of sites before that.
+        wanted = [
+            each for each in wanted if each.rows and (on_cpu or each.number in members.sites_of)
+        ]
+        if not wanted:
             return
+        counts, complete = self._calls.clone(), None
+        if not on_cpu:
+            counts = torch.empty_like(self._calls, device="cpu", pin_memory=True)
+            counts.copy_(self._calls, non_blocking=True)
+            complete = torch.cuda.current_stream(self._calls.device).record_event()
         rows = [row for each in wanted for row in each.rows]
         with torch.inference_mode(mode=False):
             chosen = to_device(torch.tensor(rows), self._kept.device)
             kept = self._kept[:, chosen]  # one copy for all
-            parts = kept.split([len(each.rows) for each in wanted], 1)
-            for each, own in zip(wanted, parts, strict=True):
-                if each.number in live and not self._stores(each, ran, own):
-                    live.discard(each.number)
+            parts = [*kept.split([len(each.rows) for each in wanted], 1)]
+        self._captures.add(Taken(members, wanted, parts, counts, complete))
 
-    def _check_rows(self, ran: list[tuple[int, int]]) -> None:
-        """Fails the requests with hooks at sites that had other rows than the batch."""
-        batch = cast("BatchBase", self._serving)
-        for site, (calls, rows) in enumerate(ran):
-            if calls and rows >= 0 and rows != calls * cast("int", batch.size):
-                self._fail_at(site, f"{rows} in {calls} calls")
+    def _members(self, batch: BatchBase) -> Served:
+        """Returns the members of a batch that did not end."""
+        return Served(batch, {each: self._served[each].program.sites for each in batch._live()})
 
     def _mark_ran(self, ran: list[tuple[int, int]] | None) -> None:
         """Marks the members whose sites ran; all on a GPU, which is not asked."""
@@ -474,41 +467,6 @@ class Sites:
         for number, (_, program) in self._served.items():
             if not program.sites.issubset(idle):
                 batch._mark_ran(number)
-
-    def _stores(self, wanted: Wanted, ran: list[tuple[int, int]], rows: Tensor) -> bool:
-        """Stores the rows of a request at all sites, or fails it and returns False."""
-        number, request, (capture, sites, names, _), _, positions = wanted
-        try:
-            for site in sites:
-                self._check_calls(site, ran[site])
-            # Tokens are put together by position; else the rows stand in their dimension.
-            shape = (...,) if positions is not None else (None,) * self.dim
-            own = [each[shape] for each in rows.unbind()] if self.dim else rows.unbind()
-            stored = [
-                (name, own[site]) for site, name in zip(sites, names, strict=True) if ran[site][0]
-            ]
-            store_rows(request.collector(capture), stored, positions)
-        except Exception as error:  # noqa: BLE001 (the request's failure: the others go on)
-            cast("BatchBase", self._serving)._fail(number, error)
-            return False
-        return True
-
-    def _check_calls(self, site: int, ran: tuple[int, int]) -> None:
-        calls, rows = ran
-        name = self.names[site]
-        if rows < 0:
-            msg = (
-                f"the output of {name!r} is not of (rows, width), with rows in dimension "
-                f"{self.dim}, a width of {self._kept.shape[-1]} and {self._kept.dtype}: a site "
-                "cannot keep it"
-            )
-            raise RowsError(msg)
-        if calls > 1:
-            msg = (
-                f"{name!r} ran {calls} times in one batch, and a site keeps the last: make a batch "
-                "for each call"
-            )
-            raise RowsError(msg)
 
     def end_service(self, batch: BatchBase) -> None:
         """Stores what was kept, and ends the service of a batch."""
@@ -522,6 +480,22 @@ class Sites:
                 self._written = 0
                 self._served, self._wanted = {}, []
                 self._serving = None
+
+
+def bytes_of_tables(
+    count: int, max_requests: int, max_rows: int, width: int, dtype: torch.dtype
+) -> int:
+    """Returns the bytes that the tables of sites take, see `sites`.
+
+    Args:
+        count: number of the sites.
+        max_requests: number of plans in a batch.
+        max_rows: number of rows of a batch.
+        width: last dimension of their outputs.
+        dtype: of the tables.
+    """
+    vectors = (max_requests + 1 + max_rows + 1) * width * dtype.itemsize
+    return count * (vectors + (2 * max_rows + 1) * torch.long.itemsize)
 
 
 def sites(  # noqa: PLR0913 (all but the first two by keyword)

@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
+from prometheus_client import REGISTRY
+
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, vllm
@@ -67,8 +69,13 @@ def wrong(model: Any, jobs: Sequence[Job], answers: dict[int, Answer]) -> list[t
     [
         ("llama", {"enable_prefix_caching": False}, False),
         # Blocks for a few of the requests: the others are preempted.
-        ("llama", {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 40}, True),
-        ("qwen2", {"max_num_batched_tokens": 32}, False),
+        pytest.param(
+            "llama",
+            {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 40},
+            True,
+            marks=pytest.mark.v2,
+        ),
+        pytest.param("qwen2", {"max_num_batched_tokens": 32}, False, marks=pytest.mark.v2),
         ("moe", {}, False),
     ],
 )
@@ -123,31 +130,35 @@ def test_embeddings_computed_before_the_forward_are_no_module_of_a_plan(models: 
         stop(engine)
 
 
-def test_rows_are_those_of_the_tokens(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.v2
+def test_rows_are_those_of_the_tokens(llm: Any) -> None:
     """In each step the rows of a span have the tokens of its request at its positions."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    worker = llm.llm_engine.model_executor.driver_worker.ferrohook
-    inner = runner._model_forward
+    engine = llm.llm_engine
+    model = engine.model_executor.driver_worker.worker.model_runner.get_model()
+    requests = engine.engine_core.engine_core.scheduler.requests
     seen = []
 
-    def checked(input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for span in worker._spans:
-            request = runner.requests[span.request_id]
-            tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    def check(_model: object, _args: object, inputs: dict[str, Any]) -> None:
+        for span in engine.model_executor.driver_worker.ferrohook._spans:
             rows = slice(span.first_row, span.first_row + span.rows)
-            wanted = tokens[span.position : span.position + span.rows]
-            assert input_ids[rows].tolist() == wanted
-            assert positions[rows].tolist() == [*range(span.position, span.position + span.rows)]
+            tokens = requests[span.request_id].all_token_ids
+            wanted = [*tokens][span.position : span.position + span.rows]
+            assert inputs["input_ids"][rows].tolist() == wanted
+            positions = [*range(span.position, span.position + span.rows)]
+            assert inputs["positions"][rows].tolist() == positions
             seen.append(span.rows)
-        return inner(input_ids, positions, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "_model_forward", checked)
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
     jobs = [job for job in random_jobs(40, seed=5) if job.plan is not None]
-    serve(llm, jobs, seed=3)
+    try:
+        serve(llm, jobs, seed=3)
+    finally:
+        hook.remove()
     assert max(seen) > 32
     assert min(seen) == 1
 
 
+@pytest.mark.v2
 def test_cancelled_requests_leave_nothing(models: Any, llm: Any) -> None:
     _, model = models["llama"]
     jobs = random_jobs(40, seed=23)
@@ -201,6 +212,7 @@ def steering(at: Any = None, layer: int = 1) -> Job:
     return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
 
 
+@pytest.mark.v2
 def test_a_cache_is_shared_within_a_plan_only(models: Any, llm: Any) -> None:
     _, model = models["llama"]
     llm.reset_prefix_cache()
@@ -230,6 +242,7 @@ def test_positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
     longer.check(model, again, NEW)
 
 
+@pytest.mark.v2
 def test_a_capture_runs_cached_positions_again(models: Any, llm: Any) -> None:
     _, model = models["llama"]
     answer(llm, Job(PROMPT))
@@ -446,6 +459,26 @@ def test_several_children_capture_nothing(llm: Any) -> None:
     params.temperature, params.n = 1.0, 2
     with pytest.raises(ValueError, match="n > 1 with captures"):
         llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_several_children_leave_nothing(llm: Any, aborted: bool) -> None:
+    params = sampling(steering().plan)
+    params.temperature, params.n = 1.0, 3
+    engine = llm.llm_engine
+    engine.add_request("children", {"prompt_token_ids": PROMPT}, params)
+    before = REGISTRY.get_sample_value("ferrohook_rows_total")
+    engine.step()
+    if aborted:
+        engine.abort_request(["children"])
+    else:
+        while engine.has_unfinished_requests():
+            engine.step()
+        ran = REGISTRY.get_sample_value("ferrohook_rows_total") - before
+        assert ran >= 3 * len(PROMPT)
+    assert connect(llm)._running == set()
+    answer(llm, Job([5]))
+    assert state(llm)["requests"] == 0
 
 
 def test_vectors_have_names(models: Any, llm: Any) -> None:

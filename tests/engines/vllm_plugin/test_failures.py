@@ -17,6 +17,7 @@ from ferrohook.engines.wire import digest_of
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, sampling, serve_at_once, state
 
+pytestmark = pytest.mark.v2
 NEW = 12
 PROMPT = [*range(10, 50)]
 served = functools.partial(serve_at_once, prompt=PROMPT, new_tokens=NEW)

@@ -21,7 +21,7 @@ import safetensors.torch
 import ferrohook as fh
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
-from ferrohook.engines.vllm import http, plugin, requests
+from ferrohook.engines.vllm import http, plugin, requests, supported
 from ferrohook.engines.vllm.plugin import connect_async
 from ferrohook.engines.vllm.worker import Worker
 from ferrohook.engines.wire import FIELD, HEADER, error_of, unpacked
@@ -418,7 +418,7 @@ def test_a_large_plan_is_read_beside_the_event_loop(engine: Engine) -> None:
     assert len(threads) == 2
 
 
-def test_a_dead_engine_and_an_untried_release_say_so(
+def test_a_dead_engine_and_an_old_release_say_so(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> tuple[httpx.Response, ...]:
@@ -426,17 +426,16 @@ def test_a_dead_engine_and_an_untried_release_say_so(
         engine.errored = True
         dead = await asked(engine, "GET", "capabilities")
         engine.errored = False
-        untried = fh.engines.Capabilities("vllm", "9.9.1", ("0.32",), (), {})
-        monkeypatch.setattr(plugin, "CAPABILITIES", untried)
-        monkeypatch.delenv(plugin.UNTRIED, raising=False)
+        old = fh.engines.Capabilities("vllm", "0.1.9", ("0.32",), (), {})
+        for module in (plugin, supported):
+            monkeypatch.setattr(module, "CAPABILITIES", old)
         routes = ("GET", "capabilities"), ("PUT", "vectors"), ("GET", "vectors")
         return alive, dead, *[await asked(engine, *route) for route in routes]
 
-    alive, dead, *untried = asyncio.run(run())
+    alive, dead, *old = asyncio.run(run())
     assert alive.status_code == httpx.codes.OK
     assert dead.status_code == httpx.codes.SERVICE_UNAVAILABLE
     assert "the engine is dead" in dead.text
-    for answer in untried:
+    for answer in old:
         assert answer.status_code == httpx.codes.NOT_IMPLEMENTED
-        assert "9.9.1 was not tried" in answer.text
-        assert plugin.UNTRIED in answer.text
+        assert "0.1.9 is older than those that were tried: 0.32" in answer.text

@@ -19,6 +19,7 @@ import psutil
 import ferrohook as fh
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.vllm import plugin, runners, supported
+from ferrohook.engines.vllm import worker as worker_module
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.worker import Worker
 from ferrohook.engines.wire import packed, spans_of, unpacked
@@ -59,6 +60,7 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
         ({"capture_byte": 1}, "got 'capture_byte'"),
         ({"capture_bytes": 0}, "at least 1; got 0"),
         ({"results_bytes": "many"}, "at least 1; got 'many'"),
+        ({"sites_bytes": True}, "at least 1; got True"),
         ([], r"got \[\]"),
     ],
 )
@@ -82,22 +84,57 @@ def test_the_plug_in_attaches_once() -> None:
         assert {name.partition("_")[0] for name in changed} <= {"ferrohook"}  # plain functions
 
 
-def test_an_untried_release_serves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    untried = fh.engines.Capabilities("vllm", "9.9.1", ("0.32",), (), {})
-    monkeypatch.setattr(plugin, "CAPABILITIES", untried)
-    monkeypatch.delenv(plugin.UNTRIED, raising=False)
-
+@pytest.mark.parametrize(
+    ("version", "missing", "reason"),
+    [
+        ("0.31.4", None, r"vllm 0\.31\.4 is older than those that were tried: 0\.32"),
+        (
+            "9.9.1",
+            "run_busy_loop",
+            r"vllm 9\.9\.1 lacks EngineCoreProc\.run_busy_loop in vllm\.v1",
+        ),
+    ],
+)
+def test_a_release_without_what_is_needed_serves_no_plan(
+    monkeypatch: pytest.MonkeyPatch, version: str, missing: str | None, reason: str
+) -> None:
     class Processor:
         def process_inputs(self, request_id: str, prompt: Any, params: Any) -> str:
             return "processed"
 
-    monkeypatch.setattr(plugin, "_named", lambda _module, _name: Processor)
+    found = fh.engines.Capabilities("vllm", version, supported.CAPABILITIES.tried, (), {})
+    for module in (plugin, supported):
+        monkeypatch.setattr(module, "CAPABILITIES", found)
+    owner = plugin._owner
+    monkeypatch.setattr(
+        plugin,
+        "_owner",
+        lambda seam: (
+            Processor
+            if seam == plugin._PROCESSOR
+            else object  # which has none
+            if seam.method == missing
+            else owner(seam)
+        ),
+    )
     plugin.register()
     params = types.SimpleNamespace(extra_args=None)
     assert Processor().process_inputs("a", [1], params) == "processed"
     params.extra_args = {"ferrohook": "{}"}
-    with pytest.raises(ValueError, match=r"vllm 9.9.1 was not tried.*only 0.32"):
+    with pytest.raises(ValueError, match=reason):
         Processor().process_inputs("a", [1], params)
+    with pytest.raises(fh.HookError, match=reason):
+        plugin.check_release()
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [("0.32.1", False), ("0.33.0rc2", False), ("0.34.0.dev3+g1", True), ("1.0", True)],
+)
+def test_newer_releases(monkeypatch: pytest.MonkeyPatch, version: str, newer: bool) -> None:
+    found = fh.engines.Capabilities("vllm", version, ("0.32", "0.33"), (), {})
+    monkeypatch.setattr(supported, "CAPABILITIES", found)
+    assert supported.is_newer() == newer
 
 
 def test_an_unknown_model_runner_is_refused() -> None:
@@ -235,10 +272,7 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Worker, "loaded", loaded)
     runner = RunnerV2()
     plain = runner.model
-    with pytest.warns(
-        UserWarning, match=r"V2 was tested against recorded shapes.*not run on a GPU"
-    ):
-        worker = runners.attach(runner, config())
+    worker = runners.attach(runner, config())
     runner.load_model()
     vector = torch.arange(1.0, 1 + WIDTH)
     steer = fh.Plan(fh.on("layer", fh.Add(vector), at="generated"), fh.keep("layer"))
@@ -333,3 +367,39 @@ def test_an_engine_that_does_not_start_leaves_no_process(
     with pytest.raises(KeyboardInterrupt):
         vllm_engine.start(tmp_path)
     assert not psutil.pid_exists(started[0].pid)
+
+
+@pytest.fixture
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).requires_grad_(False)
+
+
+def lay(layers: nn.Module, **options: int) -> Worker:
+    made = config(additional_config={"ferrohook": {"sites": "*", **options}})
+    made.model_config.dtype = torch.float32
+    worker = Worker(types.SimpleNamespace(device=torch.device("cpu")), made)
+    worker._lay_sites(layers, ["0", "1", "2"], None, WIDTH)
+    return worker
+
+
+def test_tables_of_sites_are_measured_and_logged(
+    layers: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "vllm.ferrohook"):
+        worker = lay(layers)
+    tables = [it for it in vars(worker._sites).values() if isinstance(it, torch.Tensor)]
+    size = sum(it.nbytes for it in tables)
+    assert len(tables) == 5
+    assert f"3 sites take {size:,} bytes" in caplog.text
+    worker._sites.close()
+    lay(layers, sites_bytes=size)._sites.close()
+    with pytest.raises(fh.HookError, match=rf"take {size:,} bytes.*sites_bytes={size - 1:,}: name"):
+        lay(layers, sites_bytes=size - 1)
+
+
+def test_tables_of_sites_that_do_not_fit_the_device_are_refused(
+    layers: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_free_bytes", lambda _device: 99)
+    with pytest.raises(fh.HookError, match=r"3 sites take .*99 bytes are free on cpu: name fewer"):
+        lay(layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,8 @@ class Operators:
     def __init__(self) -> None:
         self.pinned = Pinned()
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._lock = threading.RLock()
+        """Held while shapes are computed: the mode serves one thread at a time."""
         self._own: dict[str, Callable[..., Any]] = {
             "aten::_to_copy": self._to_copy,
             "aten::copy_": self._copy,
@@ -153,9 +156,10 @@ class Operators:
         """Enqueues a kernel: its outputs have a shape now, and numbers later."""
         inner, options = self._for_launch(args, kwargs)
         try:
-            fake_args, fake_options = tree_map(self._shape_of, (inner, options))
-            with _disable_current_modes(), self._shapes:
-                shapes, spec = tree_flatten(func(*fake_args, **fake_options))
+            with self._lock, _disable_current_modes():
+                fake_args, fake_options = tree_map(self._shape_of, (inner, options))
+                with self._shapes:
+                    shapes, spec = tree_flatten(func(*fake_args, **fake_options))
         except _DATA_DEPENDENT:
             what = f"{func._schema.name}, whose shape depends on data"
             return self._now(func, args, kwargs, what)

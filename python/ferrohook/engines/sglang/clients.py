@@ -26,15 +26,14 @@ def activations(answer: Any) -> Captured:
 
     Args:
         answer: of `Engine.generate` or of `/generate`, of a stream its last one; or a choice of an
-            answer of the OpenAI routes.
+            answer of the OpenAI routes, of a stream one in the list `ferrohook_captures`.
 
     Raises:
         HookError: the plan of the request failed, or its captures are missing.
         KeyError: the request captures nothing, or is not finished.
     """
     found = answer.get("meta_info", answer).get(FIELD)
-    parts = [found] if isinstance(found, str) else [each for each in found or () if each]
-    if not parts:
+    if found is None:
         msg = "the answer has no captures: its request keeps nothing, or is not finished"
         raise KeyError(msg)
-    return unpacked(base64.b64decode(parts[-1]))
+    return unpacked(base64.b64decode(found))

@@ -3,7 +3,8 @@
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
 were tried. In the scheduler's process: `Scheduler.__init__`, `Scheduler._add_request_to_queue`,
 `Req._compute_max_prefix_len`, `ForwardBatch.init_new`, `ModelRunner.forward` and
-`SchedulerOutputStreamer.stream_output`.
+`SchedulerOutputStreamer.stream_output`. In the front end: `TokenizerManager.__init__` and
+`generate_request`, and of the OpenAI routes the methods that build an answer or a stream.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import weakref
 from typing import Any, Final
 
+from ferrohook.engines.sglang.front_end import answered, generating, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import Worker
 from ferrohook.errors import HookError
@@ -27,21 +30,27 @@ _workers: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
 
 def register() -> None:
     """Registers the hooks of this process; SGLang applies them."""
-    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-    kinds = registry.HookType
-    for target, hook, kind in (
-        ("managers.scheduler.Scheduler.__init__", _made, kinds.AFTER),
-        ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, kinds.AROUND),
-        ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, kinds.AFTER),
-        ("model_executor.forward_batch_info.ForwardBatch.init_new", _batched, kinds.AFTER),
-        ("model_executor.model_runner.ModelRunner.forward", _forwarding, kinds.AROUND),
+    _register(
+        ("managers.scheduler.Scheduler.__init__", _made, "AFTER"),
+        ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, "AROUND"),
+        ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
+        ("model_executor.forward_batch_info.ForwardBatch.init_new", _batched, "AFTER"),
+        ("model_executor.model_runner.ModelRunner.forward", _forwarding, "AROUND"),
         (
             "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
             _answering,
-            kinds.BEFORE,
+            "BEFORE",
         ),
-    ):
-        registry.HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+        ("managers.tokenizer_manager.TokenizerManager.__init__", _serving, "AFTER"),
+        ("managers.tokenizer_manager.TokenizerManager.generate_request", generating, "AROUND"),
+    )
+
+
+def _register(*hooks: tuple[str, Any, str]) -> Any:
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    for target, hook, kind in hooks:
+        registry.HookRegistry.register(f"sglang.srt.{target}", hook, registry.HookType[kind])
+    return registry.HookRegistry
 
 
 def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -55,10 +64,16 @@ def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    worker = _workers[scheduler]
     try:
-        _workers[scheduler].take_request(req)
+        worker.take_request(req)
     except ValueError as error:
-        _workers[scheduler].reject(req, str(error))
+        worker.reject(req, str(error))
+        return None
+    except Exception as error:  # noqa: BLE001 (the answer of its client)
+        # The scheduler, and all requests with it, would end by an error in what one client sent.
+        _LOG.exception("ferrohook: request %s", req.rid)
+        worker.reject(req, f"the plan could not be read: {type(error).__name__}: {error}")
         return None
     return original(scheduler, req, *args, **kwargs)
 
@@ -83,3 +98,17 @@ def _answering(_streamer: Any, reqs: Any, *_args: Any, **_kwargs: Any) -> None:
     for worker in {*_workers.values()}:
         if worker.busy:
             worker.answer(reqs)
+
+
+def _serving(_none: None, *_args: Any, **_kwargs: Any) -> None:
+    """Registers the hooks of the OpenAI routes where a server has imported them."""
+    routes = "entrypoints.openai.serving"
+    if f"sglang.srt.{routes}_completions" in sys.modules:
+        completion = f"{routes}_completions.OpenAIServingCompletion"
+        chat = f"{routes}_chat.OpenAIServingChat"
+        _register(
+            (f"{completion}._build_completion_response", answered, "AFTER"),
+            (f"{completion}._generate_completion_stream", streaming, "AROUND"),
+            (f"{chat}._build_chat_response", answered, "AFTER"),
+            (f"{chat}._generate_chat_stream", streaming, "AROUND"),
+        ).apply_hooks()

@@ -24,15 +24,19 @@ from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import FIELD, NAME, packed
+from ferrohook.engines.wire import FIELD, NAME, packed, unpacked
 from ferrohook.engines.worker import EngineWorker, Served, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
-from ferrohook.plans.entries import KeepEntry
+from ferrohook.plans.entries import KeepEntry, keep, on
+from ferrohook.steering import Add
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from torch import Tensor
+
+    from ferrohook.engines.modules import ModuleTable
     from ferrohook.engines.planned import Result
     from ferrohook.engines.worker import Admitted
     from ferrohook.plans import Prepared
@@ -42,6 +46,17 @@ OPTIONS: Final = "FERROHOOK_SGLANG"
 """Environment variable with the options of an engine, as JSON."""
 _MOST_PLANS: Final = 256
 _names: Final = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class SglangOptions(EngineOptions):
+    """Options of an engine: JSON in the environment variable `FERROHOOK_SGLANG`.
+
+    Args:
+        plan_bytes: most characters of a plan. Others wait while the scheduler reads it.
+    """
+
+    plan_bytes: int = 2**23
 
 
 class Worker(EngineWorker):
@@ -81,7 +96,7 @@ class Worker(EngineWorker):
         if refused := refusals(self._scheduler, context.get_server_args()):
             raise HookError(CAPABILITIES.explain(refused))
         try:
-            options = EngineOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
+            self._options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
         except ValueError as error:
             raise HookError(str(error)) from error
         model = self._runner.model
@@ -93,29 +108,74 @@ class Worker(EngineWorker):
         modules = observe(model, self._run_alone)
         self._points = StreamPoints(model, layers)
         modules = modules.with_places(self._points.places)
-        self._admission = Admission(modules, options, secrets.token_bytes(32))
+        self._admission = Admission(modules, self._options, secrets.token_bytes(32))
         processor.register_forward_pre_hook(self._checking)
         self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        self._test_itself(modules)
 
     def refuse(self, reason: str) -> None:
         """Serves no plans, for a reason."""
         self.refusal, self.served = reason, None
         _LOG.warning("ferrohook: %s", reason)
 
-    @torch.no_grad()
+    def _test_itself(self, modules: ModuleTable) -> None:
+        """Runs known requests through the scheduler, and compares the rows that they capture.
+
+        Two in one batch, one of them changed at some positions; then the second one unchanged,
+        which must not find what the first wrote of the same tokens.
+
+        Raises:
+            HookError: they are not the rows of the requests.
+        """
+        names = [name for name, it in modules.table.items() if it.place or it.kind == "stream"]
+        if not names:
+            msg = "no layer of the model was recognized, behind which a plan sees the stream"
+            raise HookError(msg)
+        keep_it = keep(names[0])
+        change = on(names[0], Add(torch.ones(1)), at=slice(1, 4))
+        first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
+        alone = [self._captured(names[0], (each, Plan(keep_it)))[0] for each in (first, second)]
+        both = self._captured(names[0], (first, Plan(keep_it)), (second, Plan(change, keep_it)))
+        again = self._captured(names[0], (second, Plan(keep_it)))[0]
+        alone.append(alone[1])
+        alone[1] = alone[1].clone()
+        alone[1][1:4] += 1
+        for found, expected in zip((*both, again), alone, strict=True):
+            if found.shape != expected.shape or not torch.allclose(
+                found.float(), expected.float(), rtol=1e-2, atol=1e-2
+            ):
+                msg = f"the self-test failed: a request captured other rows of {names[0]!r}"
+                raise HookError(msg)
+
+    def _captured(self, name: str, *asked: tuple[Iterable[int], Plan]) -> list[Tensor]:
+        """Runs requests with plans; returns what each captured of a module."""
+        reqs = []
+        for tokens, plan in asked:
+            reqs.append(_request(tokens))
+            reqs[-1].sampling_params.custom_params = {NAME: plan.to_json()}
+        self._run(reqs)
+        found = []
+        for req in reqs:
+            if not (req.customized_info or {}).get(FIELD):
+                msg = f"the self-test failed: {req.finished_reason}"
+                raise HookError(msg)
+            data = base64.b64decode(req.customized_info[FIELD][-1])
+            found.append(unpacked(data).acts[name])
+        return found
+
     def _run_alone(self) -> None:
         """Runs a request of `OBSERVED_ROWS` tokens that nobody wants, in one step."""
+        self._run([_request(range(1, 1 + OBSERVED_ROWS))])
+
+    @torch.no_grad()
+    def _run(self, reqs: Iterable[Any]) -> None:
+        """Runs requests of the scheduler's process to their ends."""
         scheduler, streamer = self._scheduler, self._scheduler.output_streamer
-        batches = importlib.import_module("sglang.srt.managers.schedule_batch")
-        sampling = importlib.import_module("sglang.srt.sampling.sampling_params")
-        params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-        params.normalize(None)
-        req = batches.Req("ferrohook-test", "", array("q", range(1, 1 + OBSERVED_ROWS)), params)
-        req.cache_salt = secrets.token_hex()
-        scheduler.init_req_max_new_tokens(req)
-        scheduler.waiting_queue.append(req)
         sender, streamer.send_to_detokenizer = streamer.send_to_detokenizer, _Nowhere()
         try:
+            for req in reqs:
+                scheduler.init_req_max_new_tokens(req)
+                scheduler._add_request_to_queue(req)
             while True:
                 plan = scheduler.get_next_batch_to_run(
                     running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -161,18 +221,24 @@ class Worker(EngineWorker):
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
+        if isinstance(value, str) and len(value) > self._options.plan_bytes:
+            msg = (
+                f"the plan has {len(value):,} characters, more than "
+                f"plan_bytes={self._options.plan_bytes:,}"
+            )
+            raise ValueError(msg)
         read = self._admission.read(value, {}, {})
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
         name = str(next(_names))
         self.admit(name, prompt, read.digest, lambda: _cloning(read.plan), name)
+        # One that is aborted in a queue comes to no step and to no answer any more.
+        weakref.finalize(req, self.retire, name).atexit = False
         salt = self._admission.salt(read, prompt, req.cache_salt)
         req.ferrohook, req.ferrohook_rereads = name, read.reaches_back
         if salt is not None:
             req.cache_salt = salt
-        # One that is aborted in a queue comes to no step and to no answer any more.
-        weakref.finalize(req, self.retire, name).atexit = False
 
     def reject(self, req: Any, reason: str) -> None:
         """Ends a request that is not in the queue yet, with a status of 400."""
@@ -260,6 +326,15 @@ class Worker(EngineWorker):
                 data = packed({}, {}, error=reason_of(error))
             parts = [None] * (len(texts) - 1) + [base64.b64encode(data).decode()]
             req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+
+
+def _request(tokens: Iterable[int]) -> Any:
+    """Makes a request that ends with its prompt."""
+    batches = importlib.import_module("sglang.srt.managers.schedule_batch")
+    sampling = importlib.import_module("sglang.srt.sampling.sampling_params")
+    params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    params.normalize(None)
+    return batches.Req("ferrohook-test", "", array("q", tokens), params)
 
 
 class _Nowhere:

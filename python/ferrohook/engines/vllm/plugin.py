@@ -3,9 +3,9 @@
 Few names of vLLM are used, each bound as late as can be. Front end: `InputProcessor.process_inputs`
 and `assign_request_id`, `OutputProcessor.process_outputs`, `_finish_request` and `abort_requests`,
 `add_request` of both engines, `GenerateBaseServing._raise_if_error`, `create_completion` and
-`create_chat_completion` of the OpenAI server. Engine:
-`Scheduler.update_from_output`. Worker: `WorkerWrapperBase.init_device`, then
-those of `runners`.
+`create_chat_completion` of the OpenAI server. Engine: `Scheduler.update_from_output`,
+`EngineCore.__init__`, `EngineCoreProc.run_busy_loop` and what `self_test` calls. Worker:
+`WorkerWrapperBase.init_device`, then those of `runners`. `_seams` lists what is wrapped.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import functools
 import importlib
 import json
 import logging
-import os
 import secrets
 import weakref
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ferrohook.engines.admission import check_salt
 from ferrohook.engines.modules import ModuleTable
+from ferrohook.engines.vllm import metrics, self_test
 from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
 from ferrohook.engines.vllm.runners import attach
-from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError
+from ferrohook.engines.vllm.supported import CAPABILITIES, BadPlanError, is_newer
 from ferrohook.engines.wire import FIELD, HEADER, NAME
 from ferrohook.errors import HookError
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 _LOG: Final = logging.getLogger("ferrohook")
-UNTRIED: Final = "FERROHOOK_UNTRIED_VLLM"
-"""Environment variable that lets an untried release of vLLM be used."""
 _SHORTEST: Final = 24
 _MARK: Final = "_ferrohook"
 _PATIENCE: Final = 1.0
@@ -47,50 +45,88 @@ _front_ends: weakref.WeakKeyDictionary[Any, FrontEnd] = weakref.WeakKeyDictionar
 def register() -> None:
     """Attaches to this process of vLLM; idempotent.
 
-    With a release that was not tried, plans are refused and nothing else changes.
+    Plans are refused, and nothing else changes, with a release that is older than those that were
+    tried, or that lacks a name that is attached to. A newer one is judged by the self-test.
     """
-    processor = _named("v1.engine.input_processor", "InputProcessor")
-    try:
-        check_release()
-    except HookError as error:
-        _LOG.warning("ferrohook: %s", error)
-        _wrap(processor, "process_inputs", functools.partial(_refusing, str(error)))
+    if (reason := refusal()) is not None:
+        _LOG.warning("ferrohook: %s", reason)
+        _wrap(_PROCESSOR, functools.partial(_refusing, reason))
         return
-    _wrap(processor, "process_inputs", _processing)
-    _wrap(processor, "assign_request_id", _assigning)
-    outputs = _named("v1.engine.output_processor", "OutputProcessor")
-    _wrap(outputs, "process_outputs", _outputting)
-    _wrap(outputs, "_finish_request", _finishing)
-    _wrap(outputs, "abort_requests", _aborting)
-    _wrap(_named("v1.engine.llm_engine", "LLMEngine"), "add_request", _adding)
-    _wrap(_named("v1.engine.async_llm", "AsyncLLM"), "add_request", _adding_async)
-    _wrap(_named("v1.core.sched.scheduler", "Scheduler"), "update_from_output", _updating)
-    wrapper = _named("v1.worker.worker_base", "WorkerWrapperBase")
-    _wrap(wrapper, "init_device", _initializing)
-    for name in ("describe", "put", "drop", "state", "take", "peek"):
+    for seam, make in _seams().items():
+        _wrap(seam, make)
+    wrapper = _owner(_WORKER)
+    for name in ("describe", "put", "drop", "state", "take", "peek", "refuse"):
         setattr(wrapper, f"ferrohook_{name}", _remote(name))
-    serving = _named("entrypoints.generate.base.serving", "GenerateBaseServing")
-    _wrap(serving, "_raise_if_error", _raising)
-    for path in ("completion", "chat_completion"):
-        module = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")
-        name = {"completion": "CompletionRequest"}.get(path, "ChatCompletionRequest")
-        _wrap(getattr(module, name), "to_beam_search_params", _beaming)
-        serving = importlib.import_module(f"vllm.entrypoints.openai.{path}.serving")
-        name = {"completion": "OpenAIServingCompletion"}.get(path, "OpenAIServingChat")
-        _wrap(getattr(serving, name), f"create_{path}", _answering)
+
+
+def refusal() -> str | None:
+    """Returns why no plan is served with this release of vLLM; None if plans may be."""
+    tried = ", ".join(CAPABILITIES.tried)
+    if not CAPABILITIES.works and not is_newer():
+        return f"vllm {CAPABILITIES.version} is older than those that were tried: {tried}"
+    for seam in _seams():
+        try:
+            vars(_owner(seam))[seam.method]
+        except (ImportError, AttributeError, KeyError) as error:
+            name = f"{seam.owner}.{seam.method} in vllm.{seam.module}"
+            return f"vllm {CAPABILITIES.version} lacks {name}, as {tried} have it: {error!r}"
+    return None
 
 
 def check_release() -> None:
-    """Refuses a release of vLLM that was not tried.
+    """Refuses a release of vLLM with which no plan is served.
 
     Raises:
-        HookError: it was not, and the environment does not let it be used.
+        HookError: it is one, with the reason.
     """
-    try:
-        CAPABILITIES.check_version(untried=bool(os.environ.get(UNTRIED)))
-    except HookError as error:
-        msg = str(error).replace("pass untried=True", f"set {UNTRIED}=1")
-        raise HookError(msg) from None
+    if (reason := refusal()) is not None:
+        raise HookError(reason)
+
+
+class _Seam(NamedTuple):
+    """A method of vLLM that is wrapped."""
+
+    module: str
+    owner: str
+    method: str
+
+
+_PROCESSOR: Final = _Seam("v1.engine.input_processor", "InputProcessor", "process_inputs")
+_WORKER: Final = _Seam("v1.worker.worker_base", "WorkerWrapperBase", "init_device")
+
+
+def _seams() -> dict[_Seam, Callable[[Any], Any]]:
+    """Returns the methods that are wrapped, with what makes the new ones."""
+    outputs = "v1.engine.output_processor", "OutputProcessor"
+    openai = "entrypoints.openai"
+    return {
+        _PROCESSOR: _processing,
+        _Seam("v1.engine.input_processor", "InputProcessor", "assign_request_id"): _assigning,
+        _Seam(*outputs, "process_outputs"): _outputting,
+        _Seam(*outputs, "_finish_request"): _finishing,
+        _Seam(*outputs, "abort_requests"): _aborting,
+        _Seam("v1.engine.llm_engine", "LLMEngine", "add_request"): _adding,
+        _Seam("v1.engine.async_llm", "AsyncLLM", "add_request"): _adding_async,
+        _Seam("v1.core.sched.scheduler", "Scheduler", "update_from_output"): _updating,
+        _Seam("v1.engine.core", "EngineCore", "__init__"): _starting,
+        _Seam("v1.engine.core", "EngineCoreProc", "run_busy_loop"): _looping,
+        _WORKER: _initializing,
+        _Seam(
+            "entrypoints.generate.base.serving", "GenerateBaseServing", "_raise_if_error"
+        ): _raising,
+        _Seam(
+            f"{openai}.completion.protocol", "CompletionRequest", "to_beam_search_params"
+        ): _beaming,
+        _Seam(
+            f"{openai}.chat_completion.protocol", "ChatCompletionRequest", "to_beam_search_params"
+        ): _beaming,
+        _Seam(
+            f"{openai}.completion.serving", "OpenAIServingCompletion", "create_completion"
+        ): _answering,
+        _Seam(
+            f"{openai}.chat_completion.serving", "OpenAIServingChat", "create_chat_completion"
+        ): _answering,
+    }
 
 
 def front_end_of(engine: Any) -> FrontEnd:
@@ -152,11 +188,8 @@ def _connected(engine: Any, answers: list[bytes]) -> FrontEnd:
         raise HookError(described["refused"])
     servers = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
     options = VllmOptions.of(engine.vllm_config)
-    modules, secret = (
-        ModuleTable.from_json(described["modules"]),
-        bytes.fromhex(described["secret"]),
-    )
-    made = FrontEnd(modules, options, secret, max(servers, 1))
+    modules = ModuleTable.from_json(described["modules"])
+    made = FrontEnd(modules, options, bytes.fromhex(described["secret"]), max(servers, 1))
     return _front_ends.setdefault(engine.input_processor, made)
 
 
@@ -164,15 +197,20 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"vllm.{module}"), name)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _owner(seam: _Seam) -> Any:
+    return _named(seam.module, seam.owner)
+
+
+def _wrap(seam: _Seam, make: Callable[[Any], Any]) -> None:
     """Replaces a method by one around it, once."""
-    original = vars(owner)[name]
+    owner = _owner(seam)
+    original = vars(owner)[seam.method]
     plain = original.__func__ if isinstance(original, staticmethod) else original
     if hasattr(plain, _MARK):
         return
     made = functools.wraps(plain)(make(plain))
     setattr(made, _MARK, True)
-    setattr(owner, name, staticmethod(made) if isinstance(original, staticmethod) else made)
+    setattr(owner, seam.method, staticmethod(made) if isinstance(original, staticmethod) else made)
 
 
 def _has_plan(params: Any) -> bool:
@@ -206,6 +244,7 @@ def _processing(original: Any) -> Any:
                     msg = "a plan came by a way on which ferrohook does not see the engine"
                     raise BadPlanError(msg)
                 front_end.prepare(request)
+                metrics.PLANS.inc()
         except ValueError as error:
             raise BadPlanError(str(error)) from error
         return request
@@ -316,8 +355,14 @@ def _finishing(original: Any) -> Any:
     def _finish_request(self: Any, state: Any) -> Any:
         if state.detokenizer is not None:
             tokens = state.prompt_len + state.detokenizer.num_output_tokens()
+            parent = state.parent_req
+            owner, last = (
+                (state.request_id, True)
+                if parent is None
+                else (parent.request_id, not parent.child_requests)
+            )
             for front_end in [*_front_ends.values()]:
-                front_end.finished(state.request_id, tokens)
+                front_end.finished(owner, tokens, last=last)
         return original(self, state)
 
     return _finish_request
@@ -345,6 +390,24 @@ def _beaming(original: Any) -> Any:
 
 
 # --- engine --------------------------------------------------------------------------------------
+
+
+def _starting(original: Any) -> Any:
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self_test.run(self)
+
+    return make
+
+
+def _looping(original: Any) -> Any:
+    """Tests an engine whose process has learned of the plug-in as it was made."""
+
+    def run_busy_loop(self: Any) -> Any:
+        self_test.run(self)
+        return original(self)
+
+    return run_busy_loop
 
 
 def _updating(original: Any) -> Any:

@@ -41,6 +41,7 @@ class VllmOptions(EngineOptions):
             them the oldest are dropped.
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
+        sites_bytes: most bytes of the tables of the sites, on the device of the model.
         vectors_bytes: most bytes of all uploaded vectors.
         captures_by_id: give captures over HTTP to whoever knows the id of the response, which
             clients choose, instead of its token.
@@ -48,6 +49,7 @@ class VllmOptions(EngineOptions):
 
     results_bytes: int = 2**30
     sites: Any = None
+    sites_bytes: int = 8 * 2**30
     vectors_bytes: int = 2**30
     captures_by_id: bool = False
 
@@ -271,7 +273,6 @@ class FrontEnd:
         params.extra_args = {**params.extra_args, NAME: payload}
         params.extra_args.pop(FIELD, None)
         self._sent.add(key)
-        metrics.PLANS.inc()
 
     def _issue(self, ticket: Ticket) -> None:
         with self._lock:
@@ -291,12 +292,19 @@ class FrontEnd:
                 ticket.engine_id = engine_id
                 self._by_engine_id[engine_id] = ticket
 
-    def finished(self, engine_id: str, tokens: int) -> None:
-        """Notes the number of tokens of a finished request."""
+    def finished(self, engine_id: str, tokens: int, *, last: bool = True) -> None:
+        """Notes the number of tokens of a finished request.
+
+        Args:
+            engine_id: of the request; of its parent, if it is one of `n`.
+            tokens: tokens of prompt and answer.
+            last: no other of the `n` runs.
+        """
         with self._lock:
             if engine_id in self._running:
-                self._running.discard(engine_id)
                 metrics.ROWS.inc(tokens - 1)  # the last token of an answer does not run
+            if last:
+                self._running.discard(engine_id)
         if (ticket := self._by_engine_id.get(engine_id)) is not None:
             ticket.tokens = tokens
 
@@ -322,6 +330,7 @@ class FrontEnd:
         """Forgets the ticket of a cancelled request."""
         with self._lock:
             self._running.discard(engine_id)
+            self._running.discard(engine_id.partition("_")[2])  # of one of `n`: its parent
             if (ticket := self._by_engine_id.get(engine_id)) is not None:
                 self._cancelled.append(ticket.key)
                 self._forget(ticket)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrohook.engines.vllm.supported import CAPABILITIES
@@ -31,7 +30,6 @@ def attach(runner: Any, config: Any) -> Worker:
     if all(hasattr(runner, name) for name in _V1):
         _attach_v1(runner, worker)
     elif all(hasattr(runner, name) for name in _V2):
-        warnings.warn(V2_WARNING, stacklevel=2)
         _attach_v2(runner, worker)
     else:
         msg = f"{type(runner).__name__} of vLLM {CAPABILITIES.version} is an unknown model runner"
@@ -43,10 +41,6 @@ def attach(runner: Any, config: Any) -> Worker:
 
 _V1: Final = ("_update_states", "_prepare_inputs", "_model_forward")
 _V2: Final = ("add_requests", "prepare_inputs", "execute_model")
-V2_WARNING: Final = (
-    "vLLM's model runner V2 was tested against recorded shapes of its objects, not run on a GPU: "
-    "set VLLM_USE_V2_MODEL_RUNNER=0 for the runner that was"
-)
 
 
 def _around(runner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:

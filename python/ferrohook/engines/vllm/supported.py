@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any, Final
 
 from ferrohook.engines.support import Capabilities
@@ -10,7 +11,7 @@ from ferrohook.engines.support import Capabilities
 CAPABILITIES: Final = Capabilities(
     engine="vllm",
     version=importlib.import_module("vllm").__version__,
-    tried=("0.32",),
+    tried=("0.32", "0.33"),
     served=(
         "interventions and captures of a request, at positions",
         "eager engines, any module that runs once per forward",
@@ -34,7 +35,8 @@ CAPABILITIES: Final = Capabilities(
         "pooling models": "plans travel in SamplingParams",
         "compilation without sites": "hooks are not in vLLM's graph: name the modules by "
         "additional_config={'ferrohook': {'sites': 'model.layers.*'}}, or enforce_eager=True",
-        "CUDA graphs": "not run on a GPU yet: start with enforce_eager=True",
+        "CUDA graphs": "a replay runs no Python, and was not run on a GPU yet: start with "
+        "compilation_config={'cudagraph_mode': 'NONE'}, or enforce_eager=True",
         "diffusion": "a forward reruns tokens that are not settled",
         "n > 1 with captures": "the children have one id: send n requests",
         "beam search": "vLLM drops extra_args on the way to the beams",
@@ -43,6 +45,15 @@ CAPABILITIES: Final = Capabilities(
     },
 )
 """See `ferrohook.engines.capabilities`."""
+
+
+def is_newer() -> bool:
+    """True if the installed release is newer than those that were tried."""
+    return _numbers(CAPABILITIES.version) > max(map(_numbers, CAPABILITIES.tried))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 # An untried release may have another.

@@ -11,6 +11,7 @@ import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import safetensors.torch
 import torch
 
@@ -24,7 +25,7 @@ from ferrohook.engines.worker import Admitted, EngineWorker, Served
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry
-from ferrohook.rows.site_tables import sites
+from ferrohook.rows.site_tables import bytes_of_tables, sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ferrohook.engines.planned import Result
 
 _LOG: Final = logging.getLogger("ferrohook")
+_VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
+"""Its handlers show information too."""
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped for results_bytes"
@@ -87,18 +90,40 @@ class Worker(EngineWorker):
             modules = modules.without(self._ranks.partial(model, forward))
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
-            scheduler = self._config.scheduler_config
-            self._sites = sites(  # open as long as the engine
-                model,
-                names,
-                max_requests=scheduler.max_num_seqs,
-                max_rows=scheduler.max_num_batched_tokens,
-                output_index=index,
-                width=modules.table[names[0]].width,
-            )
-        served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
-        self.test_itself(model, served, forward)
-        self.served = served
+            self._lay_sites(model, names, index, modules.table[names[0]].width)
+        self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+
+    def _lay_sites(self, model: Any, names: list[str], index: Any, width: int) -> None:
+        """Lays the operators of a compiled engine, if their tables fit.
+
+        Raises:
+            HookError: they do not.
+        """
+        scheduler = self._config.scheduler_config
+        requests, rows = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        dtype = self._config.model_config.dtype
+        size = bytes_of_tables(len(names), requests, rows, width, dtype)
+        tables = (
+            f"the tables of {len(names)} sites take {size:,} bytes for {requests:,} requests and "
+            f"{rows:,} tokens of a step, of width {width:,} in {dtype}"
+        )
+        _VLLM_LOG.info("ferrohook: %s", tables)
+        advice = "name fewer sites, or lower max_num_batched_tokens or max_num_seqs"
+        if size > self.options.sites_bytes:
+            msg = f"{tables}; sites_bytes={self.options.sites_bytes:,}: {advice}, or raise it"
+            raise HookError(msg)
+        if size > (free := _free_bytes(self._runner.device)):
+            msg = f"{tables}; {free:,} bytes are free on {self._runner.device}: {advice}"
+            raise HookError(msg)
+        self._sites = sites(  # open as long as the engine
+            model,
+            names,
+            max_requests=requests,
+            max_rows=rows,
+            output_index=index,
+            width=width,
+            dtype=dtype,
+        )
 
     def _forward(self, model: Any) -> None:
         """Runs tokens that nobody wants, without a KV cache, as vLLM's profiling does."""
@@ -238,6 +263,14 @@ class Worker(EngineWorker):
         described = {"modules": self.served.modules.to_json(), "secret": self._secret}
         return json.dumps(described).encode()
 
+    def refuse(self, reason: str) -> bytes:
+        """Serves no plan from now on, as the self-test failed."""
+        if self.served is not None:
+            self.served.planned.forget([*self._admitted])
+        self._admitted.clear()
+        self.served, self.refusal = None, reason
+        return b""
+
     def put(self, data: bytes) -> bytes:
         """Stores vectors, by their digests."""
         vectors = safetensors.torch.load(data)
@@ -295,3 +328,11 @@ class Worker(EngineWorker):
                 return None if result is None else (admitted, result)
         finished = self._finished.get(key)
         return None if finished is None else (finished.admitted, finished.result)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Returns the bytes of memory that are free on a device."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free)

@@ -1,0 +1,320 @@
+"""Self-test of an engine before its first request: known requests, by its scheduler and runner.
+
+Those that run alone, in one piece, are the measure of those that share steps in chunks. A row is
+right if no other known row is nearer, so low precision and other batch shapes do no harm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ferrohook.engines.modules import ModuleTable
+from ferrohook.engines.vllm.requests import FrontEnd, VllmOptions
+from ferrohook.engines.vllm.supported import CAPABILITIES, is_newer
+from ferrohook.engines.wire import NAME, unpacked
+from ferrohook.engines.worker import PROBE
+from ferrohook.errors import HookError
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import KeepEntry, keep, on
+from ferrohook.steering import Add
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+_LOG: Final = logging.getLogger("ferrohook")
+_MARK: Final = "_ferrohook_tested"
+_MOST_STEPS: Final = 1_000
+_LONGEST: Final = 600
+"""Most tokens of a prompt; larger blocks are not filled, so the salt is not tested there."""
+_GONE: Final = "a vector that nobody uploaded"
+_FAR: Final = 0.25
+"""Share of a plan's effect from which a value is another one."""
+
+
+def run(core: Any) -> None:
+    """Tests an `EngineCore` that is idle, once; plans are refused if a known request is wrong."""
+    if getattr(core, _MARK, False):
+        return
+    setattr(core, _MARK, True)
+    described = json.loads(core.collective_rpc("ferrohook_describe")[0])
+    if "refused" in described:
+        return
+    try:
+        check(core, described)
+    except Exception as error:  # noqa: BLE001 (whatever an unknown release raises)
+        reason = f"the self-test of ferrohook in vLLM {CAPABILITIES.version} failed: {error}"
+        core.collective_rpc("ferrohook_refuse", args=(reason,))
+        _LOG.error("ferrohook: plans are refused: %s", reason)
+        return
+    if is_newer():
+        _LOG.warning(
+            "ferrohook: vLLM %s is newer than the releases that were tried (%s); plans are served, "
+            "as the self-test passed",
+            CAPABILITIES.version,
+            ", ".join(CAPABILITIES.tried),
+        )
+
+
+def check(core: Any, described: Mapping[str, Any]) -> None:
+    """Serves known requests, and checks what comes of them.
+
+    Args:
+        core: an `EngineCore` that is idle.
+        described: answer of its worker to `describe`.
+
+    Raises:
+        HookError: a row is another's, a vector was added elsewhere, a failure was lost, a cache was
+            read or written without a plan's salt, or a request stays open.
+    """
+    engine = _Engine(core, described)
+    if (sites := _sites(engine.modules)) is None:
+        return
+    engine.forget()
+    try:
+        _check(engine, *sites)
+    finally:
+        engine.forget()
+    if numbers := engine.open_requests():
+        msg = f"{numbers} requests stay open"
+        raise HookError(msg)
+
+
+def _sites(modules: ModuleTable) -> tuple[str, str] | None:
+    """Returns an early and a late module of the model; None if none can be hooked."""
+    usable = {
+        name: info
+        for name, info in modules.table.items()
+        if name and info.refused is None and info.kind != "other"
+    }
+    streams = [name for name, info in usable.items() if info.kind == "stream"]
+    layers = [name for name in usable if name.rpartition(".")[2].isdigit()]
+    found = streams or layers or [*usable]
+    return (found[0], found[-1]) if found else None
+
+
+def _check(engine: _Engine, first: str, last: str) -> None:
+    length = min(engine.block + 8, _LONGEST, engine.max_length - 2)
+    one, other = engine.prompts(length)
+    both = [keep(name) for name in dict.fromkeys((first, last))]
+
+    # Each alone, in one piece.
+    (plain,) = engine.serve(_Sent(one, Plan(*both), 2))
+    (beside,) = engine.serve(_Sent(other, Plan(*both), 2))
+    known = torch.cat([plain.rows(first), beside.rows(first)])
+    vector = known.float().abs().mean() * torch.linspace(-4, 4, known.shape[-1])
+    steer = on(first, Add(vector))
+    (steered,) = engine.serve(_Sent(one, Plan(steer, *both)))
+
+    # Together, in chunks; one from its middle on.
+    half = length // 2
+    changed, beside_again, plain_again, failed = engine.serve(
+        _Sent(one, Plan(on(first, Add(vector), at=slice(half, None)), *both), 2),
+        _Sent(other, Plan(*both), 2),
+        _Sent(one, Plan(*both), 2),
+        _Sent(other, Plan(keep(first)), fails=True),
+        budget=max(1, 2 * length // 3),
+    )
+    if _GONE not in (failed.error or ""):
+        msg = "a request whose plan fails did not end with the reason"
+        raise HookError(msg)
+    vector = vector.to(known.dtype)
+    known = torch.cat([known, known + vector])
+    for got, right in ((beside_again, beside), (plain_again, plain)):
+        ran = length + (got.tokens[0] == right.tokens[0])
+        _compare(first, got.rows(first)[:ran], right.rows(first)[:ran], known)
+    expected = plain.rows(first)[:length].clone()
+    expected[half:] += vector
+    _compare(first, changed.rows(first)[:length], expected, known)
+    known = torch.cat([each.rows(last) for each in (plain, beside, steered)])
+    _compare(last, changed.rows(last)[:half], plain.rows(last)[:half], known)
+
+    def differ(got: _Answer, of: _Answer) -> float:
+        """Returns the distance of two answers at the end of the prompt."""
+        one, another = (each.rows(last)[:length][-1].float() for each in (got, of))
+        return torch.dist(one, another).item()
+
+    effect = differ(steered, plain)
+    if not min(effect, differ(changed, plain)) > 4 * differ(plain_again, plain):
+        msg = f"a vector that was added to {first!r} did not reach {last!r}"
+        raise HookError(msg)
+
+    # What is in the cache of prefixes by now is of requests without a change.
+    end = keep(last, at="last_prompt")
+    (steered_again,) = engine.serve(_Sent(one, Plan(steer, end)))
+    engine.forget()
+    engine.serve(_Sent(one, Plan(steer)))
+    (plain_again,) = engine.serve(_Sent(one, Plan(end)))
+    for got, right in ((steered_again, steered), (plain_again, plain)):
+        if not differ(got, right) <= _FAR * effect:
+            msg = "requests of different plans shared a prefix in the cache"
+            raise HookError(msg)
+
+
+def _compare(name: str, got: Tensor, right: Tensor, known: Tensor) -> None:
+    """Checks that each row is nearest to the one that is right, of the known ones.
+
+    Raises:
+        HookError: a row is not; or some are missing.
+    """
+    if got.shape != right.shape:
+        msg = f"{name!r} has {len(got)} rows instead of {len(right)}"
+        raise HookError(msg)
+    exact = "donot_use_mm_for_euclid_dist"
+    nearest = torch.cdist(got.float(), known.float(), compute_mode=exact).amin(1)
+    own = torch.linalg.vector_norm(got.float() - right.float(), dim=1)
+    wrong = (~(own <= nearest * (1 + 1e-5))).nonzero().flatten().tolist()
+    if wrong:
+        msg = f"{name!r} has other rows at the positions {wrong}"
+        raise HookError(msg)
+
+
+@dataclasses.dataclass
+class _Sent:
+    """A request."""
+
+    prompt: list[int]
+    plan: Plan
+    new_tokens: int = 1
+    fails: bool = False
+    """The worker fails it, as vectors of its plan are gone."""
+
+
+@dataclasses.dataclass
+class _Answer:
+    """What came of a request."""
+
+    sent: _Sent
+    key: str
+    """Of its captures."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    acts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+    """Reason of its failure."""
+
+    def rows(self, name: str) -> Tensor:
+        """Returns what it captured.
+
+        Raises:
+            HookError: it failed.
+        """
+        if self.error is not None:
+            raise HookError(self.error)
+        return self.acts[name]
+
+
+class _Engine:
+    """Requests to an `EngineCore`, in its process.
+
+    Args:
+        core: the `EngineCore`.
+        described: answer of its worker to `describe`.
+    """
+
+    def __init__(self, core: Any, described: Mapping[str, Any]) -> None:
+        self._core = core
+        self.modules = ModuleTable.from_json(described["modules"])
+        secret = bytes.fromhex(described["secret"])
+        self._front_end = FrontEnd(self.modules, VllmOptions(), secret)
+        self._number = 0
+        config = core.vllm_config
+        self.block: int = config.cache_config.block_size
+        self.max_length: int = config.model_config.max_model_len
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self._in_chunks = bool(config.scheduler_config.enable_chunked_prefill)
+
+    def prompts(self, length: int) -> tuple[list[int], list[int]]:
+        """Returns two prompts that have no token in common, as far as the vocabulary goes."""
+        tokens = [token % self._vocabulary for token in range(2 * length)]
+        return tokens[::2], tokens[1::2]
+
+    def serve(self, *sent: _Sent, budget: int | None = None) -> list[_Answer]:
+        """Serves requests at once.
+
+        Args:
+            sent: the requests.
+            budget: most tokens of a step; None for those of the engine.
+        """
+        answers = dict(self._add(each) for each in sent)
+        scheduler = self._core.scheduler
+        whole = scheduler.max_num_scheduled_tokens
+        if budget is not None and self._in_chunks:
+            scheduler.max_num_scheduled_tokens = min(budget, whole)
+        try:
+            for output in self._outputs():
+                self._take(output, answers[output.request_id])
+        except BaseException:
+            self._core.abort_requests([*answers])
+            raise
+        finally:
+            scheduler.max_num_scheduled_tokens = whole
+        return [*answers.values()]
+
+    def forget(self) -> None:
+        """Empties the cache of prefixes."""
+        self._core.reset_prefix_cache()
+
+    def open_requests(self) -> int:
+        """Returns the number of requests that the worker has."""
+        found: int = json.loads(self._core.collective_rpc("ferrohook_state")[0])["requests"]
+        return found
+
+    def _add(self, sent: _Sent) -> tuple[str, _Answer]:
+        self._number += 1
+        request_id = f"{PROBE}-{self._number}"
+        params = importlib.import_module("vllm").SamplingParams(
+            temperature=0,
+            max_tokens=sent.new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={NAME: sent.plan.to_json()},
+        )
+        request = importlib.import_module("vllm.v1.engine").EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=sent.prompt,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._front_end.prepare(request)
+        payload = params.extra_args[NAME]
+        if sent.fails:
+            payload |= {"digest": _GONE, "vectors": {_GONE: _GONE}}
+        self._core.add_request(*self._core.preprocess_add_request(request))
+        return request_id, _Answer(sent, payload["key"])
+
+    def _outputs(self) -> Iterator[Any]:
+        """Runs until nothing is left, and the worker has learned of each end."""
+        for _ in range(_MOST_STEPS):
+            if not self._core.scheduler.has_requests() and not self._core.batch_queue:
+                return
+            made, _ = self._core.step_fn()
+            for outputs in (made or {}).values():
+                yield from outputs.outputs
+        msg = f"known requests did not end within {_MOST_STEPS:,} steps"
+        raise HookError(msg)
+
+    def _take(self, output: Any, answer: _Answer) -> None:
+        """Takes the output of a step, and what the request captured at its end."""
+        answer.tokens += output.new_token_ids
+        if output.finish_reason is None:
+            return
+        if str(output.finish_reason) == "error":
+            answer.error = str(output.stop_reason)
+        elif not answer.sent.fails and any(
+            isinstance(entry, KeepEntry) for entry in answer.sent.plan.entries
+        ):
+            tokens = len(answer.sent.prompt) + len(answer.tokens)
+            data, *_ = self._core.collective_rpc("ferrohook_take", args=(answer.key, tokens))
+            answer.acts = unpacked(data).acts

@@ -1,0 +1,200 @@
+"""SGLang's server on loopback, and its `Engine`: plans and captures on their ways to clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
+
+import httpx
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import sglang
+from support.engines import Change, Job
+from support.serving import EOS, WIDTH, Answer, random_jobs
+from support.sglang_engine import ENVIRONMENT, OPTIONS
+from support.sglang_server import NEW, Server, custom, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = [*range(10, 60)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+JOB = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.1", "model.norm"))
+FAILS = fh.Plan(fh.keep("model.layers.1", max_bytes=1))
+BAD = fh.Plan(fh.keep("model.layers.99")).to_json()
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+@pytest.fixture(scope="module")
+def server(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(llama[0], tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
+
+
+def generate(server: Server, job: Job, **extra: Any) -> httpx.Response:
+    params = {"temperature": 0, "max_new_tokens": NEW, **custom(job.plan)}
+    return server.post("/generate", {"input_ids": job.prompt, "sampling_params": params, **extra})
+
+
+def answer(given: dict[str, Any], job: Job) -> Answer:
+    acts = sglang.activations(given).acts if job.kept else {}
+    return Answer([*given["output_ids"]], acts)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_generate(llama: Any, server: Server) -> None:
+    given = generate(server, JOB, rid="mine").json()
+    JOB.check(llama[1], answer(given, JOB), NEW)
+    assert given["meta_info"]["id"] == "mine"
+    plain = Job(PROMPT)
+    given = generate(server, plain).json()
+    plain.check(llama[1], answer(given, plain), NEW)
+    assert "ferrohook_captures" not in given["meta_info"]
+
+
+def test_a_stream_ends_by_the_captures(llama: Any, server: Server) -> None:
+    *others, last = events(generate(server, JOB, stream=True).text)
+    JOB.check(llama[1], answer(last, JOB), NEW)
+    assert others
+    assert not [each for each in others if "ferrohook_captures" in each["meta_info"]]
+
+
+def test_many_at_once_get_their_own(llama: Any, server: Server) -> None:
+    jobs = random_jobs(24, seed=19)
+    with ThreadPoolExecutor(12) as pool:
+        given = [*pool.map(lambda job: generate(server, job).json(), jobs)]
+    for job, each in zip(jobs, given, strict=True):
+        job.check(llama[1], answer(each, job), NEW)
+
+
+def openai(job: Job, *, chat: bool, **extra: Any) -> tuple[str, dict[str, Any]]:
+    words = " ".join(f"w{token}" for token in job.prompt)
+    body = {"model": "tiny", "temperature": 0, "max_tokens": NEW, "skip_special_tokens": False}
+    body |= custom(job.plan) | extra
+    if chat:
+        return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": words}]}
+    return "/v1/completions", body | {"prompt": job.prompt}
+
+
+def tokens(text: str) -> list[int]:
+    return [int(word.removeprefix("w")) for word in text.split()]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_routes(llama: Any, server: Server, chat: bool, stream: bool) -> None:
+    response = server.post(*openai(JOB, chat=chat, stream=stream))
+    assert response.status_code == httpx.codes.OK, response.text
+    if stream:
+        *parts, last = events(response.text)
+        (choice,) = last["ferrohook_captures"]
+        found = [choice for part in parts for choice in part["choices"]]
+        text = "".join((it["delta"]["content"] or "") if chat else it["text"] for it in found)
+    else:
+        (choice,) = response.json()["choices"]
+        text = choice["message"]["content"] if chat else choice["text"]
+    captured = sglang.activations(choice)
+    given = tokens(text)
+    if len(given) < NEW:
+        given.append(EOS)
+    JOB.check(llama[1], Answer(given, captured.acts), NEW)
+    plain = server.post(*openai(Job(PROMPT), chat=chat, stream=stream))
+    assert "ferrohook" not in plain.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_plan_is_400(server: Server, stream: bool) -> None:
+    bad = {"input_ids": PROMPT, "stream": stream, "sampling_params": custom(BAD)}
+    bodies = [("/generate", bad)]
+    for chat in (False, True):
+        path, body = openai(Job(PROMPT), chat=chat, stream=stream)
+        bodies.append((path, body | custom(BAD)))
+    for path, body in bodies:
+        response = server.post(path, body)
+        assert "closest names" in response.text
+        assert response.status_code == httpx.codes.BAD_REQUEST or stream
+
+
+def test_a_plan_that_fails_is_500_with_the_reason(server: Server) -> None:
+    params = {"max_new_tokens": NEW, **custom(FAILS)}
+    response = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+    assert "max_bytes" in response.text
+
+
+def spoilt(rng: random.Random) -> str:
+    """A plan with a part cut out, replaced or repeated."""
+    text = JOB.plan.to_json() if JOB.plan is not None else ""
+    first, last = sorted(rng.randrange(len(text)) for _ in range(2))
+    junk = rng.choice(["", "NaN", "1e999", '"', "[" * 5000, "null", "\\ud800", "-1", "{}", "\x00"])
+    return rng.choice([text[:first] + junk + text[last:], junk, text[:first] + text])
+
+
+def test_fuzzed_plans_end_no_server(
+    llama: Any, server: Server, request: pytest.FixtureRequest
+) -> None:
+    rng = random.Random(5)  # noqa: S311 (tests)
+    plans = [spoilt(rng) for _ in range(request.config.getoption("requests") or 60)]
+
+    def status(plan: str) -> int:
+        params = {"max_new_tokens": 1, **custom(plan)}
+        body = {"input_ids": PROMPT[:4], "sampling_params": params}
+        return server.post("/generate", body).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(status, plans)]
+    assert {*found} <= {httpx.codes.OK, httpx.codes.BAD_REQUEST}, sorted({*found})
+    assert found.count(httpx.codes.BAD_REQUEST) > 0.8 * len(plans)
+    given = generate(server, JOB).json()
+    JOB.check(llama[1], answer(given, JOB), NEW)
+
+
+def test_a_client_that_goes_leaves_nothing(llama: Any, server: Server) -> None:
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": custom(JOB.plan)}
+    body["sampling_params"] |= {"max_new_tokens": 200, "ignore_eos": True}
+    for _ in range(3):
+        with httpx.stream("POST", f"{server.address}/generate", json=body, timeout=60) as stream:
+            next(stream.iter_lines())
+    given = generate(server, JOB).json()
+    JOB.check(llama[1], answer(given, JOB), NEW)
+
+
+def test_an_engine_in_processes_of_its_own(llama: Any) -> None:
+    os.environ.update(ENVIRONMENT)
+    from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 (reads the environment)
+
+    engine = Engine(model_path=str(llama[0]), **OPTIONS)
+    try:
+        plain = Job(PROMPT)
+        params = [
+            {"temperature": 0, "max_new_tokens": NEW, **custom(job.plan)} for job in (JOB, plain)
+        ]
+        given = engine.generate(input_ids=[PROMPT, PROMPT], sampling_params=params)
+        for job, each in zip((JOB, plain), given, strict=True):
+            job.check(llama[1], answer(each, job), NEW)
+        with pytest.raises(ValueError, match="closest names"):
+            engine.generate(input_ids=PROMPT, sampling_params=custom(BAD))
+        with pytest.raises(Exception, match="max_bytes"):
+            engine.generate(input_ids=PROMPT, sampling_params=custom(FAILS))
+        *_, last = engine.generate(input_ids=PROMPT, sampling_params=params[0], stream=True)
+        JOB.check(llama[1], answer(last, JOB), NEW)
+    finally:
+        engine.shutdown()

@@ -1,0 +1,94 @@
+"""Plans for transformers' asynchronous batching on a GPU, whose steps overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import ferrohook as fh
+from ferrohook.engines import transformers
+from support.engines import WIDTH, Change, Job, batching, greedy, random_jobs, tiny_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NEW = 4
+NUMBER = 6
+WAIT = 100
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def models() -> tuple[Any, Any]:
+    """A model on the GPU, and the same one on the CPU."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(tiny_llama())
+    on_gpu, on_cpu = made
+    return on_gpu.cuda(), on_cpu
+
+
+def answers(model: Any, prompts: Sequence[list[int]], plans: Sequence[Any]) -> list[Any]:
+    """Outputs of all requests, with their activations on the CPU."""
+    outputs: dict[str, Any] = {}
+    with (
+        model.continuous_batching_context_manager(
+            greedy(NEW), continuous_batching_config=batching(use_async_batching=True)
+        ) as manager,
+        transformers.attach(manager) as attached,
+    ):
+        for number, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
+            attached.add_request(prompt, str(number), plan=plan)
+        for _ in prompts:
+            output = attached.get_result(timeout=WAIT)
+            output.acts = {name: act.cpu() for name, act in output.acts.items()}
+            outputs[output.request_id] = output
+    return [outputs[str(number)] for number in range(len(prompts))]
+
+
+def check(models: tuple[Any, Any], jobs: Sequence[Job]) -> None:
+    on_gpu, on_cpu = models
+    outputs = answers(on_gpu, [job.prompt for job in jobs], [job.plan for job in jobs])
+    for job, output in zip(jobs, outputs, strict=True):
+        job.check(on_cpu, output, NEW)
+
+
+def test_each_request_is_answered_as_alone(models: tuple[Any, Any]) -> None:
+    check(models, random_jobs(NUMBER, seed=3, longest=20))
+
+
+def test_sites_serve_each_request(models: tuple[Any, Any]) -> None:
+    vector = torch.linspace(-2, 2, WIDTH)
+    jobs = [
+        dataclasses.replace(
+            job,
+            changes=(Change(number % 3, fh.Add(vector * (1 + number % 3)), None),),
+            kept=(f"model.layers.{number % 3}",) if number % 2 else (),
+            python=None,
+        )
+        for number, job in enumerate(random_jobs(NUMBER, seed=5, longest=20))
+    ]
+    sizes: dict[str, Any] = {"max_requests": 16, "max_rows": 64, "dim": 1, "width": WIDTH}
+    with fh.rows.sites(models[0], "model.layers.*", **sizes):
+        check(models, jobs)
+
+
+def test_non_finite_rows_fail_their_request_alone(models: tuple[Any, Any]) -> None:
+    on_gpu, on_cpu = models
+    hostile = fh.Plan(fh.on("model.layers.1.self_attn.k_proj", fh.Scale(3e38)))
+    jobs = [Job(job.prompt) for job in random_jobs(NUMBER, seed=7, longest=20)]
+    plans = [None if number % 3 else hostile for number in range(NUMBER)]
+    outputs = answers(on_gpu, [job.prompt for job in jobs], plans)
+    for number, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
+        if number % 3:
+            job.check(on_cpu, output, NEW)
+        else:
+            assert "keys or values of layer 1" in str(output.hook_error)
+            assert not output.generated_tokens
