@@ -31,7 +31,9 @@ FRONT = {
     "a hook registered and removed": (
         "HookedModule, register + remove / nn.Module, register + remove"
     ),
-    "48 layers captured": "48 layers, all captured / 48 layers, PyTorch's hooks and a list",
+    "48 layers captured, and read by name": (
+        "48 layers, kept and read by name, no_grad / 48 layers, PyTorch's hooks and a list, no_grad"
+    ),
     "48 layers steered": "48 layers, Add / 48 layers, PyTorch's hooks return output + v",
     "a small Llama, a hook on every module": (
         "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module"

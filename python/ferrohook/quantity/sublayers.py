@@ -38,6 +38,8 @@ class Sublayer(NamedTuple):
     projected: Site | None
     norm: str | None
     """Path of the norm between the last projection and the contribution."""
+    inside: frozenset[str]
+    """Paths of the modules that it was followed through."""
 
 
 class Tracer:
@@ -73,8 +75,10 @@ class Tracer:
                 site = self.output_site(value, end)
                 if site is None:
                     continue
-                entry = self._entry(value, {*self._states[: number + 1]})
-                yield Sublayer(site, number, term, entry, *self._last(value))
+                followed: set[str] = set()
+                entry = self._entry(value, {*self._states[: number + 1]}, followed)
+                last = self._last(value)
+                yield Sublayer(site, number, term, entry, *last, frozenset(followed))
 
     def _first(self, value: int) -> int:
         prefix, own = self._prefix, self._block.after
@@ -134,7 +138,7 @@ class Tracer:
         outer = [each for each in self._calls if each.start < call.start and each.end > call.end]
         return outer[-1] if outer else None
 
-    def _entry(self, value: int, states: set[int]) -> Entry | None:
+    def _entry(self, value: int, states: set[int], followed: set[str]) -> Entry | None:
         """Finds what a contribution is computed from: a norm of the stream, or the stream."""
         waiting, done = [value], {value}
         normed: set[int] = set()
@@ -150,6 +154,7 @@ class Tracer:
                 call = self._enclosing(consumers[0]) if consumers else None
             if call is None:
                 continue
+            followed.add(call.path)
             for part, taken in call.inputs.items():
                 if taken in states:
                     plain[Site.input(call.path, part)] = taken
