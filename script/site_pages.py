@@ -43,7 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         path = f"{Path(NOTEBOOK_PAGE).parent}/{name}"
         files.append(File.generated(config, path, content=picture))
     _split_reference(files, config, root / "docs" / REFERENCE)
-    for source in [_source_of(file.src_uri) for file in files.documentation_pages()]:
+    for source in {_source_of(file.src_uri) for file in files.documentation_pages()}:
         files.append(File.generated(config, _in_site(source), content=(root / source).read_bytes()))
 
 
