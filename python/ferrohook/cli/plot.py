@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ferrohook.cli.errors import UserError, check_writable, need
 
 if TYPE_CHECKING:
     import argparse
+
+    from matplotlib.figure import Figure
 
 EXAMPLES = """
 ferrohook plot acts.safetensors --out acts.svg
@@ -46,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(msg)
     acts = fh.ActivationCache.load(options.file)
     mpl.use(options.out.suffix[1:] if options.out.suffix != ".png" else "agg")
-    fh.plot.norms(acts, options.select).figure.savefig(options.out, bbox_inches="tight")
+    figure = cast("Figure", fh.plot.norms(acts, options.select).figure)
+    figure.savefig(options.out, bbox_inches="tight")
     print(json.dumps({"picture": str(options.out)}) if options.json else options.out)
     return 0
