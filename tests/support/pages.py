@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(
-    r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
+    r"^```(python|bash)(?: title=\"([^\"\n]+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
 NEEDED = {
@@ -35,6 +35,8 @@ NEEDED = {
     "to_pandas": "pandas",
     "sae_lens": "sae_lens",
     "to_datasets": "datasets",
+    "from transformer_lens": "transformer_lens",
+    "import nnsight": "nnsight",
 }
 COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
 ROUNDED = re.compile(r"-?\d+\.\d{2,}")
