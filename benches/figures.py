@@ -19,7 +19,7 @@ FRONT = (
     "small Llama, our hooks on every module / small Llama",
     "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module",
     "48 layers, all captured / 48 layers",
-    "48 layers, all captured / 48 layers, PyTorch's hooks and a list",
+    "48 layers, kept and read by name, no_grad / 48 layers, PyTorch's hooks and a list, no_grad",
     "48 layers and hook points, run_with_cache / TransformerLens: run_with_cache",
     "48 layers, a capture opened in each call (beside nnsight) / nnsight: 48 layers, all captured",
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.pending import finish
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
@@ -159,18 +160,26 @@ class Part(NamedTuple):
         return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
-class Captured(Mapping[str, Any]):
-    """View of captured values by name, of one capture or several with different names."""
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
+
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
 
     __slots__ = ("_parts", "_reason")
+
+    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (part.places, part.values.collector)
+            for part in parts
+            if isinstance(part.values, RecordedSteps) and not part.multipliers
+        ]
+        return super().__new__(cls, parts, last)
 
     def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts
         self._reason = reason
         """Returns why modules may not have run, for errors."""
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
 
     def peek(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""

@@ -373,6 +373,11 @@ class Request(RequestBase, Scope):
         """The positions that its plan names."""
         return self._plan.ats
 
+    def warns_first(self) -> bool:
+        """Returns True for the first warning of its plan's silence, which comes once."""
+        first, self._plan.warned = not self._plan.warned, True
+        return first
+
     def _warn_of_silence(self) -> None:
         """Warns of modules that never ran; called as a request is left, up to the first warning."""
         plan = self._plan
@@ -382,7 +387,9 @@ class Request(RequestBase, Scope):
         model = plan.model()
         if (names := [*dict.fromkeys(silent + idle)]) and model is not None:
             plan.warned = True
-            text = _not_called(plan, model) or explain(model, names)
+            text = explain(model, names)
+            if reason := _not_called(plan, model):
+                text = f"{text}; {reason}"
             warnings.warn(text, NeverFiredWarning, stacklevel=self.stacklevel)
 
     def __repr__(self) -> str:
