@@ -276,7 +276,7 @@ def test_positions_of_a_pattern_are_refused_at_the_door() -> None:
         fh.HookTypeError, match=r"entry 0 of the plan: @pattern.1 is \(batch, heads"
     ):
         plan.prepare(MODELS("llama"))
-    with fh.Plan(fh.keep("@z.1", at=0)).prepare(MODELS("llama")) as prepared:
-        with prepared.open() as request:
-            MODELS("llama")(IDS)
+    at_first = fh.Plan(fh.keep("@z.1", at=0))
+    with at_first.prepare(MODELS("llama")) as prepared, prepared.open() as request:
+        MODELS("llama")(IDS)
     assert request.acts["@z.1"].shape == (3, 4, 8)
