@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -273,6 +275,36 @@ def test_slow_headers_are_cut_off(encoder: Encoder, sent: bytes, *, before: bool
             assert response.status == 408
             assert response.read() == b""
             assert connection.recv(1) == b""  # closed
+
+
+CUT = (
+    b'{"texts": ["cut"], "plan": {"version": 1, "entries": [{"type": "on", '
+    b'"what": "encoder.layer.1", "hook": {"type": "Scale", "factor": 2.0}}]}}'
+)
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["closed", "reset"])
+def test_connections_that_are_cut_leave_nothing(
+    encoder: Encoder, caplog: pytest.LogCaptureFixture, *, resets: bool
+) -> None:
+    """In the headers, in the body, and before the answer."""
+    head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(CUT) + CUT
+    with (
+        serving(encoder, Settings(seconds=LIMIT, threads=2, observe=False)) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        address = url.removeprefix("http://").split(":")
+        for end in [len(head) - 3, len(head) + 20, len(whole) - 1, len(whole)] * 4:
+            with socket.create_connection((address[0], int(address[1])), LIMIT) as connection:
+                if resets:
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.sendall(whole[:end])
+        assert client.post("/embed", json={"texts": TEXTS}).status_code == 200
+    hooks = [info.hook for infos in list_hooks(encoder.model).values() for info in infos]
+    assert not [hook for hook in hooks if isinstance(hook, fh.Intervention)]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 def test_requests_after_each_other_are_not_cut_off(encoder: Encoder) -> None:
