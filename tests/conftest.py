@@ -37,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fake-cuda", action="store_true", help="run tests marked cuda on an emulated GPU"
     )
     parser.addoption(
+        "--all-models", action="store_true", help="look at all types of transformers' models"
+    )
+    parser.addoption(
         "--requests",
         type=int,
         help="number of random requests in each test that counts wrong answers",
