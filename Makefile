@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -29,6 +29,9 @@ test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)
 
 batches: build $(VENV)/test ## 5,000 random batches against their oracle, three minutes on two cores
 	$(PYTEST) --requests 5000 tests/rows/test_rows_machine.py
+
+quantities: build $(VENV)/test $(VENV)/models ## Quantities of all causal language models of transformers, against their golden file
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --all-models tests/quantity/test_zoo.py
 
 fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
 	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)

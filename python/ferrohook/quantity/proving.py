@@ -186,6 +186,9 @@ class _Prover:
         for stack in stacks:
             self._classify(stack, [each for each in stacks if each is not stack])
         for stack in stacks:
+            for number, reason in stack.broken.items():
+                for kind in ("resid_pre", "resid_post"):
+                    self._missing[f"{stack.prefix}{kind}.{number}"] = reason
             for part in stack.parts:
                 self._name(stack, part)
             self._around(stack)
@@ -231,10 +234,11 @@ class _Prover:
     def _classify(self, stack: Stack, others: list[Stack]) -> None:
         """Tells attention, cross-attention, other mixers of tokens and position-wise sublayers."""
         entries = {
-            each.entry.site
+            site
             for part in stack.parts
             for each in part.sublayers
             if each.entry is not None
+            for site in each.entry.sites
         }
         clean = {site: self._look.tensor(site) for site in entries}
         moved = self._held(clean, _first_moved)
@@ -293,7 +297,8 @@ class _Prover:
         residual = self._residual_of(part)
         if residual is None:
             self._missing[f"{prefix}resid_post.{index}"] = (
-                "the sum that holds with uneven parameters fails with the model's own"
+                "a tensor of its sum is seen only at a module that runs several times, or the sum "
+                "fails with the model's own parameters"
             )
             return
         equation = _sum_text(part)
@@ -356,12 +361,14 @@ class _Prover:
             multiplier=multiplier,
         )
         entry = each.entry
-        if entry is not None and self._moves.get(each.contribution):
+        if entry is not None and len(entry.sites) > 1:
+            self._missing[f"{prefix}{title}_in.{index}"] = "its module takes it several times"
+        elif entry is not None and self._moves.get(each.contribution):
             stream = self._state_name(part, entry.state)
             text = (
                 f"{title}_in = {stream}" if entry.norm is None else f"{title}_in = norm({stream})"
             )
-            self._add(f"{prefix}{title}_in.{index}", entry.site, text)
+            self._add(f"{prefix}{title}_in.{index}", entry.sites[0], text)
         inner = {"attn": "z", "mlp": "mlp_act"}.get(title)
         if inner is None:
             return
@@ -502,7 +509,7 @@ class _Prover:
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
         """Returns the factor of the embedding, with the model's own parameters."""
-        if began.positions is not None or began.modules:
+        if began.positions is not None or began.modules or began.first:
             return began.multiplier
         sites = self._first.sites
         if began.embed not in sites or first.before not in sites:
