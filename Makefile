@@ -11,12 +11,12 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, observe all, restore it bit for bit
+demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of two threads, and restored bit for bit
 	$(BIN)/python examples/quickstart.py
 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
@@ -29,6 +29,9 @@ test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)
 
 batches: build $(VENV)/test ## 5,000 random batches against their oracle, three minutes on two cores
 	$(PYTEST) --requests 5000 tests/rows/test_rows_machine.py
+
+quantities: build $(VENV)/test $(VENV)/models ## Quantities of all causal language models of transformers, against their golden file
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --all-models tests/quantity/test_zoo.py
 
 fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
 	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
@@ -89,6 +92,7 @@ workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
 	$(BIN)/python script/workflow.py
 
 docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
+	$(BIN)/python script/llms.py
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

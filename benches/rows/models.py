@@ -36,11 +36,13 @@ def llama() -> tuple[nn.Module, torch.Tensor]:
     return LlamaModel(config).eval(), torch.arange(8)[None]
 
 
-def model_calls(model: Callable[[Any], object], x: object) -> Sampler:
-    """Calls of a model without gradients, on one thread."""
+def model_calls(
+    model: Callable[[Any], object], x: object, mode: Callable[[], Any] = torch.no_grad
+) -> Sampler:
+    """Calls of a model, without gradients unless `mode` says so, on one thread."""
 
     def loop(count: int) -> None:
-        with one_thread(), torch.no_grad():
+        with one_thread(), mode():
             for _ in repeat(None, count):
                 model(x)
 
@@ -91,16 +93,37 @@ def expect_activations(acts: dict[str, torch.Tensor], x: torch.Tensor) -> None:
         expect(torch.equal(acts[str(number)], x), f"the output of layer {number}")
 
 
+MODES = {
+    "no_grad": torch.no_grad,
+    "gradients": torch.enable_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
 def capture_all() -> dict[str, Sampler]:
-    """All outputs of a stack of layers, by a capture and by PyTorch's hooks."""
+    """All outputs of a stack of layers: kept and read by name, and by hooks that fill a list."""
     x = torch.randn(1, 64)
     model, append = instrumented(stack()), collected(stack())
     expect_captured(model, x, append)
-    return {
+    plan = fh.Plan(fh.keep("*")).prepare(model)
+    names = [str(number) for number in range(LAYERS)]
+
+    def kept_and_read(x: torch.Tensor) -> list[torch.Tensor]:
+        with plan.open() as request:
+            model(x)
+        acts = request.acts
+        return [acts[name] for name in names]
+
+    samplers = {
         "48 layers": model_calls(stack(), x),
-        "48 layers, PyTorch's hooks and a list": model_calls(append, x),
         "48 layers, all captured": captured_calls(model, x),
     }
+    for name, mode in MODES.items():
+        with mode():
+            expect(all(map(torch.equal, kept_and_read(x), append(x))), "the list's activations")
+        samplers[f"48 layers, PyTorch's hooks and a list, {name}"] = model_calls(append, x, mode)
+        samplers[f"48 layers, kept and read by name, {name}"] = model_calls(kept_and_read, x, mode)
+    return samplers
 
 
 def expect_captured(
@@ -255,10 +278,13 @@ GROUPS = [
         setup=capture_all,
         rows=[
             Row(name="48 layers, all captured", over="48 layers", bar=1.05),
-            Row(
-                name="48 layers, all captured",
-                over="48 layers, PyTorch's hooks and a list",
-                bar=0.80,
+            *(
+                Row(
+                    name=f"48 layers, kept and read by name, {mode}",
+                    over=f"48 layers, PyTorch's hooks and a list, {mode}",
+                    bar=bar,
+                )
+                for mode, bar in zip(MODES, (0.80, 0.85, 0.90), strict=True)
             ),
         ],
     ),

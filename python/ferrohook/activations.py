@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrohook import shards
+from ferrohook._core import CacheBase
 from ferrohook.captured import Captured, not_captured
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.selection import select_names
@@ -48,7 +49,7 @@ class _Items(ItemsView[str, Any]):
         return f"names and captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
 
 
-class ActivationCache(Mapping[str, Any]):
+class ActivationCache(CacheBase, Mapping[str, Any]):
     """Captured activations by module name, in the order in which the modules first ran.
 
     A value is a module's output (or input) in its own structure, its tensors converted as the
@@ -72,26 +73,25 @@ class ActivationCache(Mapping[str, Any]):
         model: str = "",
         per_call: bool = False,
     ) -> None:
-        self._activations = activations
+        del activations  # the base has them
         self._grads = grads
         self._model = model
         self._per_call = per_call
 
-    def __getitem__(self, name: str) -> Any:
-        """Returns the activations of one module; of the model by `""` or by its name in tables.
+    def _missing(self, name: str, error: KeyError) -> Any:
+        """Returns the value of the model by its name in tables; called for names without a value.
 
         Raises:
             SelectionError: no module of that name was selected, or it never ran.
-            StaleActivationError: a tensor was changed in place after the capture.
         """
         if name and name == self._model and name not in self and "" in self:
-            name = ""  # as tables print it
-        try:
-            return self._activations[name]
-        except SelectionError:
-            raise
-        except KeyError:
-            raise not_captured(name, "is not among", self) from None
+            return self._activations[""]
+        if isinstance(error, SelectionError):
+            raise error
+        raise not_captured(name, "is not among", self) from None
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self._activations,)
 
     def __contains__(self, name: object) -> bool:
         # `Mapping` would read the value, which raises for a stale one.

@@ -174,7 +174,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             `"sum"` for the sum of the hidden state and residual that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
-            into pinned memory; reading waits for them.
+            through pinned memory, 256 MiB at a time; reading waits for them.
         dtype: cast floating-point tensors to this dtype.
         slice: part of each tensor to capture, as in `tensor[slice]`.
         copy: `checked` stores a reference, and reading it raises `StaleActivationError` after a

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.pending import finish
 from ferrohook.tensors import as_leaf, map_tensors, tensors_in
@@ -15,6 +16,7 @@ from ferrohook.tensors import as_leaf, map_tensors, tensors_in
 if TYPE_CHECKING:
     from ferrohook._core import Collector
     from ferrohook.host_copies import HostCopies
+    from ferrohook.places import Head
 
 
 def not_captured(name: object, state: str, names: Iterable[str]) -> SelectionError:
@@ -137,10 +139,15 @@ class Part(NamedTuple):
     """True if a value is that of the last call, not a list."""
     multipliers: Mapping[int, float]
     """Factors of the values, by place, where they are not 1."""
+    heads: Mapping[int, Head]
+    """Heads that are meant of the values, by place."""
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
         values = self.values.read(place, stale=stale)
+        head = self.heads.get(place)
+        if head is not None:
+            values = [map_tensors(head.of, value) for value in values]
         factor = self.multipliers.get(place)
         if factor is None:
             return values
@@ -150,21 +157,29 @@ class Part(NamedTuple):
         """Makes a copy that owns its values."""
         places = self.values.ran()
         values = {each: map_tensors(as_leaf, self.read(each)) for each in places}
-        return self._replace(values=_Copied(values), multipliers={})
+        return self._replace(values=_Copied(values), multipliers={}, heads={})
 
 
-class Captured(Mapping[str, Any]):
-    """View of captured values by name, of one capture or several with different names."""
+class Captured(CapturedBase, Mapping[str, Any]):
+    """View of captured values by name, of one capture or several with different names.
+
+    A tensor that is stored as it is, is read in Rust; `_read` reads all others.
+    """
 
     __slots__ = ("_parts", "_reason")
+
+    def __new__(cls, parts: list[Part], _reason: Callable[[], str] = str) -> Self:  # noqa: D102 (see the class)
+        last = [
+            (part.places, part.values.collector)
+            for part in parts
+            if isinstance(part.values, RecordedSteps) and not (part.multipliers or part.heads)
+        ]
+        return super().__new__(cls, parts, last)
 
     def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts
         self._reason = reason
         """Returns why modules may not have run, for errors."""
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
 
     def peek(self, name: str) -> Any:
         """Returns a value without the check for writes in place."""

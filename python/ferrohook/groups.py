@@ -69,6 +69,17 @@ class HandleGroup(AttachmentContext):
         return sum(handle.calls for handle in self)
 
     @property
+    def priority(self) -> int | None:
+        """Priority of the hooks: higher fires first. It can be set; None if they have several."""
+        several = {handle.priority for handle in self}
+        return several.pop() if len(several) == 1 else None
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        for handle in self:
+            handle.priority = priority
+
+    @property
     def removed(self) -> bool:
         """True once all of the hooks are removed."""
         return all(handle.removed for handle in self)

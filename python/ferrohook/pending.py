@@ -16,6 +16,7 @@ _FINISH: weakref.WeakKeyDictionary[Collector, Callable[[], None]] = weakref.Weak
 def await_with(collector: Collector, finish: Callable[[], None]) -> None:
     """Lets readers of a collector call `finish` first, which waits until it has its values."""
     _FINISH[collector] = finish
+    collector.await_values()
 
 
 def finish(collector: Collector) -> None:

@@ -19,11 +19,23 @@ if TYPE_CHECKING:
     from ferrohook.typed import Phase
 
 
+class Head(NamedTuple):
+    """One head of a tensor of all heads."""
+
+    number: int
+    dim: int
+    """Dimension of the heads, counted from the end."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the head's part of a tensor."""
+        return tensor.select(self.dim, self.number)
+
+
 class Place(NamedTuple):
     """A tensor, or a value, that a module takes or returns."""
 
     path: str
-    """Name of the module."""
+    """Name of the module; of a point, behind that of its attention module."""
     module: nn.Module
     inputs: bool = False
     part: Any = None
@@ -36,6 +48,8 @@ class Place(NamedTuple):
     """False for a quantity that can be read alone."""
     width: int | None = None
     """Last dimension of a quantity."""
+    head: Head | None = None
+    """Head that is meant of a tensor that has them all."""
 
     @property
     def by_keyword(self) -> bool:
@@ -82,7 +96,7 @@ def hooks_at(places: Mapping[str, Place], hook: Any, phase: Phase) -> list[HookG
     for name, place in places.items():
         if place.quantity is None:
             continue
-        key = (place.inputs, type(place.part), place.part, place.multiplier, place.writable)
+        key = (place.inputs, type(place.part), *place[3:5], place.writable, place.head)
         if key not in forms:
             _check(place, hook, phase)
             own: Phase = "forward_pre" if place.inputs else "forward"
@@ -124,7 +138,7 @@ def _read_only(place: Place) -> str:
 def _intervention_at(place: Place, hook: Intervention) -> Any:
     """Returns the native form of an intervention; None if there is none."""
     scaled = _scaled(hook, place.multiplier)
-    if place.by_keyword:
+    if place.by_keyword or place.head is not None:
         return None
     return type(scaled)(*scaled.values, output_index=place.part)
 
@@ -164,7 +178,7 @@ class Written:
     def whole(self) -> bool:
         """True if the quantity is all that the module returns."""
         place = self._place
-        return not place.inputs and place.part is None and place.multiplier == 1
+        return not place.inputs and place[3:5] == (None, 1) and place.head is None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
         """Returns what replaces the module's input or output; None if nothing does."""
@@ -191,13 +205,16 @@ class Written:
             )
             raise HookTypeError(msg)
         quantity = tensor if place.multiplier == 1 else tensor * place.multiplier
+        quantity = quantity if place.head is None else place.head.of(quantity)
         hook = self._hook
         new = (
             hook.apply(quantity) if isinstance(hook, Intervention) else hook(module, args, quantity)
         )
         if new is None:
             return None
-        self._check(new, tensor)
+        self._check(new, quantity)
+        if place.head is not None:
+            new = tensor.select_scatter(new.to(tensor.dtype), place.head.dim, place.head.number)
         new = new if place.multiplier == 1 else new / place.multiplier
         return change_part("replace", value, place.part, lambda _tensor: new)
 

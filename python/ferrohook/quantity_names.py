@@ -69,6 +69,18 @@ def from_lens(name: str) -> str | None:
     return f"{SIGN}{_LENS[found[2]]}.{found[1]}"
 
 
+HEADED: Final = ("q", "k", "v", "z", "pattern")
+"""Kinds that have heads, named by a number behind that of the block: `@z.3.5`."""
+
+
+def split_head(name: str) -> tuple[str, str | None]:
+    """Returns the name of a quantity of all heads, and the head or glob of heads behind it."""
+    segments = name.split(".")
+    if len(segments) > 2 and segments[-3].removeprefix(SIGN) in HEADED:  # noqa: PLR2004 (kind, block, head)
+        return ".".join(segments[:-1]), segments[-1]
+    return name, None
+
+
 def suggested(name: str) -> str | None:
     """Returns the quantity that the name of no module may mean; None if it resembles none.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ferrohook._core import Frame
     from ferrohook.conversion import Index
-    from ferrohook.places import Place
+    from ferrohook.places import Head, Place
 
 
 Calls: TypeAlias = 'Literal["last", "all"] | int'
@@ -34,6 +34,8 @@ class CaptureOptions(NamedTuple):
     """Validated options of a capture; see `capture`."""
 
     stop: bool
+    cut: bool
+    """True with a `slice`."""
     only_last: bool
     copies: HostCopies
     collector: dict[str, Any]
@@ -69,6 +71,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     target = None if device is None else _available(device)
     return CaptureOptions(
         stop=stop,
+        cut=slice is not None,
         only_last=calls == "last",
         copies=copies,
         collector={
@@ -134,6 +137,8 @@ class Recorders(NamedTuple):
     """In the order of the names."""
     multipliers: dict[int, float]
     """Factors of what is captured, by index, where they are not 1."""
+    heads: dict[int, Head]
+    """Heads that are meant of what is captured, by index."""
 
     @classmethod
     def begin(  # noqa: PLR0913 (the last two are of plans)
@@ -178,7 +183,11 @@ class Recorders(NamedTuple):
         indices_of = {sys.intern(name): index for index, name in enumerate(places)}
         in_order = [handles[index] for index in sorted(handles)]
         factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
-        return cls(indices_of, options, collector, in_order, factors)
+        heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
+        if heads and options.cut:
+            msg = "slice= of a capture and a head, as in @z.3.5, cut one tensor: leave out one"
+            raise HookTypeError(msg)
+        return cls(indices_of, options, collector, in_order, factors, heads)
 
     def part(self, collector: Collector, *, grads: bool = False) -> Part:
         """Returns the values in a collector, or their gradients."""
@@ -186,7 +195,7 @@ class Recorders(NamedTuple):
         recorded = RecordedGradients if grads else RecordedSteps if only_last else Recorded
         values = recorded(collector, self.options.copies)
         factors = {index: 1 / it if grads else it for index, it in self.multipliers.items()}
-        return Part(self.places, values, only_last, factors)
+        return Part(self.places, values, only_last, factors, self.heads)
 
 
 def _alike(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,8 +34,50 @@ def test_copies_to_the_cpu_are_complete_when_they_are_read(
             read = acts["0"].clone()
         torch.cuda.synchronize()
         expected = model[0](x)[options.get("slice", ...)].to(options.get("dtype", torch.float32))
-        assert acts["0"].is_pinned()
         assert torch.equal(read, expected.cpu())
+
+
+@pytest.mark.cuda
+def test_copies_in_inference_mode_are_complete_when_they_are_read() -> None:
+    """An inference tensor has no version, so a checked capture clones it."""
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    expected = model(x)
+    model, there = model.cuda(), x.cuda()
+    with torch.inference_mode(), fh.capture(model, "", device="cpu") as acts:
+        torch.cuda._sleep(50_000_000)
+        model(there)
+    assert torch.allclose(acts[""], expected, atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_copies_share_a_bounded_stage_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ferrohook.host_copies.MOST_PINNED", 4 * 48)
+    pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most, empty_like = 0, torch.empty_like
+
+    def make(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        nonlocal most
+        made = empty_like(*args, pin_memory=pin_memory, **options)
+        if pin_memory:
+            pinned.add(made)
+            most = max(most, len(pinned))
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", make)
+    model = nn.Linear(4, 4)
+    inputs = [torch.randn(3, 4) for _ in range(20)]
+    expected = [model(x) for x in inputs]
+    model = model.cuda()
+    with torch.no_grad(), fh.capture(model, "", device="cpu", calls="all") as acts:
+        for x in inputs:
+            model(x.cuda())
+        with fh.capture(model, "", device="cpu") as last:  # nobody reads the first of its calls
+            for x in inputs:
+                model(x.cuda())
+    assert most <= 5
+    assert all(map(torch.allclose, acts[""], [*expected, *expected]))
+    assert torch.allclose(last[""], expected[-1])
+    assert not pinned
 
 
 @pytest.mark.cuda

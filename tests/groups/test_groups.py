@@ -400,6 +400,24 @@ def test_a_callable_that_cannot_be_called_is_refused(phase: Any, hook: Any) -> N
     assert type(model[0]) is nn.Linear
 
 
+def test_a_group_has_the_priority_of_its_hooks() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    first = fh.register(model, "*", lambda *_: seen.append("first"))
+    second = fh.register(model, "*", lambda *_: seen.append("second"), priority=3)
+    assert (first.priority, second.priority) == (0, 3)
+    first.priority = 5
+    assert [handle.priority for handle in first] == [5, 5]
+    model(torch.ones(2))
+    assert seen == ["first", "second"] * 2
+    first["0"].priority = 1
+    assert first.priority is None
+    with pytest.raises(fh.HookTypeError):
+        first.priority = "high"  # type: ignore[assignment]
+    assert [handle.priority for handle in first] == [1, 5]
+    first.remove()
+    second.remove()
+
+
 def test_callables_of_any_kind_are_taken() -> None:
     class Hook:
         def method(self, _module: Any, _args: Any, _output: Any) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import pickle
 import random
 from typing import Any
 
@@ -212,3 +213,25 @@ def test_dtypes_that_nothing_converts_to_are_refused(dtype: torch.dtype) -> None
 def test_a_label_with_a_surrogate_is_refused() -> None:
     with pytest.raises(ValueError, match="surrogate"):
         fh.keep("0", label="\ud800")
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "error"),
+    [
+        (b"generated", b"generates", ValueError),
+        (b"max_bytes", b"max_bites", TypeError),
+        (b"priority", b"priorite", TypeError),
+    ],
+)
+def test_a_damaged_pickle_is_refused_as_it_is_read(
+    part: bytes, other: bytes, error: type[Exception]
+) -> None:
+    plan = fh.Plan(
+        fh.on("0", fh.Scale(2.0), at="generated", priority=2),
+        fh.keep("*", label="x", max_bytes=100, slice=slice(0, 2)),
+    )
+    pickled = pickle.dumps(plan)
+    assert pickle.loads(pickled) == plan
+    assert copy.deepcopy(plan) == plan
+    with pytest.raises(error):
+        pickle.loads(pickled.replace(part, other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -271,3 +272,13 @@ def test_activations_of_a_failed_request_say_why_they_are_not_there() -> None:
         told = r"'0' never ran .*; the request failed: RowsError: .* shapes \[1, 2\]"
         with pytest.raises(fh.SelectionError, match=told):
             request.acts["0"]
+
+
+def test_batches_warn_once_of_a_plan_of_which_nothing_ran(prepared: fh.Prepared) -> None:
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with fh.batch({prepared.open(): 0, prepared.open(): 1}) as batch:
+                pass
+        assert len(batch.silent) == 2
+        assert [each.category for each in caught] == [fh.NeverFiredWarning] * (number == 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -275,6 +277,36 @@ def test_slow_headers_are_cut_off(encoder: Encoder, sent: bytes, *, before: bool
             assert connection.recv(1) == b""  # closed
 
 
+CUT = (
+    b'{"texts": ["cut"], "plan": {"version": 1, "entries": [{"type": "on", '
+    b'"what": "encoder.layer.1", "hook": {"type": "Scale", "factor": 2.0}}]}}'
+)
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["closed", "reset"])
+def test_connections_that_are_cut_leave_nothing(
+    encoder: Encoder, caplog: pytest.LogCaptureFixture, *, resets: bool
+) -> None:
+    """In the headers, in the body, and before the answer."""
+    head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(CUT) + CUT
+    with (
+        serving(encoder, Settings(seconds=LIMIT, threads=2, observe=False)) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as client,
+    ):
+        address = url.removeprefix("http://").split(":")
+        for end in [len(head) - 3, len(head) + 20, len(whole) - 1, len(whole)] * 4:
+            with socket.create_connection((address[0], int(address[1])), LIMIT) as connection:
+                if resets:
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.sendall(whole[:end])
+        assert client.post("/embed", json={"texts": TEXTS}).status_code == 200
+    hooks = [info.hook for infos in list_hooks(encoder.model).values() for info in infos]
+    assert not [hook for hook in hooks if isinstance(hook, fh.Intervention)]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
 def test_requests_after_each_other_are_not_cut_off(encoder: Encoder) -> None:
     with (
         serving(encoder, Settings(seconds=0.2, observe=False)) as url,
@@ -437,6 +469,22 @@ def test_pages_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     assert client.get("/redoc").status_code == 404
 
 
+def steer_by_the_form(page: Any, expect: Any) -> None:
+    """Steers a request as a visitor does: the plain one beside it is not steered."""
+    page.locator("#try button").click()
+    shown = {each: page.locator(f'[data-value="{each} towards"]') for each in ("plain", "steered")}
+    for cell in shown.values():
+        expect(cell).to_have_text(re.compile(r"^-?\d\.\d\d$"))
+    values = {each: float(cell.inner_text()) for each, cell in shown.items()}
+    assert values["steered"] > values["plain"] + 0.2
+    page.locator("input[name=scale]").fill("1e38")
+    page.locator("#try button").click()
+    expect(page.locator("#answer")).to_contain_text("not finite")
+    page.locator("input[name=scale]").fill("1.5")
+    page.locator("#try button").click()
+    expect(shown["steered"]).to_have_text(f"{values['steered']:.2f}")
+
+
 def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     playwright = pytest.importorskip("playwright.sync_api")
@@ -446,7 +494,7 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
     embed(client)
     with playwright.sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 520})
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
@@ -457,7 +505,8 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         layer = page.locator('tr[data-module="encoder.layer.0"]')
         inner = page.locator('tr[data-module="encoder.layer.0.attention.self.query"]')
         playwright.expect(page.locator("#status")).to_have_text("ok")
-        playwright.expect(page.locator("tbody tr")).to_have_count(120)
+        playwright.expect(page.locator("#modules tr")).to_have_count(120)
+        steer_by_the_form(page, playwright.expect)
         playwright.expect(inner).to_be_hidden()
         calls = layer.locator("td.calls")
         before = int(calls.inner_text().replace(",", ""))

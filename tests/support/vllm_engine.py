@@ -68,6 +68,8 @@ def start(folder: Path, **options: Any) -> Any:
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 2**26,
         "block_size": 32,
+        # Of V2's kernels, which Triton's interpreter has no use for.
+        "kernel_config": {"enable_jit_warmup": False},
     }
     before = {*psutil.Process().children(recursive=True)}
     try:

@@ -6,6 +6,7 @@ chance in a fresh model is not equal here.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import pytest
@@ -28,6 +29,8 @@ _SIZES: Final = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "vocab_size": 96,
@@ -41,6 +44,64 @@ _MULTIPLIERS: Final = {
     "logits_scaling": 1.3,
     "logit_scale": 0.6,
 }
+_HYBRID: Final = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 4},
+    "bailing_hybrid": _HYBRID,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "dots3_note": {"num_key_value_heads": 4, "per_layer_config": {}},
+    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
+    "ernie4_5_moe": {"moe_k": 2},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "key_multiplier": 0.7,
+        "attention_out_multiplier": 0.8,
+        "ssm_out_multiplier": 0.6,
+        "lm_head_multiplier": 0.9,
+    },
+    "gemma4_text": {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "qwen3_5": {"text_config": _HYBRID},
+    "qwen3_5_moe": {"text_config": _HYBRID},
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_next": _HYBRID,
+    "qwen4_exp": {"text_config": _HYBRID},
+    "qwen4_exp_text": _HYBRID,
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": (8, 8),
+        "axial_pos_embds_dim": (16, 16),
+        "attn_layers": ["local", "local", "local"],
+    },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid", "mamba"],
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+    },
+}
+"""What a type needs to be small, beside the sizes."""
 MOST_PARAMETERS: Final = 2 * 10**7
 IDS: Final = (2, 7)
 """Shape of token ids."""
@@ -57,7 +118,13 @@ def make(kind: str, **options: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
     cls: Any = CONFIG_MAPPING[kind]
-    config = cls(**small(cls()) | options)
+    chosen = small(cls())
+    own = _OPTIONS.get(kind, {}) | options
+    merged = {
+        name: {**chosen.get(name, {}), **value} if isinstance(value, dict) else value
+        for name, value in own.items()
+    }
+    config = cls(**chosen | merged)
     torch.manual_seed(0)
     with torch.device("meta"):
         size = sum(
@@ -73,8 +140,13 @@ def small(config: Any) -> dict[str, Any]:
     changed = {
         name: value
         for name, value in (_SIZES | _MULTIPLIERS).items()
-        if isinstance(found.get(name), int | float) and not isinstance(found[name], bool)
+        if (isinstance(found.get(name), int | float) and not isinstance(found[name], bool))
+        or (name in {"head_dim", "num_key_value_heads"} and found.get(name, 0) is None)
     }
+    if "kv_lora_rank" in changed:
+        changed["num_key_value_heads"] = 4
+    special = enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))
+    changed |= {name: number for number, name in special if name in found}
     for name in getattr(config, "sub_configs", None) or {}:
         part: Any = getattr(config, name, None)
         if hasattr(part, "to_dict"):
@@ -94,6 +166,41 @@ def uneven(model: Any) -> Any:
             elif parameter.dim() > 1:
                 parameter.mul_(3.0)
     return model.requires_grad_(requires_grad=False)
+
+
+def kinds() -> list[str]:
+    """Returns the types of configurations that have a causal language model."""
+    pytest.importorskip("transformers")
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def summary(table: Any) -> dict[str, Any]:
+    """Returns what is proved of a model: blocks by kind, kinds that are read alone, reasons."""
+    proved: dict[str, list[str]] = {}
+    for name in table:
+        kind, number = _split(name.removeprefix("@"))
+        proved.setdefault(kind, []).append(number)
+    missing: dict[str, dict[str, list[str]]] = {}
+    for name, reason in table.missing.items():
+        kind, number = _split(name)
+        # Residuals are of this machine.
+        plain = re.sub(r"\d\.\de-?\d+", "...", reason)
+        missing.setdefault(kind, {}).setdefault(plain, []).append(number)
+    return {
+        "proved": {kind: " ".join(numbers) for kind, numbers in sorted(proved.items())},
+        "read alone": sorted({_split(it[1:])[0] for it in table if not table[it].writable}),
+        "missing": {
+            kind: {reason: " ".join(numbers) for reason, numbers in reasons.items()}
+            for kind, reasons in sorted(missing.items())
+        },
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    head, _, last = name.rpartition(".")
+    return (head, last) if last.isdigit() else (name, "")
 
 
 def token_ids(seed: int = 3) -> torch.Tensor:

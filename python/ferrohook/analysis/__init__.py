@@ -7,7 +7,7 @@ Examples:
     >>> effects.plot()
 """
 
-# Each analysis reads tensors at places of the model (`places.py`), in hooks of a scope of its own,
+# Each analysis reads tensors at places of the model (`targets.py`), in hooks of a scope of its own,
 # which ends with the call. Those that change one cell after the other repeat the inputs and give
 # each cell rows of its own (`sweeps.py`); an unchanged copy among them shows that rows are
 # independent. The metric gets the output of each copy (`calls.py`), as in a loop by hand.

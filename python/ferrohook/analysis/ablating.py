@@ -8,14 +8,14 @@ import torch
 
 from ferrohook.analysis.calls import Call, score
 from ferrohook.analysis.patching import as_effects, dimensions_of
-from ferrohook.analysis.places import Places
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
+from ferrohook.analysis.targets import Targets
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from ferrohook.analysis.effects import Effects
     from ferrohook.analysis.patching import Over
@@ -26,7 +26,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     model: nn.Module,
     batch: Any,
     metric: Callable[[Any], Any],
-    what: Selector,
+    what: Selector = ("@attn_out.*", "@mlp_out.*"),
     *,
     by: Literal["zero", "mean"] = "zero",
     reference: Any = None,
@@ -46,7 +46,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         model: any module whose rows are independent of each other; call `eval()` before.
         batch: keyword arguments of the model, a tuple of positional ones, or the only one.
         metric: maps the model's output to a number, or to one for each text, which are averaged.
-        what: places, see `select`.
+        what: places: quantities and modules, see `register`.
         by: value of a place that is switched off: "zero", or its "mean" over texts and positions.
         reference: inputs to take the means over; None for `batch`.
         over: go over each "position", each "head", or both; `()` for whole tensors.
@@ -65,7 +65,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         HookError: rows of the model depend on each other; or a module runs more or less than once.
 
     Examples:
-        >>> effects = fh.analysis.ablation(model, ids, loss, "**.mlp", by="mean")
+        >>> effects = fh.analysis.ablation(model, ids, loss, "@mlp_out.*", by="mean")
         >>> effects.largest(3)
     """
     if by not in {"zero", "mean"}:
@@ -75,18 +75,22 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         msg = "reference is for by='mean'"
         raise HookTypeError(msg)
     dimensions = dimensions_of(over)
-    places = Places(model, what, inputs=inputs, output_index=output_index, heads=heads)
+    targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     call = Call.of(batch)
-    value = places.mean if by == "mean" else torch.zeros_like
-    found, output = places.read(call, lambda tensor: (tensor.shape, value(tensor)))
+
+    def shaped(name: str, tensor: Tensor) -> tuple[torch.Size, Tensor]:
+        off = targets.mean(name, tensor) if by == "mean" else torch.zeros_like(tensor)
+        return tensor.shape, off
+
+    found, output = targets.read(call, shaped)
     shapes = {name: shape for name, (shape, _) in found.items()}
     sources = {name: source for name, (_, source) in found.items()}
     if reference is not None:
-        sources, _ = places.read(Call.of(reference, "reference"), places.mean)
-    cells = [cell for name in places.names for cell in places.cells(name, shapes[name], dimensions)]
+        sources, _ = targets.read(Call.of(reference, "reference"), targets.mean)
+    cells = targets.all_cells(shapes, dimensions)
     plain = float(score(metric, output).detach())
     scores = sweep(
-        places,
+        targets,
         cells,
         metric,
         call=call,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ferrohook.analysis.calls import Call, relative_distance, tolerance
 from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
-from ferrohook.analysis.places import Places
+from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 
 if TYPE_CHECKING:
@@ -19,17 +20,21 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.analysis.patching import Over
-    from ferrohook.analysis.places import Change
+    from ferrohook.analysis.targets import Change
     from ferrohook.selection import Selector
+
+PARTS: Final = ("@embed", "@attn_out.*", "@mlp_out.*")
+"""Parts of the residual stream."""
+_Z: Final = re.compile(r"(@|\.)z\.")
 
 
 def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     model: nn.Module,
     batch: Any,
     metric: Callable[[Any], Any],
-    what: Selector,
+    what: Selector = None,
     *,
-    norm: str,
+    norm: str = "@final_norm",
     over: Over = (),
     output_index: int | str | None = None,
     heads: int | None = None,
@@ -47,12 +52,13 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         batch: keyword arguments of the model, a tuple of positional ones, or the only one.
         metric: maps the model's output to a logit or a difference of logits, or to one for each
             text, which are averaged; differentiably.
-        what: places that are added to the stream, such as the attentions and MLPs; see `select`.
-            Over heads: the projections behind the attentions.
-        norm: path of the norm before the head.
+        what: places that are added to the stream: quantities and modules, see `register`. None
+            for the embedding, attentions and MLPs. Over heads: `"@z.*"`, which is the default, or
+            the projections behind the attentions.
+        norm: the norm before the head, a quantity or a module.
         over: split each place by "position", "head" or both; `()` for neither.
         output_index: part of the places' outputs, see `capture`; None for the first tensor.
-        heads: number of heads that lie side by side in the inputs of the places.
+        heads: number of heads that lie side by side in the inputs of the projections.
         tokens: labels of the positions.
 
     Raises:
@@ -63,19 +69,21 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
 
     Examples:
         >>> logit = lambda out: out.logits[:, -1, token]
-        >>> parts = ["model.embed_tokens", "**.self_attn", "**.mlp"]
-        >>> fh.analysis.direct_logit_attribution(
-        ...     model, ids, logit, parts, norm="model.norm"
-        ... )
+        >>> fh.analysis.direct_logit_attribution(model, ids, logit)
     """
     dimensions = dimensions_of(over)
     call = Call.of(batch)
-    places = Places(model, what, output_index=output_index)
-    parts, _ = places.read(call, Tensor.clone)
-    (stream,) = _one(Places(model, norm, inputs=True), norm).read(call, Tensor.clone)[0].values()
-    found, value = Places(model, norm).gradients(call, metric)
+    projected = None
+    if "head" in dimensions:
+        projected, targets = _projections(model, what or "@z.*", heads, output_index)
+    else:
+        targets = Targets(model, what or PARTS, output_index=output_index)
+    parts, _ = targets.read(call, cloned)
+    path = _path(Targets(model, norm), norm)
+    (stream,) = Targets(model, path, inputs=True).read(call, cloned)[0].values()
+    found, value = Targets(model, path).gradients(call, metric)
     ((normed, gradient),) = found.values()
-    linear = _Frozen.of(norm, model.get_submodule(norm), stream, normed)
+    linear = _Frozen.of(norm, model.get_submodule(path), stream, normed)
 
     def given(name: str, part: Tensor) -> Tensor:
         """Returns what a tensor in the stream adds to the metric, by position."""
@@ -89,11 +97,10 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
             raise HookTypeError(msg) from None
         return (linear(added) * gradient.double()).sum((0, -1))
 
-    if "head" in dimensions:
-        inputs = Places(model, what, inputs=True, heads=heads)
+    if projected is not None:
         by_head = [
             torch.stack([given(name, part) for name, part in each.items()])
-            for each in _by_head(places, inputs, call, parts)
+            for each in _by_head(targets, projected, call, parts)
         ]
         values = torch.stack(by_head, dim=-1)  # places, positions, heads
     else:
@@ -104,11 +111,33 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     return Effects(values, [*parts], dimensions, "attribution", scores, tokens)
 
 
-def _one(places: Places, norm: str) -> Places:
-    if len(places.names) != 1:
-        msg = f"norm takes one module, {norm!r} matches {len(places.names)}"
+def _path(norm: Targets, name: str) -> str:
+    """Returns the path of the module whose output a norm is."""
+    if len(norm.places) != 1:
+        msg = f"norm takes one module, {name!r} matches {len(norm.places)}"
         raise SelectionError(msg)
-    return places
+    (place,) = norm.places.values()
+    return place.path
+
+
+def _projections(
+    model: nn.Module, what: Selector, heads: int | None, output_index: int | str | None
+) -> tuple[Targets, Targets]:
+    """Returns what projections take of the heads, and what they add to the stream, in one order.
+
+    Of `@z` that is the attention's contribution, of modules their own input and output.
+    """
+    taken = Targets(model, what, heads=heads)
+    quantities = [name for name in taken.names if taken.places[name].quantity]
+    if not quantities:
+        inputs = Targets(model, what, inputs=True, heads=heads)
+        return inputs, Targets(model, what, output_index=output_index)
+    added = [_Z.sub(r"\1attn_out.", name) for name in taken.names]
+    if added == taken.names or len({*added}) < len(added):
+        got = taken.names[0]
+        msg = f"over='head' takes '@z.*' or the projections behind attentions, got {got!r}"
+        raise HookTypeError(msg)
+    return taken, Targets(model, added)
 
 
 class _Frozen(NamedTuple):
@@ -172,7 +201,7 @@ def _distance(x: Tensor, y: Tensor, gain: Tensor, *, centred: bool) -> float:
 
 
 def _by_head(
-    places: Places, inputs: Places, call: Call, outputs: dict[str, Tensor]
+    targets: Targets, inputs: Targets, call: Call, outputs: dict[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
     """Yields what each head adds to the output of each place.
 
@@ -182,7 +211,7 @@ def _by_head(
     Raises:
         HookError: the outputs are not the sums of the heads' and of a constant.
     """
-    read, _ = inputs.read(call, Tensor.clone)
+    read, _ = inputs.read(call, cloned)
     cells = {name: inputs.cells(name, tensor.shape, ("head",)) for name, tensor in read.items()}
 
     def alone(head: int | None) -> dict[str, Tensor]:
@@ -191,18 +220,19 @@ def _by_head(
         for name, tensor in read.items():
             for cell in cells[name]:
                 if cell.head == head:
-                    index = inputs.index(cell)
-                    inputs.view(only[name])[index] = inputs.view(tensor)[index]
+                    seen = inputs.view(name, tensor)
+                    index = inputs.index(cell, seen)
+                    inputs.view(name, only[name])[index] = seen[index]
 
         def replaced(name: str) -> Change:
             return lambda _: only[name]
 
         with inputs.changed({name: replaced(name) for name in only}):
-            return places.read(call, lambda tensor: tensor.double())[0]
+            return targets.read(call, lambda _, tensor: tensor.double())[0]
 
     constant = alone(None)
     sums = {**constant}
-    for head in range(inputs.heads or 0):
+    for head in range(max(map(len, cells.values()))):
         added = {name: tensor - constant[name] for name, tensor in alone(head).items()}
         sums = {name: tensor + added[name] for name, tensor in sums.items()}
         yield added

@@ -12,8 +12,8 @@ from torch import Tensor
 from ferrohook import plot
 from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, tolerance, variants
 from ferrohook.analysis.effects import check_tokens
-from ferrohook.analysis.places import Places
 from ferrohook.analysis.sweeps import BATCH_SIZE
+from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.arguments import at_least_one
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.progress import progress_bar
@@ -74,7 +74,7 @@ class Lens:
 def logit_lens(  # noqa: PLR0913 (options by keyword)
     model: nn.Module,
     batch: Any,
-    what: Selector,
+    what: Selector = "@resid_post.*",
     *,
     to_logits: Callable[[Tensor], Tensor] | None = None,
     output_index: int | str | None = None,
@@ -93,7 +93,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
     Args:
         model: a model that returns logits, as a tensor or as `logits` of its output.
         batch: keyword arguments of the model, a tuple of positional ones, or the only one.
-        what: the layers, the last one among them, see `select`.
+        what: hidden states, the last one among them: quantities or modules, see `register`.
         to_logits: maps a hidden state to logits, in place of the model's own code.
         output_index: part of a layer's output, see `capture`; None for its first tensor.
         top: number of tokens to keep.
@@ -111,14 +111,12 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
             once.
 
     Examples:
-        >>> lens = fh.analysis.logit_lens(
-        ...     model, ids, "model.layers.*", decode=tokenizer.decode
-        ... )
+        >>> lens = fh.analysis.logit_lens(model, ids, decode=tokenizer.decode)
         >>> lens.plot()
     """
-    places = Places(model, what, output_index=output_index)
+    targets = Targets(model, what, output_index=output_index)
     call = Call.of(batch)
-    found, output = places.read(call, Tensor.clone)
+    found, output = targets.read(call, cloned)
     states = _checked(found)
     ids, probabilities = [], []
     with (
@@ -126,7 +124,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
         progress_bar("logit lens", len(states), "layer", shown=progress) as advance,
     ):
         if to_logits is None:
-            all_logits = _by_the_model(places, call, states, output, batch_size)
+            all_logits = _by_the_model(targets, call, states, output, batch_size)
         else:
             all_logits = map(to_logits, states.values())
         for logits in all_logits:
@@ -151,25 +149,25 @@ def _checked(states: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_the_model(
-    places: Places, call: Call, states: dict[str, Tensor], output: Any, batch_size: int
+    targets: Targets, call: Call, states: dict[str, Tensor], output: Any, batch_size: int
 ) -> Iterator[Tensor]:
     """Yields the logits that the model makes of each state in place of the last one."""
     *_, last = states
-    _check_last(places, call, last, states[last], output)
+    _check_last(targets, call, last, states[last], output)
     together = max(at_least_one("batch_size", batch_size) // call.rows, 1)
     names = [*states]
     for start in range(0, len(names), together):
         chunk = names[start : start + together]
         stacked = torch.cat([states[name] for name in chunk])
-        with places.changed({last: lambda _, stacked=stacked: stacked}):  # type: ignore[misc]
-            made = call.repeated(len(chunk)).run(places.model)
+        with targets.changed({last: lambda _, stacked=stacked: stacked}):  # type: ignore[misc]
+            made = call.repeated(len(chunk)).run(targets.model)
         for name, own in zip(chunk, variants(made, output, len(chunk)), strict=True):
             if name == last:
-                check_repeatable(own, output, places.model)
+                check_repeatable(own, output, targets.model)
             yield _logits(own)
 
 
-def _check_last(places: Places, call: Call, last: str, state: Tensor, output: Any) -> None:
+def _check_last(targets: Targets, call: Call, last: str, state: Tensor, output: Any) -> None:
     """Validates that the logits of a position depend on the last state of that position alone.
 
     Raises:
@@ -177,8 +175,8 @@ def _check_last(places: Places, call: Call, last: str, state: Tensor, output: An
     """
     changed = state.clone()
     changed[:, 0] = -changed[:, 0].flip(-1)
-    with places.changed({last: lambda _: changed}):
-        logits = _logits(call.run(places.model))
+    with targets.changed({last: lambda _: changed}):
+        logits = _logits(call.run(targets.model))
     others, expected = logits[:, 1:], _logits(output)[:, 1:]
     if relative_distance(others, expected) > tolerance(expected):
         msg = (

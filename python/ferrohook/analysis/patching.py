@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ferrohook.analysis.calls import Call, score
 from ferrohook.analysis.effects import Effects
-from ferrohook.analysis.places import Places
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
+from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ferrohook.analysis.places import Cell
+    from ferrohook.analysis.targets import Cell
     from ferrohook.selection import Selector
 
 Over: TypeAlias = "Literal['position', 'head'] | Sequence[Literal['position', 'head']]"
@@ -30,7 +30,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
     clean: Any,
     corrupted: Any,
     metric: Callable[[Any], Any],
-    what: Selector,
+    what: Selector = "@resid_post.*",
     *,
     over: Over = "position",
     inputs: bool = False,
@@ -53,7 +53,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
             the only one. The first dimension of its tensors counts the texts.
         corrupted: inputs of the same shapes that the model runs on.
         metric: maps the model's output to a number, or to one for each text, which are averaged.
-        what: places, see `select`.
+        what: places: quantities and modules, see `register`.
         over: go over each "position", each "head", or both; `()` for whole tensors.
         inputs: patch the inputs of the modules instead of their outputs.
         output_index: part of the output to patch, see `capture`; None for its first tensor.
@@ -72,20 +72,20 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
     Examples:
         >>> difference = lambda out: out.logits[:, -1, mary] - out.logits[:, -1, john]
         >>> effects = fh.analysis.activation_patching(
-        ...     model, clean, corrupted, difference, "model.layers.*"
+        ...     model, clean, corrupted, difference, "@resid_pre.*"
         ... )
         >>> effects.plot()
     """
     dimensions = dimensions_of(over)
-    places = Places(model, what, inputs=inputs, output_index=output_index, heads=heads)
+    targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
-    sources, clean_output = places.read(source, Tensor.clone)
-    shapes, plain = places.read(target, lambda tensor: tensor.shape)
+    sources, clean_output = targets.read(source, cloned)
+    shapes, plain = targets.read(target, lambda _, tensor: tensor.shape)
     _check_shapes(sources, shapes)
-    cells = [cell for name in places.names for cell in places.cells(name, shapes[name], dimensions)]
+    cells = targets.all_cells(shapes, dimensions)
     ends = _ends(score(metric, clean_output), score(metric, plain))
     scores = sweep(
-        places,
+        targets,
         cells,
         metric,
         call=target,
@@ -104,7 +104,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     clean: Any,
     corrupted: Any,
     metric: Callable[[Any], Any],
-    what: Selector,
+    what: Selector = "@resid_post.*",
     *,
     over: Over = "position",
     inputs: bool = False,
@@ -137,18 +137,18 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
             metric has no gradient.
     """
     dimensions = dimensions_of(over)
-    places = Places(model, what, inputs=inputs, output_index=output_index, heads=heads)
+    targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
-    sources, clean_output = places.read(source, Tensor.clone)
-    reached, low = places.gradients(target, metric)
+    sources, clean_output = targets.read(source, cloned)
+    reached, low = targets.gradients(target, metric)
     _check_shapes(sources, {name: tensor.shape for name, (tensor, _) in reached.items()})
     ends = _ends(score(metric, clean_output), low)
     cells, estimates = [], []
     for name, (tensor, gradient) in reached.items():
-        own = places.cells(name, tensor.shape, dimensions)
-        changes = places.view(((sources[name] - tensor) * gradient).double())
+        own = targets.cells(name, tensor.shape, dimensions)
+        changes = targets.view(name, ((sources[name] - tensor) * gradient).double())
         cells += own
-        estimates += [changes[places.index(cell)].sum() for cell in own]
+        estimates += [changes[targets.index(cell, changes)].sum() for cell in own]
     values = torch.stack(estimates).cpu() / (ends["clean"] - ends["corrupted"])
     return as_effects(values, cells, dimensions, label="estimate", scores=ends, tokens=tokens)
 

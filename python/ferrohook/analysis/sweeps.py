@@ -9,6 +9,7 @@ import torch
 
 from ferrohook.analysis.calls import check_repeatable, score, variants
 from ferrohook.arguments import at_least_one
+from ferrohook.errors import HookError
 from ferrohook.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ferrohook.analysis.calls import Call
-    from ferrohook.analysis.places import Cell, Change, Places
+    from ferrohook.analysis.targets import Cell, Change, Targets
 
 BATCH_SIZE = 32
 """Rows of a forward."""
 
 
 def sweep(  # noqa: PLR0913 (all but the first three by keyword)
-    places: Places,
+    targets: Targets,
     cells: Sequence[Cell],
     metric: Callable[[Any], Any],
     *,
@@ -41,12 +42,12 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     unchanged, and is compared with the output of the inputs alone.
 
     Args:
-        places: places of the cells.
+        targets: tensors of the model that the cells are parts of.
         cells: cells to replace.
         metric: maps the output of a call to a number.
         call: the inputs.
         plain: the output of the inputs alone.
-        sources: values of each place, as its tensor in `call`.
+        sources: values of each target, of the shape of its tensor in `call`.
         batch_size: rows of a forward; a single cell has as many as the inputs.
         title: text before the progress bar.
         progress: show a bar.
@@ -60,11 +61,11 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
     scores = []
     with progress_bar(title, len(chunks), "forward", shown=progress) as advance, torch.no_grad():
         for chunk in chunks:
-            with places.changed(_changes(places, chunk, sources)):
-                output = call.repeated(len(chunk)).run(places.model)
+            with targets.changed(_changes(targets, chunk, sources)):
+                output = call.repeated(len(chunk)).run(targets.model)
             for cell, own in zip(chunk, variants(output, plain, len(chunk)), strict=True):
                 if cell is None:
-                    check_repeatable(own, plain, places.model)
+                    check_repeatable(own, plain, targets.model)
                 else:
                     scores.append(score(metric, own))
             advance()
@@ -72,7 +73,7 @@ def sweep(  # noqa: PLR0913 (all but the first three by keyword)
 
 
 def _changes(
-    places: Places, chunk: Sequence[Cell | None], sources: Mapping[str, Tensor]
+    targets: Targets, chunk: Sequence[Cell | None], sources: Mapping[str, Tensor]
 ) -> dict[str, Change]:
     """Makes the functions that replace each cell in its copy of the rows."""
     numbered = [(cell.name, number, cell) for number, cell in enumerate(chunk) if cell is not None]
@@ -80,11 +81,18 @@ def _changes(
     def change(name: str, own: list[tuple[int, Cell]]) -> Change:
         def replace(tensor: Tensor) -> Tensor:
             tensor = tensor.clone()
-            copies = places.view(tensor.unflatten(0, (len(chunk), -1)))
-            source = places.view(sources[name])
+            source = targets.view(name, sources[name])
+            if len(tensor) != len(chunk) * len(source):
+                msg = (
+                    f"{name!r} has {len(source)} rows, and {len(tensor)} for inputs repeated "
+                    f"{len(chunk)} times: it has no row for each text. Pass batch_size=1, for a "
+                    "forward for each variant"
+                )
+                raise HookError(msg)
             for number, cell in own:
-                index = places.index(cell)
-                copies[number][index] = source[index]
+                rows = slice(number * len(source), (number + 1) * len(source))
+                index = targets.index(cell, source)
+                targets.view(name, tensor[rows])[index] = source[index]
             return tensor
 
         return replace

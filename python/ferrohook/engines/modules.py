@@ -18,12 +18,16 @@ from ferrohook.operations import SUM
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, Judge
+from ferrohook.quantity import Quantities
+from ferrohook.quantity_names import SIGN, as_lens, from_lens
 from ferrohook.selection import select
+from ferrohook.steering import Add, Replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
+    from ferrohook.quantity import Quantity
     from ferrohook.steering import Intervention
 
 Tokens: TypeAlias = tuple[int, int]
@@ -65,6 +69,53 @@ class ModuleInfo:
     """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
 
 
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """Quantities of an engine's model, at places of its own."""
+
+    table: Quantities = dataclasses.field(default_factory=lambda: Quantities({}, {}, "the engine"))
+    heads: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Number and width of the heads of those that stand side by side, by name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {"table": self.table.to_json(), "heads": {**self.heads}}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> NamedTensors:
+        """Reads what `to_json` returned."""
+        heads = {name: (count, width) for name, (count, width) in found["heads"].items()}
+        return cls(Quantities.from_json(found["table"]), heads)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Returns each with its place and proof, and the reason of each that is refused."""
+        shown: dict[str, dict[str, Any]] = {
+            name: {
+                "place": each.place,
+                "equation": each.equation,
+                "residual": each.residual,
+                "writable": each.writable,
+                "heads": self.heads.get(name),
+            }
+            for name, each in self.table.items()
+        }
+        return shown | {f"{SIGN}{name}": {"refused": it} for name, it in self.table.missing.items()}
+
+    def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
+        """Returns those that stand at the sites of a compiled engine; others are missing."""
+        served, missing = {}, dict(self.table.missing)
+        for name, each in self.table.items():
+            own = each.path in sites and each.phase == "forward" and each.part == index
+            if own and each.multiplier == 1:
+                served[name] = each
+            else:
+                missing[name.removeprefix(SIGN)] = (
+                    f"it stands at the {each.place}, which is no site of this compiled engine, see "
+                    "additional_config"
+                )
+        return NamedTensors(Quantities(served, missing, self.table.model), {})
+
+
 class ModuleTable:
     """Table of the modules of a model, by path.
 
@@ -72,6 +123,7 @@ class ModuleTable:
         table: the modules.
         fused: names of modules that the engine fuses, by the name of the fused one.
         compiled: True if they are the sites of a compiled engine.
+        named: the quantities of the model.
     """
 
     def __init__(
@@ -80,9 +132,11 @@ class ModuleTable:
         fused: Mapping[str, Sequence[str]],
         *,
         compiled: bool = False,
+        named: NamedTensors | None = None,
     ) -> None:
         self.table = dict(table)
         self.compiled = compiled
+        self.named = named or NamedTensors()
         self.fused = {part: whole for whole, parts in fused.items() for part in parts}
         self._fused = {whole: [*parts] for whole, parts in fused.items()}
         self._owners = {it.place: name for name, it in self.table.items() if it.place is not None}
@@ -92,7 +146,14 @@ class ModuleTable:
     def to_json(self) -> str:
         """Writes the table as JSON."""
         table = {name: dataclasses.asdict(info) for name, info in self.table.items()}
-        return json.dumps({"table": table, "fused": self._fused, "compiled": self.compiled})
+        return json.dumps(
+            {
+                "table": table,
+                "fused": self._fused,
+                "compiled": self.compiled,
+                "named": self.named.to_json(),
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str) -> ModuleTable:
@@ -108,7 +169,8 @@ class ModuleTable:
             )
             for name, it in found["table"].items()
         }
-        return cls(table, found["fused"], compiled=found["compiled"])
+        named = NamedTensors.from_json(found["named"])
+        return cls(table, found["fused"], compiled=found["compiled"], named=named)
 
     def at_sites(self, what: Any) -> tuple[ModuleTable, list[str], Any]:
         """Returns the table of a compiled engine, its sites and their `output_index`.
@@ -126,7 +188,9 @@ class ModuleTable:
             NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
         )
         table = {name: found.get(name, refused) for name in self.table}
-        return ModuleTable(table, self._fused, compiled=True), [*found], _index(info, name, None)
+        index = _index(info, name, None)
+        named = self.named.at_sites(found, index)
+        return ModuleTable(table, self._fused, compiled=True, named=named), [*found], index
 
     def without(self, partial: Collection[str]) -> ModuleTable:
         """Returns the table with modules refused whose tensors are parts on each rank."""
@@ -138,7 +202,11 @@ class ModuleTable:
             name: refused if name in partial and info.refused is None else info
             for name, info in self.table.items()
         }
-        return ModuleTable(table, self._fused)
+        return ModuleTable(table, self._fused, named=self.named)
+
+    def with_quantities(self, named: NamedTensors) -> ModuleTable:
+        """Returns the table with the quantities of the model."""
+        return ModuleTable(self.table, self._fused, compiled=self.compiled, named=named)
 
     def selected(self, what: Any) -> dict[str, ModuleInfo]:
         """Returns the modules that a selector of a plan names.
@@ -148,6 +216,61 @@ class ModuleTable:
         """
         if isinstance(what, list):
             what = [self._owners.get(it, it) if isinstance(it, str) else it for it in what]
+        names, rest = self._split(what)
+        found = {name: self._named_info(name) for name in names}
+        return found if names and rest is None else found | self._selected(rest)
+
+    def _split(self, what: Any) -> tuple[list[str], Any]:
+        """Splits a selector into names of quantities, globs resolved, and the rest, None if empty.
+
+        Raises:
+            ValueError: a quantity is not proved.
+        """
+        if isinstance(what, str):
+            lens = None if what in self.table else from_lens(what)
+            if not what.startswith(SIGN) and lens is None:
+                return [], what
+            try:
+                found = self.named.table.matching(lens or what)
+            except SelectionError as error:
+                raise ValueError(str(error)) from error
+            return [it.name if lens is None else as_lens(it.name, what) for it in found], None
+        if not isinstance(what, list | tuple | set | frozenset):
+            return [], what
+        names: list[str] = []
+        rest = []
+        for each in what:
+            found_names, left = self._split(each)
+            names += found_names
+            rest += [] if found_names else [left]
+        return names, rest or None
+
+    def quantity(self, name: str) -> Quantity | None:
+        """Returns the quantity of this name, None for a path."""
+        if name in self.table:
+            return None
+        found = name if name.startswith(SIGN) else from_lens(name)
+        return None if found is None else self.named.table[found]
+
+    def shaped(self, name: str, rows: Tensor) -> Tensor:
+        """Returns rows of a capture as the quantity has them: heads in a dimension of their own."""
+        quantity = self.quantity(name)
+        heads = None if quantity is None else self.named.heads.get(quantity.name)
+        return rows if heads is None else rows.unflatten(-1, heads)
+
+    def _named_info(self, name: str) -> ModuleInfo:
+        quantity = self.named.table[from_lens(name) or name]
+        info = self.table[quantity.path]
+        part: Any = quantity.part
+        if quantity.phase == "forward_pre":
+            width, size = _input(info, quantity.path, part)
+        elif part is None or part == SUM:
+            width, size = info.width, info.row_bytes
+        else:
+            width, size = _part(info, quantity.path, part)
+        return ModuleInfo("tensor", width, size)
+
+    def _selected(self, what: Any) -> dict[str, ModuleInfo]:
         for path in _paths(what):
             info = self.table.get(path)
             if info is not None and info.refused is not None:
@@ -176,11 +299,11 @@ class ModuleTable:
             name: dataclasses.replace(self.table[name], place=place, inputs=())
             for name, place in places.items()
         }
-        return ModuleTable(self.table | moved, self._fused)
+        return ModuleTable(self.table | moved, self._fused, named=self.named)
 
     def place_of(self, name: str) -> str:
         """Returns the name of the module that is hooked for a module."""
-        return self.table[name].place or name
+        return (name in self.table and self.table[name].place) or name
 
     def placed(self, plan: Plan) -> Plan:
         """Moves the entries of a rewritten plan to the hook points of their modules."""
@@ -214,10 +337,49 @@ class ModuleTable:
                 msg = f"entries[{number}]: {error}"
                 raise ValueError(msg) from None
         if self.compiled:
-            _check_positions(entries)
+            self._check_positions(entries)
         return Plan(*entries)
 
     def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
+        names, rest = self._split(entry.what)
+        if not names:
+            return self._at_modules(entry)
+        if (reason := (COMPILED if self.compiled else EAGER).refusal(entry)) is not None:
+            raise ValueError(reason)
+        moved = [self._at_quantity(entry, name) for name in names]
+        if rest is not None:
+            moved += self._at_modules(dataclasses.replace(entry, what=rest))
+        return moved
+
+    def _at_quantity(self, entry: HookEntry | KeepEntry, name: str) -> HookEntry | KeepEntry:
+        """Rewrites an entry for one quantity, which the worker's table places.
+
+        Raises:
+            ValueError: the entry does not fit it.
+        """
+        quantity = self.named.table[from_lens(name) or name]
+        heads = self.named.heads.get(quantity.name)
+        if isinstance(entry, KeepEntry):
+            if entry.options.keys() & {"inputs", "output_index"}:
+                msg = f"{name} is one tensor at a place of its own: leave out inputs, output_index"
+                raise ValueError(msg)
+            if heads is not None and "slice" in entry.options:
+                msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
+                raise ValueError(msg)
+            _check_slice(entry.options.get("slice"), name, self._named_info(name).width)
+            copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
+            return dataclasses.replace(entry, what=[name], options=entry.options | copy)
+        if entry.phase != "forward" or entry.hook.output_index is not None:
+            msg = f"{name} is one tensor at a place of its own: leave out phase and output_index"
+            raise ValueError(msg)
+        if not quantity.writable:
+            msg = f"{name} can be read and not written: what is written does not arrive"
+            raise ValueError(msg)
+        hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
+        _check_width(hook, name, self._named_info(name).width)
+        return dataclasses.replace(entry, what=[name], hook=hook)
+
+    def _at_modules(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
         found = self.selected(entry.what)
         if (reason := (COMPILED if self.compiled else EAGER).refusal(entry)) is not None:
             raise ValueError(reason)
@@ -242,6 +404,29 @@ class ModuleTable:
             groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
+    def _check_positions(self, entries: Sequence[HookEntry | KeepEntry]) -> None:
+        ats: dict[str, Any] = {}
+        kept: set[str] = set()
+        for entry in entries:
+            at: Any = entry.at
+            listed: Any = entry.what  # a list, as rewritten
+            names = [name if (it := self.quantity(name)) is None else it.path for name in listed]
+            if isinstance(entry, KeepEntry):
+                kept.update(names)
+                continue
+            for name in names:
+                if name in kept:
+                    msg = (
+                        f"the plan keeps {name!r} before it changes it: a compiled engine keeps "
+                        "last"
+                    )
+                    raise ValueError(msg)
+                if ats.setdefault(name, at) != at:
+                    msg = (
+                        f"the plan changes {name!r} at several positions: a compiled engine at one"
+                    )
+                    raise ValueError(msg)
+
     def row_bytes(self, plan: Plan | Prepared) -> list[tuple[KeepEntry, int]]:
         """Returns for each capture of a rewritten plan the bytes per token."""
         sizes = []
@@ -259,22 +444,23 @@ def _check_names(twice: Collection[str]) -> None:
         raise ValueError(msg)
 
 
-def _check_positions(entries: Sequence[HookEntry | KeepEntry]) -> None:
-    ats: dict[str, Any] = {}
-    kept: set[str] = set()
-    for entry in entries:
-        at: Any = entry.at
-        names: Any = entry.what  # a list, as rewritten
-        if isinstance(entry, KeepEntry):
-            kept.update(names)
-            continue
-        for name in names:
-            if name in kept:
-                msg = f"the plan keeps {name!r} before it changes it: a compiled engine keeps last"
-                raise ValueError(msg)
-            if ats.setdefault(name, at) != at:
-                msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
-                raise ValueError(msg)
+def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> Intervention:
+    """Returns the intervention on all heads side by side that does to each what `hook` does.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if hook.vector is None:
+        return hook
+    _check_width(hook, f"head of {name}", head_dim)
+    if isinstance(hook, Add):
+        vector, scale = hook.values
+        return Add(vector.repeat(heads), scale) if hook.width == head_dim else hook
+    if isinstance(hook, Replace):
+        (vector,) = hook.values
+        return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
+    msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
+    raise ValueError(msg)
 
 
 def _check_width(hook: Intervention, tensor: str, width: int) -> None:

@@ -8,12 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
 from ferrohook.activations import ActivationCache
 from ferrohook.arguments import expect
+from ferrohook.attention import is_point
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.attention import AttentionPoint
     from ferrohook.engines.steps import Span, Step
     from ferrohook.places import Place
     from ferrohook.plans import Request
@@ -106,7 +108,13 @@ class EnginePlans(PreparedPlans):
 
     def _silent(self, places: dict[str, Place]) -> str | None:
         for name, place in places.items():
-            if self._running is not None and place.module not in self._running:
+            module = place.module
+            if is_point(module):
+                point = cast("AttentionPoint", module)
+                if point.name == "pattern":
+                    return f"{name}: the keys of all requests are in pages, in one dimension"
+                module = point.points.module
+            if self._running is not None and module not in self._running:
                 return f"{name!r} does not run in its steps"
         return None
 

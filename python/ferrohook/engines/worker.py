@@ -276,7 +276,8 @@ class EngineWorker:
                     return packed({}, {}, error=error)
                 if len(expected):
                     inside = torch.isin(found, expected)
-                    acts[name] = result.acts[place][inside].cpu().contiguous()
+                    rows = result.acts[place][inside].cpu().contiguous()
+                    acts[name] = modules.shaped(path, rows)
                     positions[name] = expected
         return packed(acts, positions)
 

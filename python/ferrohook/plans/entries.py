@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import cached_property
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -92,6 +93,11 @@ class HookEntry(PlanEntry):
         own = (self.what, self.hook, self.at, self.phase, self.options)
         return ("on", *map(content_of, own))
 
+    def __reduce__(self) -> Any:
+        # By way of `on`, which validates what a damaged pickle has.
+        own = {"at": self.at, "phase": self.phase, **self.options}
+        return functools.partial(on, **own), (self.what, self.hook)
+
     def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
         name = getattr(self.hook, "__qualname__", None) or repr(self.hook)
         return (_shown(self.what), name, self.phase, _shown(self.at), _shown_options(self.options))
@@ -115,6 +121,10 @@ class KeepEntry(PlanEntry):
 
     def content(self) -> tuple[Any, ...]:  # noqa: D102 (PlanEntry's)
         return ("keep", *map(content_of, (self.what, self.at, self.label, self.options)))
+
+    def __reduce__(self) -> Any:
+        own = {"at": self.at, "label": self.label, **self.options}
+        return functools.partial(keep, **own), (self.what,)
 
     def row(self) -> tuple[str, ...]:  # noqa: D102 (PlanEntry's)
         phase = "forward_pre" if self.options.get("inputs") else "forward"

@@ -72,7 +72,7 @@ class Checks:
         taken = self._after(state)
         if taken is not None and entry.norm is not None:
             taken = self._through(entry.norm, taken)
-        self._compare([name], self._before(entry.site), taken)
+        self._compare([name], self._before(entry.sites[0]), taken)
 
     def projects(self, name: str, sublayer: Sublayer) -> None:
         """Checks the last projection of a sublayer, and the norm behind it."""
@@ -91,11 +91,15 @@ class Checks:
         if embed is None:
             self._fail([name])
             return
-        total = embed.double() * began.multiplier
-        if began.positions is not None:
-            rows = total.reshape(-1, began.positions.numel()) + began.positions
-            total = rows.view_as(total)
-        state: Tensor | None = total.to(embed.dtype)
+        state: Tensor | None = embed
+        for path in began.first:
+            state = None if state is None else self._through(path, state)
+        if state is not None:
+            total = state.double() * began.multiplier
+            if began.positions is not None:
+                rows = total.reshape(-1, began.positions.numel()) + began.positions
+                total = rows.view_as(total)
+            state = total.to(embed.dtype)
         for path in began.modules:
             state = None if state is None else self._through(path, state)
         self._compare([name], self._before(stream), state)

@@ -12,6 +12,8 @@ from ferrohook.quantity.looking import Hidden, Site
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from ferrohook.quantity.blocks import Anatomist
@@ -22,7 +24,7 @@ _MOST_MODULES: Final = 6
 
 
 class Beginning(NamedTuple):
-    """How the stream begins: `stream = modules(multiplier * embed + positions)`."""
+    """How the stream begins: `stream = modules(multiplier * first(embed) + positions)`."""
 
     embed: Site
     multiplier: float
@@ -30,11 +32,16 @@ class Beginning(NamedTuple):
     """What is added and is the same in each row of the batch."""
     modules: tuple[str, ...]
     """Paths of modules that the sum passes, in order."""
+    first: tuple[str, ...]
+    """Paths of modules that the embedding passes, in order."""
 
     @property
     def text(self) -> str:
         """The equation."""
-        text = "embed" if self.positions is None else "embed + positions"
+        text = "embed"
+        for path in self.first:
+            text = f"{path.rpartition('.')[2]}({text})"
+        text = text if self.positions is None else f"{text} + positions"
         for path in self.modules:
             text = f"{path.rpartition('.')[2]}({text})"
         return f"{text} = resid_pre.0"
@@ -82,16 +89,21 @@ def beginning(
     ]
     before = sorted((each for each in look.calls if each.end < start), key=lambda it: it.start)
     tables = [call for call in before if _looks_up(model, look, call, ids)]
-    if not tables:
+    embedded = [
+        (Site.output(call.path, part), value, first)
+        for call in tables
+        for part in call.outputs
+        if Site.output(call.path, part) in look.sites
+        for value, first in _passed(before, call.outputs[part])
+    ]
+    if not embedded:
         return "no module that ran before the first block looks up the token ids"
     total, modules = stream, list[str]()
     for _ in range(_MOST_MODULES):
-        for call in tables:
-            ((part, value),) = call.outputs.items()
-            site = Site.output(call.path, part)
+        for site, value, first in embedded:
             found = _embedded(look, total, value, example)
-            if found is not None and site in look.sites:
-                return Beginning(site, *found, tuple(modules))
+            if found is not None:
+                return Beginning(site, *found, tuple(modules), first)
         inner = _returning(before, total)
         if inner is None:
             break
@@ -147,6 +159,19 @@ def _embedded(
     return factor, rest.mean(0)
 
 
+def _passed(calls: list[Call], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields a value, and what modules that take it alone make of it, with their paths."""
+    paths: tuple[str, ...] = ()
+    for _ in range(_MOST_MODULES):
+        yield value, paths
+        taking = (it for it in calls if [*it.inputs.values()] == [value] and _other(it, value))
+        call = next(taking, None)
+        if call is None:
+            return
+        (value,) = call.outputs.values()
+        paths = (*paths, call.path)
+
+
 def _returning(calls: list[Call], value: int) -> Call | None:
     """Returns the outermost module that computes a value from one tensor."""
     for call in calls:
@@ -190,11 +215,24 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         (value,) = call.outputs.values()
         modules.append(call.path)
         for part, returned in root.outputs.items():
-            found = _as_logits(look, returned, value)
             logits = Site.output("", part)
+            if logits not in look.sites or not _by_position(look, logits, value, stream):
+                continue
+            found = _as_logits(look, returned, value)
             if found is not None and not isinstance(part, Hidden):
                 return Ending(site, logits, tuple(modules), *found)
     return Ending(site, None, ())
+
+
+def _by_position(look: Look, logits: Site, value: int, stream: int) -> bool:
+    """Returns True if the model returns a projection of each position of the stream."""
+    width = look.sites[logits].shape[-1]
+    positions = look.values[value].numel() // width
+    return width * positions == look.values[value].numel() and any(
+        positions * each.shape[-1] == look.values[stream].numel()
+        for each in look.sightings
+        if each.value == stream
+    )
 
 
 def _other(call: Call, value: int) -> bool:

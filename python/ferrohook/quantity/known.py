@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ferrohook._core import ModuleTree
 from ferrohook.arguments import expect_module
@@ -11,6 +11,18 @@ from ferrohook.quantity.table import Quantities, Quantity, looked_at
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ferrohook.places import Head
+
+
+class Resolved(NamedTuple):
+    """A quantity that a selector names."""
+
+    title: str
+    """Name of what is captured."""
+    quantity: Quantity
+    head: Head | None
+    module: weakref.ref[nn.Module]
 
 
 class Known:
@@ -24,7 +36,7 @@ class Known:
     def __init__(self, model: nn.Module, table: Quantities) -> None:
         self.table = table
         self.tree = ModuleTree([*model.modules()])
-        self.resolved: dict[str, list[tuple[str, Quantity, weakref.ref[nn.Module]]]] = {}
+        self.resolved: dict[str, list[Resolved]] = {}
         """Names and globs that were resolved before."""
 
 

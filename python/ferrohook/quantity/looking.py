@@ -122,7 +122,7 @@ class Look:
         self._open: list[tuple[int, dict[Any, int]]] = []
         handles = [handle for path, it in model.named_modules() for handle in self._hook(path, it)]
         try:
-            with _undisturbed():
+            with undisturbed():
                 model(*example.args, **example.kwargs)
         except Exception as error:
             msg = (
@@ -261,7 +261,7 @@ def _with_part(output: Any, part: Any, tensor: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Runs a forward without gradients and with a random state of its own."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.no_grad():

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from ferrohook.attention import POINTS
 from ferrohook.errors import HookError
+from ferrohook.inside_attention import EQUATION, look_inside
 from ferrohook.quantity.blocks import Anatomist
 from ferrohook.quantity.checks import Checks
 from ferrohook.quantity.ends import Beginning, Ending, beginning, ending
@@ -26,6 +28,7 @@ from ferrohook.quantity.looking import (
     example_of,
     make_generic,
     structural_copy,
+    undisturbed,
 )
 from ferrohook.quantity.stacks import chains, inside
 from ferrohook.quantity.sublayers import Sublayer, Tracer
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.inside_attention import Heads
     from ferrohook.quantity.blocks import Step
     from ferrohook.quantity.looking import Example
     from ferrohook.quantity.stacks import Block
@@ -56,6 +60,8 @@ class Proved:
     multiplier: float = 1.0
     """Factor of the tensor at the place."""
     writable: bool = False
+    point: str | None = None
+    """Point inside the attention module at the site, see `ferrohook.attention`."""
 
 
 @dataclasses.dataclass
@@ -112,7 +118,12 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _check_same(model, first, Look(plain, example))
     generic = structural_copy(model)
     make_generic(generic)
-    return _Prover(generic, example, first).findings()
+
+    def call() -> None:
+        with undisturbed():
+            generic(*example.args, **example.kwargs)
+
+    return _Prover(generic, example, first, look_inside(generic, call)).findings()
 
 
 def _check_same(model: nn.Module, one: Look, other: Look) -> None:
@@ -148,12 +159,16 @@ class _Prover:
         model: a copy with uneven parameters.
         example: arguments of the call.
         first: a look at the model with its own parameters.
+        heads: what was found inside its attention modules, by path.
     """
 
-    def __init__(self, model: nn.Module, example: Example, first: Look) -> None:
+    def __init__(
+        self, model: nn.Module, example: Example, first: Look, heads: dict[str, Heads]
+    ) -> None:
         self._model = model
         self._example = example
         self._first = first
+        self._heads = heads
         self._look = Look(model, example)
         self._anatomist = Anatomist(model, self._look)
         self._proved: list[Proved] = []
@@ -171,6 +186,9 @@ class _Prover:
         for stack in stacks:
             self._classify(stack, [each for each in stacks if each is not stack])
         for stack in stacks:
+            for number, reason in stack.broken.items():
+                for kind in ("resid_pre", "resid_post"):
+                    self._missing[f"{stack.prefix}{kind}.{number}"] = reason
             for part in stack.parts:
                 self._name(stack, part)
             self._around(stack)
@@ -216,10 +234,11 @@ class _Prover:
     def _classify(self, stack: Stack, others: list[Stack]) -> None:
         """Tells attention, cross-attention, other mixers of tokens and position-wise sublayers."""
         entries = {
-            each.entry.site
+            site
             for part in stack.parts
             for each in part.sublayers
             if each.entry is not None
+            for site in each.entry.sites
         }
         clean = {site: self._look.tensor(site) for site in entries}
         moved = self._held(clean, _first_moved)
@@ -245,10 +264,15 @@ class _Prover:
                     part.kinds[site] = "cross"
                 elif not bool(changed[1:].any()):
                     part.kinds[site] = "mlp" if bool(changed[0]) else "constant"
-                elif _is_average(_positions(same.tensor(site))):
+                elif self._attends(each) or _is_average(_positions(same.tensor(site))):
                     part.kinds[site] = "attention"
                 else:
                     part.kinds[site] = "mixer"
+
+    def _attends(self, sublayer: Sublayer) -> bool:
+        """Returns True if it goes through an attention module whose pattern is proved."""
+        paths = self._heads.keys() & sublayer.inside
+        return any(self._heads[path].inside for path in paths)
 
     def _held(
         self,
@@ -273,7 +297,8 @@ class _Prover:
         residual = self._residual_of(part)
         if residual is None:
             self._missing[f"{prefix}resid_post.{index}"] = (
-                "the sum that holds with uneven parameters fails with the model's own"
+                "a tensor of its sum is seen only at a module that runs several times, or the sum "
+                "fails with the model's own parameters"
             )
             return
         equation = _sum_text(part)
@@ -336,14 +361,18 @@ class _Prover:
             multiplier=multiplier,
         )
         entry = each.entry
-        if entry is not None and self._moves.get(each.contribution):
+        if entry is not None and len(entry.sites) > 1:
+            self._missing[f"{prefix}{title}_in.{index}"] = "its module takes it several times"
+        elif entry is not None and self._moves.get(each.contribution):
             stream = self._state_name(part, entry.state)
             text = (
                 f"{title}_in = {stream}" if entry.norm is None else f"{title}_in = norm({stream})"
             )
-            self._add(f"{prefix}{title}_in.{index}", entry.site, text)
+            self._add(f"{prefix}{title}_in.{index}", entry.sites[0], text)
         inner = {"attn": "z", "mlp": "mlp_act"}.get(title)
         if inner is None:
+            return
+        if title == "attn" and self._points(stack, part, each):
             return
         if each.last is None:
             self._missing[f"{prefix}{inner}.{index}"] = "no single projection returns the output"
@@ -352,6 +381,29 @@ class _Prover:
         shown = f"norm({projected})" if each.norm is not None else projected
         text = f"{_times(multiplier)}{shown} = {title}_out"
         self._add(f"{prefix}{inner}.{index}", each.last, text)
+
+    def _points(self, stack: Stack, part: Part, each: Sublayer) -> bool:
+        """Adds what is proved inside an attention module; returns False if z is not among it."""
+        paths = sorted(self._heads.keys() & each.inside)
+        if len(paths) != 1:
+            reason = (
+                "its attention goes through no function of transformers' AttentionInterface"
+                if not paths
+                else f"{len(paths)} attention modules are in one sublayer"
+            )
+            for point in POINTS:
+                self._missing.setdefault(f"{stack.prefix}{point}.{part.index}", reason)
+            return False
+        heads = self._heads[paths[0]]
+        site = Site.output(paths[0], None)
+        for it in heads.inside:
+            name = f"{stack.prefix}{it.point}.{part.index}"
+            self._proved.append(
+                Proved(name, site, it.shape, EQUATION, it.residual, 1.0, it.writable, it.point)
+            )
+        for point, reason in heads.missing.items():
+            self._missing[f"{stack.prefix}{point}.{part.index}"] = reason
+        return any(it.point == "z" for it in heads.inside)
 
     def _state_name(self, part: Part, value: int) -> str:
         """Returns the equation of the stream in a block, as far as a value of it."""
@@ -457,7 +509,7 @@ class _Prover:
 
     def _embed_factor(self, began: Beginning, first: Block) -> float:
         """Returns the factor of the embedding, with the model's own parameters."""
-        if began.positions is not None or began.modules:
+        if began.positions is not None or began.modules or began.first:
             return began.multiplier
         sites = self._first.sites
         if began.embed not in sites or first.before not in sites:
@@ -472,7 +524,7 @@ class _Prover:
 
         All at once; if an equation fails, those of each kind by themselves.
         """
-        sites = {each.name: each.site for each in self._proved}
+        sites = {each.name: each.site for each in self._proved if each.point is None}
         sums = {name for name in sites if _kind(name) == "resid_mid" and sites[name].inputs}
         everything = {name: site for name, site in sites.items() if name not in sums}
         arrived = self._arrivals(stacks, everything)
@@ -481,7 +533,8 @@ class _Prover:
             own = {name: site for name, site in everything.items() if _kind(name) == kind}
             arrived |= self._arrivals(stacks, own) & own.keys()
         for each in self._proved:
-            each.writable = each.name in arrived
+            if each.point is None:
+                each.writable = each.name in arrived
 
     def _arrivals(self, stacks: list[Stack], written: dict[str, Site]) -> set[str]:
         """Returns the names whose equations hold while all of them are written to."""

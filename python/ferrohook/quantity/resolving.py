@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Set as AbstractSet
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from ferrohook.attention import points_of
 from ferrohook.errors import HookTypeError, SelectionError
-from ferrohook.places import Place
-from ferrohook.quantity.known import known_of
-from ferrohook.quantity_names import SIGN, as_lens, from_lens
+from ferrohook.places import Head, Place
+from ferrohook.quantity.known import Resolved, known_of
+from ferrohook.quantity_names import SIGN, as_lens, from_lens, split_head
 from ferrohook.selection import select
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.quantity.table import Quantities, Quantity
     from ferrohook.selection import Selector
     from ferrohook.typed import Phase
 
@@ -68,27 +71,69 @@ def _places(model: nn.Module, name: str) -> dict[str, Place]:
     if resolved is None:
         lens = from_lens(name)
         resolved = known.resolved[name] = [
-            (
-                quantity.name if lens is None else as_lens(quantity.name, name),
+            Resolved(
+                title if lens is None else as_lens(title, name),
                 quantity,
+                head,
                 weakref.ref(model.get_submodule(quantity.path)),
             )
-            for quantity in known.table.matching(lens or name)
+            for title, quantity, head in _matching(known.table, lens or name)
         ]
     return {
-        title: Place(
-            quantity.path,
-            module,
-            quantity.phase == "forward_pre",
-            quantity.part,
-            quantity.multiplier,
-            quantity.name,
-            quantity.writable,
-            quantity.shape[-1],
-        )
-        for title, quantity, reference in resolved
-        if (module := reference()) is not None
+        each.title: _place(each, module)
+        for each in resolved
+        if (module := each.module()) is not None
     }
+
+
+def _place(resolved: Resolved, module: nn.Module) -> Place:
+    quantity = resolved.quantity
+    path, point = quantity.path, quantity.point
+    if point is not None:
+        path, module = f"{path}.{point}", getattr(points_of(module), point)
+    return Place(
+        path,
+        module,
+        quantity.phase == "forward_pre",
+        quantity.part,
+        quantity.multiplier,
+        resolved.title,
+        quantity.writable,
+        None if point == "pattern" else quantity.shape[-1],  # it has that of the call
+        resolved.head,
+    )
+
+
+def _matching(table: Quantities, pattern: str) -> Iterator[tuple[str, Quantity, Head | None]]:
+    """Yields what a name or glob matches, with the head if it names one: `@z.3.5`.
+
+    Raises:
+        SelectionError: nothing matches.
+    """
+    base, head = split_head(pattern)
+    if head is None:
+        yield from ((quantity.name, quantity, None) for quantity in table.matching(pattern))
+        return
+    found = False
+    for quantity in table.matching(base):
+        places = [n for n, it in enumerate(quantity.dimensions) if it in {"heads", "kv_heads"}]
+        if not places:
+            continue
+        dim = places[0] - len(quantity.dimensions)
+        for index in range(quantity.shape[dim]):
+            if fnmatchcase(str(index), head):
+                found = True
+                yield f"{quantity.name}.{index}", quantity, Head(index, dim)
+    if not found:
+        msg = f"{pattern} names no head: {base} has heads {_heads_of(table, base)}"
+        raise SelectionError(msg)
+
+
+def _heads_of(table: Quantities, base: str) -> str:
+    quantity = table.matching(base)[0]
+    sizes = dict(zip(quantity.dimensions, quantity.shape, strict=True))
+    count = sizes.get("heads", sizes.get("kv_heads"))
+    return "that are not told apart here" if count is None else f"0 to {count - 1}"
 
 
 def _quantities_in(model: nn.Module, what: Any) -> Iterator[str]:

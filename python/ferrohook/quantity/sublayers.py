@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Entry(NamedTuple):
     """What a sublayer takes of the stream."""
 
-    site: Site
+    sites: tuple[Site, ...]
+    """One, or those of a module that takes it several times, as query, key and value."""
     state: int
     """Value of the stream that it is computed from."""
     norm: str | None
@@ -38,6 +39,8 @@ class Sublayer(NamedTuple):
     projected: Site | None
     norm: str | None
     """Path of the norm between the last projection and the contribution."""
+    inside: frozenset[str]
+    """Paths of the modules that it was followed through."""
 
 
 class Tracer:
@@ -73,8 +76,10 @@ class Tracer:
                 site = self.output_site(value, end)
                 if site is None:
                     continue
-                entry = self._entry(value, {*self._states[: number + 1]})
-                yield Sublayer(site, number, term, entry, *self._last(value))
+                followed: set[str] = set()
+                entry = self._entry(value, {*self._states[: number + 1]}, followed)
+                last = self._last(value)
+                yield Sublayer(site, number, term, entry, *last, frozenset(followed))
 
     def _first(self, value: int) -> int:
         prefix, own = self._prefix, self._block.after
@@ -134,7 +139,7 @@ class Tracer:
         outer = [each for each in self._calls if each.start < call.start and each.end > call.end]
         return outer[-1] if outer else None
 
-    def _entry(self, value: int, states: set[int]) -> Entry | None:
+    def _entry(self, value: int, states: set[int], followed: set[str]) -> Entry | None:
         """Finds what a contribution is computed from: a norm of the stream, or the stream."""
         waiting, done = [value], {value}
         normed: set[int] = set()
@@ -144,12 +149,10 @@ class Tracer:
             if number in self._norms and {*self._norms[number].inputs.values()} <= states:
                 normed.add(number)
                 continue
-            call = next(iter(self._producers(number)), None)
-            if call is None:
-                consumers = self._consumers(number)
-                call = self._enclosing(consumers[0]) if consumers else None
+            call = self._maker(number)
             if call is None:
                 continue
+            followed.add(call.path)
             for part, taken in call.inputs.items():
                 if taken in states:
                     plain[Site.input(call.path, part)] = taken
@@ -161,12 +164,55 @@ class Tracer:
             (part,) = call.outputs
             (state,) = call.inputs.values()
             site = Site.output(call.path, part)
-            return Entry(site, state, call.path) if site in self._look.sites else None
-        if not normed and len({*plain.values()}) == 1 and len(plain) == 1:
-            ((site, state),) = plain.items()
-            usable = site in self._look.sites and not isinstance(site.part, Hidden)
-            return Entry(site, state, None) if usable else None
-        return None
+            return Entry((site,), state, call.path) if site in self._look.sites else None
+        if not normed and not plain:
+            return self._first_taker(value, followed)
+        sites = tuple(site for site in plain if not isinstance(site.part, Hidden))
+        one = len({*plain.values()}) == len({site.path for site in plain}) == 1
+        if normed or not one or not sites or not {*sites} <= self._look.sites.keys():
+            return None
+        return Entry(sites, plain[sites[0]], None)
+
+    def _maker(self, value: int) -> Call | None:
+        """Returns the call that computes a value, or in whose own code it is computed."""
+        # Not a dropout in eval mode, which returns what it takes.
+        made = (it for it in self._producers(value) if value not in it.inputs.values())
+        call = next(made, None)
+        consumers = self._consumers(value)
+        return self._enclosing(consumers[0]) if call is None and consumers else call
+
+    def _first_taker(self, value: int, followed: set[str]) -> Entry | None:
+        """Finds the one module that takes the stream between the sum before and a contribution.
+
+        For blocks whose own code is in between, such as `fc2(relu(fc1(x)))`: nothing follows the
+        value from module to module there.
+        """
+        step = next(each for each in self._steps if value in each.terms)
+        norms = [made for made, it in self._norms.items() if step.source in it.inputs.values()]
+        wanted = {step.source, *norms}
+        end = self._first(value)
+        start = self._first(step.source) if step is not self._steps[0] else 0
+        takers = [
+            call
+            for call in self._calls
+            if start <= call.start
+            and call.end < end
+            and call.inputs
+            and {*call.inputs.values()} <= wanted
+            and call not in self._norms.values()
+            and value not in call.outputs.values()
+        ]
+        if len({call.path for call in takers}) != 1:
+            return None
+        ((part, taken), *others) = takers[0].inputs.items()
+        followed.add(takers[0].path)
+        if others:
+            return None
+        if taken in self._norms:
+            norm = self._norms[taken]
+            (part,) = norm.outputs
+            return Entry((Site.output(norm.path, part),), step.source, norm.path)
+        return Entry((Site.input(takers[0].path, part),), step.source, None)
 
     def _last(self, value: int) -> tuple[Site | None, Site | None, str | None]:
         """Finds the last projection before a contribution."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from ferrohook.attention import DIMENSIONS
 from ferrohook.errors import HookError, SelectionError
 from ferrohook.quantity.proving import look_at
 from ferrohook.quantity_names import SIGN, kind_of, order_of
@@ -37,6 +38,8 @@ class Quantity:
     """`forward_pre` for an input, `forward` for an output."""
     part: int | str | None
     """Index, key or attribute in the module's input or output, as `output_index` of a capture."""
+    point: str | None
+    """Point inside an attention module, such as `q`; None outside."""
     multiplier: float
     """Factor of the tensor there: the quantity is `multiplier * tensor`."""
     shape: tuple[int, ...]
@@ -52,8 +55,10 @@ class Quantity:
     @property
     def place(self) -> str:
         """Module, phase, part and multiplier as text."""
-        inside = "" if self.part is None else f"[{self.part!r}]"
         name = self.path or "the model"
+        if self.point is not None:
+            return f"{self.point} inside {name}"
+        inside = "" if self.part is None else f"[{self.part!r}]"
         text = f"{name} {'input' if self.phase == 'forward_pre' else 'output'}{inside}"
         return text if self.multiplier == 1 else f"{self.multiplier:.6g} * {text}"
 
@@ -233,6 +238,7 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
         path=proved.site.path,
         phase="forward_pre" if proved.site.inputs else "forward",
         part=proved.site.part,
+        point=proved.point,
         multiplier=proved.multiplier,
         shape=proved.shape,
         dimensions=_dimensions(proved, example),
@@ -247,6 +253,8 @@ _WIDTHS = {"logits": "vocabulary", "mlp_act": "neurons", "z": "heads * head_dim"
 
 def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:
     """Returns names of dimensions: by their sizes where the example's rows and tokens are known."""
+    if proved.point is not None:
+        return DIMENSIONS[proved.point]
     last = _WIDTHS.get(kind_of(proved.name), "width")
     names = ["positions"] * (len(proved.shape) - 1)
     if example.shape is None:
@@ -254,7 +262,7 @@ def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:
             names = ["batch", "tokens"]
         return (*names, last)
     batch, tokens = example.shape
-    sizes = {batch: "batch", tokens: "tokens", batch * tokens: "batch * tokens"}
+    sizes = {batch * tokens: "batch * tokens", tokens: "tokens", batch: "batch"}
     if batch == tokens:
         sizes.pop(batch)
     return (*(sizes.get(size, name) for size, name in zip(proved.shape, names, strict=False)), last)

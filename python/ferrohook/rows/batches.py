@@ -114,8 +114,13 @@ class Batch(BatchBase, Scope):
         return [each for each, ran in ran if not ran and each.hooked and not each.failed]
 
     def _warn_of_silence(self) -> None:
-        """Warns of silent members; called as the batch is left."""
-        if self.warns and (silent := self.silent):
+        """Warns of silent members, once for each plan; called as the batch is left."""
+        if not self.warns:
+            return
+        silent = [
+            each for each in self.silent if not isinstance(each, Request) or each.warns_first()
+        ]
+        if silent:
             others = f", nor of {len(silent) - 1} others" if len(silent) > 1 else ""
             msg = (
                 f"no module with a hook of {silent[0]!r} ran in the batch{others}: call the model "

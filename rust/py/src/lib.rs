@@ -36,6 +36,8 @@ mod _core {
     #[pymodule_export]
     use crate::capture::collector::Collector;
     #[pymodule_export]
+    use crate::capture::reading::{CacheBase, CapturedBase};
+    #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all, store_rows};
     #[pymodule_export]
     use crate::capture::request::RequestBase;

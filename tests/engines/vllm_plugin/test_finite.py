@@ -25,6 +25,9 @@ HOOKS = {
     "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
     "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
 }
+FEW = 24
+"""Blocks, of which the requests are preempted."""
+ON_V2 = FEW, "scale"
 
 
 def prompts() -> list[list[int]]:
@@ -50,7 +53,7 @@ def texts(llm: Any, hostile: fh.Plan | None) -> dict[int, Any]:
     return {number: output.outputs[0] for number, output in finished.items()}
 
 
-@pytest.fixture(scope="module", params=[None, 24], ids=["roomy", "preempted"])
+@pytest.fixture(scope="module")
 def engine(models: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     llm = start(models["llama"][0], num_gpu_blocks_override=request.param)
     yield llm
@@ -75,7 +78,15 @@ def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) ->
     assert [it for it in plain if [*later[it].token_ids] != plain[it]] == []
 
 
-@pytest.mark.parametrize("hook", [*HOOKS])
+@pytest.mark.parametrize(
+    ("engine", "hook"),
+    [
+        pytest.param(blocks, hook, marks=pytest.mark.v2 if (blocks, hook) == ON_V2 else ())
+        for blocks in (None, FEW)
+        for hook in HOOKS
+    ],
+    indirect=["engine"],
+)
 def test_neighbours_are_not_reached(engine: Any, plain: dict[int, list[int]], hook: str) -> None:
     check_neighbours(engine, plain, fh.Plan(HOOKS[hook]))
 

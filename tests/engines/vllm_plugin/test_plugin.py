@@ -51,7 +51,7 @@ def test_configurations_are_refused_by_name(changes: dict[str, Any], feature: st
     assert supported.refusals(config()) == {}
     found = supported.refusals(config(**changes))
     assert found == {feature: supported.CAPABILITIES.refused[feature]}
-    assert f"it uses {feature} (" in supported.explain(found)
+    assert f"it uses {feature} (" in supported.CAPABILITIES.explain(found)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,50 @@ def test_a_bad_plan_is_answered_with_400(client: httpx.Client, plan: Any, reason
     assert reason in answer.text
 
 
+JUNK = ["", "NaN", "1e999", '"', "[" * 5000, "null", "\\ud800", "-1", "{}", "\x00", "7" * 5000]
+
+
+def spoilt(text: str, rng: random.Random) -> str:
+    """The text of a plan with a part cut out, replaced or repeated."""
+    first, last = sorted(rng.randrange(len(text)) for _ in range(2))
+    junk = rng.choice(JUNK)
+    part = rng.choice([text[first : first + 1], junk])
+    short = text[:first] + part + text[first + rng.randrange(2) :]
+    return rng.choice([text[:first] + junk + text[last:], text[:last] + text[first:], short, junk])
+
+
+def test_spoilt_plans_are_answered_with_400(
+    models: Any, server: str, request: pytest.FixtureRequest
+) -> None:
+    """But for those that are still plans."""
+    _, model = models["llama"]
+    job = Job(PROMPT, (Change(1, fh.Scale(0.5), slice(2, 9)),), ("model.layers.2", "model.norm"))
+    assert job.plan is not None
+    text, rng = job.plan.to_json(), random.Random(5)  # noqa: S311 (tests)
+    plans = [spoilt(text, rng) for _ in range(request.config.getoption("requests") or 300)]
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server, headers=KEY, timeout=120) as client:
+            few = asyncio.Semaphore(16)
+
+            async def send(plan: str) -> httpx.Response:
+                changes = {"max_tokens": 1, "vllm_xargs": {"ferrohook": plan}}
+                async with few:
+                    return await client.post("/v1/completions", json=body(Job([5, 6]), **changes))
+
+            return await asyncio.gather(*map(send, plans))
+
+    answers = asyncio.run(run())
+    odd = {plan: it.text for plan, it in zip(plans, answers, strict=True) if it.status_code >= 500}
+    assert odd == {}
+    codes = [it.status_code for it in answers]
+    assert {*codes} <= {httpx.codes.OK, httpx.codes.BAD_REQUEST}
+    assert codes.count(httpx.codes.BAD_REQUEST) > 0.8 * len(plans)
+    with httpx.Client(base_url=server, headers=KEY, timeout=120) as client:
+        given = client.post("/v1/completions", json=body(job)).json()["choices"][0]
+    Job(PROMPT, job.changes).check(model, Answer(given["token_ids"], {}), NEW)
+
+
 FAILS = fh.keep("model.layers.1", max_bytes=1)
 
 
@@ -216,6 +260,11 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
     assert "never runs" in found["modules"]["lm_head"]["refused"]
+    stream = found["quantities"]["@resid_post.1"]
+    assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"
+    assert stream["writable"]
+    assert found["quantities"]["@q.0"]["heads"] == [2, WIDTH // 2]
+    assert "no pattern" in found["quantities"]["@pattern.0"]["refused"]
     for name in ("plans", "failures", "rows", "captures", "captured_bytes"):
         assert f"ferrohook_{name}_total" in client.get("/metrics").text
     path = "/v1/ferrohook/captures/nobody"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.fake_cuda.graphs import Graph, capture
-from support.fake_cuda.memory import memory_of, placed
+from support.fake_cuda.memory import allocated, memory_of, placed
 from support.fake_cuda.operators import Operators
 from support.fake_cuda.schedules import Schedule
 from support.fake_cuda.streams import TIMELINE, Event, Sleep, Stream
@@ -213,5 +213,5 @@ def _memory_of_cuda() -> dict[str, Callable[..., Any]]:
         "empty_cache": lambda: None,
         "mem_get_info": lambda *_: (2**31, 2**32),
         "memory_reserved": lambda *_: 0,
-        "memory_allocated": lambda *_: 0,
+        "memory_allocated": allocated,
     }

@@ -19,6 +19,14 @@ _FREED_INT = 77
 _NAME = "_fake_cuda"
 
 
+_ALLOCATIONS: weakref.WeakSet[Allocation] = weakref.WeakSet()
+
+
+def allocated(*_device: object) -> int:
+    """Returns the bytes that tensors have, as `torch.cuda.memory_allocated` does."""
+    return sum(each.nbytes for each in [*_ALLOCATIONS])
+
+
 class Allocation:
     """Memory that is freed when no tensor has it, whether kernels still read it or not.
 
@@ -29,6 +37,8 @@ class Allocation:
 
     def __init__(self, memory: Tensor) -> None:
         self.users = [TIMELINE.current]
+        self.nbytes = memory.untyped_storage().nbytes()
+        _ALLOCATIONS.add(self)
         if TIMELINE.recording is None:
             weakref.finalize(self, _free, memory, self.users).atexit = False
 

@@ -17,6 +17,7 @@ import torch
 
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
@@ -40,6 +41,16 @@ _VLLM_LOG: Final = logging.getLogger("vllm.ferrohook")
 _MOST_PLANS: Final = 256
 _MOST_DROPPED: Final = 10_000
 _DROPPED: Final = "the captures of the request were dropped for results_bytes"
+
+
+def _heads_of(module: Any) -> Heads | None:
+    """Returns the heads of what vLLM calls as attention(q, k, v), None for any other module."""
+    layers = importlib.import_module("vllm.model_executor.layers.attention_layer_base")
+    sizes = [getattr(module, name, None) for name in ("num_heads", "num_kv_heads", "head_size")]
+    if not isinstance(module, layers.AttentionLayerBase) or None in sizes:
+        return None
+    heads, kv_heads, head_dim = map(int, filter(None, sizes))
+    return Heads(heads, kv_heads, head_dim)
 
 
 @dataclasses.dataclass
@@ -88,6 +99,8 @@ class Worker(EngineWorker):
         modules = observe(model, forward)
         if self._ranks is not None:
             modules = modules.without(self._ranks.partial(model, forward))
+        else:
+            modules = modules.with_quantities(look_at(model, forward, _heads_of))
         if self._config.compilation_config.mode:
             modules, names, index = modules.at_sites(self.options.sites)
             self._lay_sites(model, names, index, modules.table[names[0]].width)

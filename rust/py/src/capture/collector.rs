@@ -47,6 +47,8 @@ pub struct Collector {
     /// Id of the registry of the module whose call ends once all names have run.
     stop: Option<u64>,
     inference: AtomicBool,
+    /// True once values may be on their way that nobody waits for before they are read.
+    awaited: AtomicBool,
     store: Mutex<Store>,
 }
 
@@ -90,6 +92,7 @@ impl Collector {
             shared_budget: None,
             stop,
             inference: AtomicBool::new(false),
+            awaited: AtomicBool::new(false),
             store,
         })
     }
@@ -166,6 +169,12 @@ impl Collector {
             .collect()
     }
 
+    /// Has readers ask Python for values, which may have to wait for a GPU first.
+    fn await_values(&self) {
+        // Relaxed: readers know of the batch that was left here.
+        self.awaited.store(true, Ordering::Relaxed);
+    }
+
     /// Drops all stored values.
     fn clear(&self) {
         let fresh = Store::of(self.names.len());
@@ -207,9 +216,38 @@ impl Collector {
             shared_budget,
             stop: self.stop,
             inference: AtomicBool::new(self.inference.load(Ordering::Relaxed)),
+            awaited: AtomicBool::new(false),
             store: Mutex::new(Store::of(self.names.len())),
         };
         Py::new(py, fresh)
+    }
+
+    /// Reads the last value of a name if it is a tensor that can be given out as it is stored: one that
+    /// nobody changed, nobody copies, and that is no part of a batch.
+    pub fn plain<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let (tensor, captured) = {
+            let store = self.store.lock();
+            let Some(kept) = store.kept[index].back() else {
+                return Ok(None);
+            };
+            let whole = !kept.shared && kept.rows.is_none() && kept.positions.is_none();
+            match &*kept.tensors {
+                [only] if whole && only.value.is(&kept.value) => {
+                    (only.value.bind(py).clone(), only.version)
+                }
+                _ => return Ok(None),
+            }
+        };
+        if let Some(captured) = captured
+            && version(&tensor)? != captured
+        {
+            return Ok(None);
+        }
+        made::read(&tensor)?;
+        Ok(Some(tensor))
     }
 
     /// True if all names have run.

@@ -9,6 +9,7 @@
 
 pub mod collector;
 pub mod keeping;
+pub mod reading;
 pub mod recorder;
 pub mod request;
 pub mod root_calls;

@@ -1,0 +1,148 @@
+"""Analyses of quantities are those of the modules that have them, in any architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ferrohook as fh
+from ferrohook import analysis
+from support.analysis import HEADS, POSITIONS, WIDTH, WORDS, Case, cases, difference, modules
+
+ATTENTIONS = {"llama": "**.self_attn", "gpt2": "**.attn"}
+PROJECTIONS = {"llama": "**.o_proj", "gpt2": "**.attn.c_proj"}
+NORMS = {"llama": "model.norm", "gpt2": "transformer.ln_f"}
+EMBEDDINGS = {"llama": "model.embed_tokens", "gpt2": "transformer.wte"}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def named(request: pytest.FixtureRequest) -> tuple[str, Case]:
+    return str(request.param), cases(request.param)
+
+
+def test_patching_goes_over_the_stream(named: tuple[str, Case]) -> None:
+    _, case = named
+    arguments = (case.model, case.clean, case.corrupted, case.metric)
+    for analyse in (analysis.activation_patching, analysis.attribution_patching):
+        found = analyse(*arguments)
+        assert found.names == ["@resid_post.0", "@resid_post.1"]
+        torch.testing.assert_close(found.values, analyse(*arguments, case.layers).values)
+        # What the next block takes is what the one before it returns.
+        before = analyse(*arguments, "@resid_pre.1")
+        torch.testing.assert_close(before.values[0], found.values[0])
+
+
+def test_ablation_goes_over_what_is_added(named: tuple[str, Case]) -> None:
+    kind, case = named
+    found = analysis.ablation(case.model, case.clean, case.metric)
+    assert found.names == ["@attn_out.0", "@attn_out.1", "@mlp_out.0", "@mlp_out.1"]
+    by_module = analysis.ablation(case.model, case.clean, case.metric, [ATTENTIONS[kind], "**.mlp"])
+    order = [by_module.names.index(name) for name in _paths(case, found.names)]
+    torch.testing.assert_close(found.values, by_module.values[order])
+
+
+def _paths(case: Case, names: list[str]) -> list[str]:
+    table = fh.quantities(case.model)
+    return [table[name].path for name in names]
+
+
+@pytest.mark.parametrize("by", ["zero", "mean"])
+def test_heads_are_those_of_the_projections_inputs(named: tuple[str, Case], by: Any) -> None:
+    kind, case = named
+    options: dict[str, Any] = {"over": ("position", "head"), "heads": HEADS, "by": by}
+    found = analysis.ablation(case.model, case.clean, case.metric, "@z.*", **options)
+    other = analysis.ablation(
+        case.model, case.clean, case.metric, PROJECTIONS[kind], inputs=True, **options
+    )
+    assert found.values.shape == (2, POSITIONS, HEADS)
+    torch.testing.assert_close(found.values, other.values)
+
+
+def test_the_lens_is_that_of_the_layers(named: tuple[str, Case]) -> None:
+    _, case = named
+    found = analysis.logit_lens(case.model, case.clean, top=2)
+    other = analysis.logit_lens(case.model, case.clean, case.layers, top=2)
+    assert torch.equal(found.ids, other.ids)
+    assert found.names == ["@resid_post.0", "@resid_post.1"]
+    assert [*modules(case.model, case.layers)] == other.names
+
+
+def test_direct_attribution_needs_no_names(named: tuple[str, Case]) -> None:
+    kind, case = named
+    found = analysis.direct_logit_attribution(case.model, case.clean, case.metric)
+    parts = [EMBEDDINGS[kind], ATTENTIONS[kind], "**.mlp"]
+    other = analysis.direct_logit_attribution(
+        case.model, case.clean, case.metric, parts, norm=NORMS[kind]
+    )
+    order = [other.names.index(name) for name in _paths(case, found.names)]
+    torch.testing.assert_close(found.values, other.values[order])
+    by_head: dict[str, Any] = {"over": "head", "heads": HEADS}
+    heads = analysis.direct_logit_attribution(case.model, case.clean, case.metric, **by_head)
+    by_module = analysis.direct_logit_attribution(
+        case.model, case.clean, case.metric, PROJECTIONS[kind], norm=NORMS[kind], **by_head
+    )
+    torch.testing.assert_close(heads.values, by_module.values)
+    with pytest.raises(fh.HookTypeError, match=r"takes .@z.* or the projections"):
+        analysis.direct_logit_attribution(
+            case.model, case.clean, case.metric, "@mlp_out.*", **by_head
+        )
+
+
+def test_parts_behind_norms_sum_up_to_the_logit() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Olmo2Config(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        vocab_size=WORDS,
+        pad_token_id=None,
+    )
+    model = transformers.Olmo2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    ids = torch.randint(WORDS, (2, POSITIONS))
+
+    def share(*parts: Any) -> Tensor:
+        """What is left of the metric behind the parts, which there are no biases in."""
+        found = analysis.direct_logit_attribution(model, ids, difference, *parts)
+        return torch.tensor(found.scores["rest"] / found.scores["metric"])
+
+    torch.testing.assert_close(share(), torch.tensor(0.0), atol=1e-4, rtol=0)
+    # The outputs of the attentions and MLPs are not what is added.
+    assert share(["model.embed_tokens", "**.self_attn", "**.mlp"]).abs() > 0.01
+    with pytest.raises(fh.HookError, match=r"'@attn_out\.0' is not linear in its heads"):
+        analysis.direct_logit_attribution(model, ids, difference, over="head", heads=HEADS)
+
+
+def test_what_can_only_be_read_is_not_patched(named: tuple[str, Case]) -> None:
+    _, case = named
+    with pytest.raises(fh.HookTypeError, match=r"@resid_mid\.0 can be read and not written"):
+        analysis.activation_patching(
+            case.model, case.clean, case.corrupted, case.metric, "@resid_mid.*"
+        )
+    with pytest.raises(fh.SelectionError, match=r"@resid_post\.9 is not proved"):
+        analysis.ablation(case.model, case.clean, case.metric, "@resid_post.9")
+    with pytest.raises(fh.HookTypeError, match="'@logits' has the shape"):
+        analysis.direct_logit_attribution(case.model, case.clean, case.metric, "@logits")
+
+
+def test_a_place_with_one_row_for_all_texts_is_refused_but_alone() -> None:
+    case = cases("gpt2")
+    positions = "transformer.wpe"
+    with pytest.raises(fh.HookError, match=r"'transformer\.wpe' has 1 rows, .*batch_size=1"):
+        analysis.ablation(case.model, case.clean, case.metric, positions)
+    found = analysis.ablation(case.model, case.clean, case.metric, positions, batch_size=1)
+    assert found.values.abs() > 0
+
+
+def test_a_look_at_one_text_knows_the_positions() -> None:
+    case = cases("llama")
+    fh.quantities(case.model, case.clean[:1])
+    found = analysis.activation_patching(case.model, case.clean, case.corrupted, case.metric)
+    assert found.values.shape == (2, POSITIONS)

@@ -1,0 +1,96 @@
+"""Plans of quantities in transformers' continuous batching: as each request gives alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import ferrohook as fh
+from ferrohook.engines.transformers import generate_batch
+from support.engines import batching
+from support.quantity_plans import PROMPTS, WIDTH, alone, check, texts
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    # transformers' functions for pages have no softcap.
+    "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 4, "attn_logit_softcapping": None}),
+    "moe": (
+        "Qwen2Moe",
+        {
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+NEW = 4
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    name, more = MODELS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    return cls(config).eval().requires_grad_(requires_grad=False)
+
+
+def generate(model: Any, plans: list[fh.Plan]) -> list[tuple[list[int], Any]]:
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(plans))]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    outputs = generate_batch(
+        model,
+        prompts,
+        plans=plans,
+        generation_config=settings,
+        continuous_batching_config=batching(num_blocks=96),
+        progress_bar=False,
+    )
+    found = [outputs[f"req_{number}"] for number in range(len(plans))]
+    for each in found:
+        if each.hook_error is not None:
+            raise each.hook_error
+    return [([*each.generated_tokens], dict(each.acts)) for each in found]
+
+
+def test_twelve_plans_at_once_give_what_each_gives_alone(model: Any) -> None:
+    served = generate(model, [fh.Plan.from_json(text) for text in texts().values()])
+    for number, (name, text) in enumerate(texts().items()):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        check(name, served[number], alone(model, fh.Plan.from_json(text), prompt, NEW))
+
+
+def test_the_plans_do_something(model: Any) -> None:
+    plain = alone(model, fh.Plan(fh.keep("@final_norm")), PROMPTS[0], NEW)[1]
+    for name, text in texts().items():
+        changes = fh.Plan.from_json(text) + fh.Plan(fh.keep("@final_norm", label="end"))
+        if name.startswith("read"):
+            continue
+        acts = alone(model, changes, PROMPTS[0], NEW)[1]
+        assert not torch.allclose(acts["end:@final_norm"], plain["@final_norm"]), name
+
+
+def test_the_pattern_is_refused_with_the_reason(model: Any) -> None:
+    with pytest.raises(fh.HookError, match="keys of all requests are in pages"):
+        generate(model, [fh.Plan(fh.keep("@pattern.1"))])

@@ -1,0 +1,199 @@
+"""Models that are no causal language models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.zoo import token_ids, uneven
+
+IDS = token_ids()
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+def blocks(table: fh.Quantities, kind: str) -> int:
+    return sum(name.startswith(f"@{kind}.") for name in table)
+
+
+def test_vit_with_an_example() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=8)
+    model = uneven(transformers.ViTModel(config).eval())
+    pixels = torch.randn(2, 3, 16, 16)
+    table = fh.quantities(model, pixels)
+    for kind in ("resid_post", "resid_mid", "attn_out", "mlp_out", "z", "q", "pattern", "mlp_act"):
+        assert blocks(table, kind) == 3, kind
+    assert "no module that ran before the first block" in table.missing["embed"]
+    with torch.no_grad(), fh.capture(model, ["@resid_post.*", "@final_norm"]) as acts:
+        output = model(pixels, output_hidden_states=True)
+    for block in range(3):
+        assert torch.equal(acts[f"@resid_post.{block}"], output.hidden_states[block + 1])
+    assert torch.equal(acts["@final_norm"], output.last_hidden_state)
+
+
+def test_bert_without_a_head() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = uneven(transformers.BertModel(transformers.BertConfig(**SMALL, vocab_size=96)).eval())
+    table = fh.quantities(model)
+    assert blocks(table, "resid_post") == blocks(table, "pattern") == 3
+    assert "logits" in table.missing
+    assert table["@resid_mid.0"].equation == "norm(resid_pre + attn_out) = resid_mid"
+
+
+def test_t5_has_an_encoder_and_cross_attention() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=96
+    )
+    model = uneven(transformers.T5ForConditionalGeneration(config).eval())
+    table = fh.quantities(model)
+    for kind in ("resid_post", "attn_out", "cross_out", "mlp_out", "encoder.resid_post"):
+        assert blocks(table, kind) == 3, kind
+    assert "@encoder.attn_out.1" in table
+    assert "@encoder.cross_out.1" not in table
+    names = ["@encoder.resid_post.1", "@resid_post.1", "@cross_out.1", "@resid_mid.1"]
+    seen: list[Tensor] = []
+    cross = model.decoder.block[1].layer[1].EncDecAttention
+    handle = cross.register_forward_hook(lambda _m, _a, output: seen.append(output[0]))
+    with torch.no_grad(), fh.capture(model, names) as acts:
+        output = model(input_ids=IDS, decoder_input_ids=IDS, output_hidden_states=True)
+    handle.remove()
+    assert torch.equal(acts[names[0]], output.encoder_hidden_states[2])
+    assert torch.equal(acts[names[1]], output.decoder_hidden_states[2])
+    assert torch.equal(acts[names[2]], seen[0])
+
+
+def test_whisper_with_an_example() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        vocab_size=96,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = uneven(transformers.WhisperForConditionalGeneration(config).eval())
+    table = fh.quantities(
+        model, input_features=torch.randn(2, 8, 20), decoder_input_ids=token_ids()
+    )
+    for kind in ("resid_post", "attn_out", "cross_out", "mlp_out", "z"):
+        assert blocks(table, kind) == 3, kind
+    assert blocks(table, "encoder.attn_out") == blocks(table, "encoder.resid_post") == 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.c_attn(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+        projected: Tensor = self.c_proj(y.transpose(1, 2).reshape(x.shape))
+        return projected
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    """A GPT written by hand, as it is made: norms' weights of one and biases of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(96, 32), nn.Embedding(16, 32)
+        self.h = nn.ModuleList(Block() for _ in range(3))
+        self.ln_f, self.head = nn.LayerNorm(32), nn.Linear(32, 96, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits: Tensor = self.head(self.ln_f(x))
+        return logits
+
+
+def test_a_model_written_by_hand() -> None:
+    model = NanoGPT()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    table = fh.quantities(model)
+    for kind in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "z", "mlp_act"):
+        assert blocks(table, kind) == 3, kind
+    assert {"@embed", "@final_norm", "@logits"} <= {*table}
+    assert table["@embed"].equation == "embed + positions = resid_pre.0"
+    vector = torch.randn(32)
+    with torch.no_grad():
+        before = fh.run(model, IDS, capture=["@mlp_in.1", "@mlp_out.1", "@resid_post.1"])[1]
+        after = fh.run(
+            model,
+            IDS,
+            hooks={"@attn_out.1": fh.Add(vector)},
+            capture=["@mlp_out.1", "@resid_post.1"],
+        )[1]
+    change = after["@resid_post.1"] - before["@resid_post.1"]
+    moved = after["@mlp_out.1"] - before["@mlp_out.1"]
+    torch.testing.assert_close(change, moved + vector, rtol=1e-4, atol=1e-5)
+    assert torch.equal(before["@mlp_in.1"], model.h[1].ln_2(residual(model)))
+
+
+def residual(model: NanoGPT) -> Tensor:
+    with torch.no_grad():
+        x = model.wte(IDS) + model.wpe(torch.arange(IDS.shape[1]))
+        x = model.h[0](x)
+        return x + model.h[1].attn(model.h[1].ln_1(x))
+
+
+def test_the_encoder_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = uneven(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval())
+    table = fh.quantities(model, torch.randn(2, 7, 32))
+    for kind in ("resid_post", "attn_out", "mlp_out"):
+        assert blocks(table, kind) == 3, kind
+
+
+def test_a_vit_of_timm() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=16,
+        patch_size=8,
+        embed_dim=32,
+        depth=3,
+        num_heads=4,
+        num_classes=5,
+        init_values=0.1,
+    )
+    table = fh.quantities(uneven(model.eval()), torch.randn(2, 3, 16, 16))
+    for kind in ("resid_post", "attn_out", "mlp_out"):
+        assert blocks(table, kind) == 3, kind

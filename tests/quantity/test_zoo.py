@@ -1,0 +1,95 @@
+"""Quantities of the types of causal language models, against a golden file and two oracles.
+
+`make quantities` looks at all types, `script/quantities.py` writes the golden file and the page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ferrohook as fh
+from support.zoo import kinds, make, summary, token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GOLDEN: Mapping[str, Any] = json.loads(Path(__file__).with_name("golden.json").read_text())
+FEW = (
+    *("bart", "bert", "bloom", "cohere", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox"),
+    *("gpt_oss", "granite", "llama", "llama4_text", "mamba", "mpt", "olmo2", "opt", "phi"),
+    *("qwen3_moe", "deepseek_v3"),
+)
+IDS = token_ids()
+BEHIND = ("falcon_mamba", "mamba", "mamba2", "rwkv")
+"""Types whose hidden states begin behind the first block."""
+CUT = {"cpmant": slice(-IDS.shape[1], None), "prophetnet": slice(IDS.shape[1])}
+"""Types that leave out tokens of their own, those of a prompt and of n-grams."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kind" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("all_models")
+        metafunc.parametrize("kind", kinds() if everything else FEW, scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(kind: str) -> Any:
+    if "not built" in GOLDEN[kind]:
+        pytest.skip(GOLDEN[kind]["not built"])
+    return make(kind)
+
+
+@pytest.fixture(scope="module")
+def table(model: Any) -> fh.Quantities:
+    return fh.quantities(model)
+
+
+def test_the_table_is_the_golden_one(kind: str, table: fh.Quantities) -> None:
+    assert summary(table) == GOLDEN[kind]
+
+
+def test_the_stream_is_what_the_model_returns_as_hidden_states(
+    kind: str, model: Any, table: fh.Quantities
+) -> None:
+    first = "@resid_post." if kind in BEHIND else "@resid_pre."
+    names = [name for name in table if name.startswith(first)]
+    if not names:
+        pytest.skip("nothing is proved of the stream")
+    with torch.no_grad(), fh.capture(model, names) as acts:
+        output = model(input_ids=IDS, output_hidden_states=True)
+    hidden = output.hidden_states
+    if not hidden:
+        pytest.skip("the model returns no hidden states")
+    for name in names:
+        found, expected = acts[name], hidden[int(name.rpartition(".")[2])]
+        if kind in CUT:
+            found = found[:, CUT[kind]]
+        # The order of dimensions is the model's own.
+        expected = expected if expected.shape == found.shape else expected.transpose(0, 1)
+        assert torch.equal(found, expected), name
+
+
+def test_patterns_are_what_eager_attention_returns(
+    kind: str, model: Any, table: fh.Quantities
+) -> None:
+    names = [name for name in table if name.startswith("@pattern.")]
+    if not names:
+        pytest.skip("no pattern is proved")
+    eager = make(kind, attn_implementation="eager")
+    with torch.no_grad():
+        returned = eager(input_ids=IDS, output_attentions=True).attentions
+    if not returned:
+        pytest.skip("the model returns no attentions")
+    with torch.no_grad(), fh.capture(model, names) as acts:
+        model(input_ids=IDS)
+    found = [each for each in returned if each is not None and each.dim() == 4]
+    assert len(found) >= len(names)
+    for name in names:
+        number = int(name.rpartition(".")[2])
+        expected = returned[number] if len(returned) > number else found[names.index(name)]
+        torch.testing.assert_close(acts[name], expected, rtol=1e-3, atol=1e-4)

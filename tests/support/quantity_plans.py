@@ -1,0 +1,81 @@
+"""Plans of quantities for small language models, the same JSON for every engine."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import ferrohook as fh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+WIDTH, HEAD = 64, 32
+PROMPTS = ([5, 9, 22, 31, 4, 17, 8], [40, 3, 12], [7, 7, 19, 60, 2, 33, 28, 15, 9])
+
+
+def _direction(size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def plans() -> dict[str, fh.Plan]:
+    """Returns twelve plans that change and read by quantity, by what they are for."""
+    wide, narrow = _direction(WIDTH, 1), _direction(HEAD, 2)
+    add, end = fh.Add(wide, scale=0.5), "@resid_post.3"
+    return {
+        "read the stream": fh.Plan(fh.keep(["@embed", "@resid_post.*", "@final_norm"])),
+        "read contributions": fh.Plan(fh.keep(["@attn_out.*", "@mlp_out.*", "@resid_mid.1"])),
+        "read inside attention": fh.Plan(fh.keep(["@q.1", "@k.1", "@v.1", "@z.*"])),
+        "steer": fh.Plan(fh.on("@resid_post.1", add), fh.keep(end)),
+        "steer the prompt": fh.Plan(fh.on("@resid_pre.2", add, at="prompt"), fh.keep(end)),
+        "steer what is generated": fh.Plan(
+            fh.on("@resid_post.0", add, at="generated"), fh.keep(end, at="generated")
+        ),
+        "ablate a direction": fh.Plan(fh.on("@resid_post.*", fh.Ablate(wide)), fh.keep(end)),
+        "scale attention": fh.Plan(fh.on("@attn_out.1", fh.Scale(0.25)), fh.keep("@resid_mid.1")),
+        "no mlp": fh.Plan(fh.on("@mlp_out.2", fh.Zero()), fh.keep(["@mlp_out.2", end])),
+        "turn heads": fh.Plan(fh.on("@z.1", fh.Add(narrow)), fh.keep(["@z.1", "@attn_out.1"])),
+        "other queries": fh.Plan(fh.on("@q.2", fh.Scale(0.5)), fh.keep(["@q.2", "@z.2"])),
+        "other values": fh.Plan(
+            fh.on("@v.0", fh.Replace(narrow), at=1), fh.keep(["@v.0", "@z.0"], at=slice(0, 3))
+        ),
+    }
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Returns the plans as JSON."""
+    return {name: plan.to_json() for name, plan in plans().items()}
+
+
+@torch.no_grad()
+def alone(
+    model: Any, plan: fh.Plan, prompt: Sequence[int], new_tokens: int
+) -> tuple[list[int], dict[str, Tensor]]:
+    """Returns the text and captures of a request, the whole sequence anew for each token."""
+    tokens = [*prompt]
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        for _ in range(new_tokens):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :], dict(request.acts)
+
+
+def check(
+    name: str, found: tuple[list[int], Mapping[str, Tensor]], expected: tuple[list[int], Any]
+) -> None:
+    """Compares a text and captures with those of the request alone."""
+    tokens, acts = found
+    assert tokens == expected[0], name
+    assert acts.keys() == expected[1].keys(), name
+    for key, whole in expected[1].items():
+        # Rows of one request: at positions, transformers alone has them in one dimension too.
+        tensor = whole if whole.dim() == acts[key].dim() else whole[0]
+        assert acts[key].shape == tensor.shape, (name, key, acts[key].shape, tensor.shape)
+        size = tensor.abs().max().clamp(min=1e-6)
+        error = float((acts[key] - tensor).abs().max() / size)
+        assert error < 1e-4, (name, key, error)
