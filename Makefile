@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --d
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, observe all, restore it bit for bit
+demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of two threads, and restored bit for bit
 	$(BIN)/python examples/quickstart.py
 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
@@ -95,6 +95,7 @@ workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
 	$(BIN)/python script/workflow.py
 
 docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
+	$(BIN)/python script/llms.py
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -107,16 +107,20 @@ def test_openai_routes(llama: Any, server: Server, chat: bool, stream: bool) -> 
     if stream:
         *parts, last = events(response.text)
         (choice,) = last["ferrohook_captures"]
-        found = [choice for part in parts for choice in part["choices"]]
-        text = "".join((it["delta"]["content"] or "") if chat else it["text"] for it in found)
+        texts = [it.get("text", "") for part in parts for it in part["choices"]]
+        given = tokens("".join(texts))
     else:
         (choice,) = response.json()["choices"]
-        text = choice["message"]["content"] if chat else choice["text"]
+        given = tokens(choice.get("text", ""))
     captured = sglang.activations(choice)
-    given = tokens(text)
-    if len(given) < NEW:
-        given.append(EOS)
-    JOB.check(llama[1], Answer(given, captured.acts), NEW)
+    if chat:  # its prompt is the template's
+        assert captured.acts.keys() == {*JOB.kept}
+        for name, rows in captured.acts.items():
+            assert captured.positions[name].tolist() == [*range(len(rows))]
+            assert len(rows) >= NEW
+    else:
+        given += [EOS] * (len(given) < NEW)
+        JOB.check(llama[1], Answer(given, captured.acts), NEW)
     plain = server.post(*openai(Job(PROMPT), chat=chat, stream=stream))
     assert "ferrohook" not in plain.text
 
