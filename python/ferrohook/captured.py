@@ -172,7 +172,7 @@ class Captured(CapturedBase, Mapping[str, Any]):
         last = [
             (part.places, part.values.collector)
             for part in parts
-            if isinstance(part.values, RecordedSteps) and not part.multipliers
+            if isinstance(part.values, RecordedSteps) and not (part.multipliers or part.heads)
         ]
         return super().__new__(cls, parts, last)
 
