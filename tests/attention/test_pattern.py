@@ -246,3 +246,38 @@ def test_a_mask_of_flex_attention_is_written_out() -> None:
         lambda b, h, q, k: (q >= k) & (k > q - 2), 2, None, 5, 5, device="cpu"
     )
     assert torch.equal(allowed(blocks, 5, 5, "flex_attention"), expected_mask(5, 5, window=2))
+
+
+# --- By name ------------------------------------------------------------------------------------
+
+
+def test_by_name_it_is_read_and_written_of_a_layer_a_head_and_a_request() -> None:
+    model = MODELS("llama")
+    expected = eager_weights("llama")
+    options = {"attention_mask": PADDING}
+    with torch.no_grad():
+        _, acts = fh.run(model, IDS, capture=["@pattern.*", "@pattern.1.2"], **options)
+        first = fh.Plan(fh.on("@pattern.1.2", fh.Zero()), fh.keep("@z.1"))
+        _, zeroed = fh.run(model, IDS, plan=first, **options)
+        _, plain = fh.run(model, IDS, capture="@z.1", **options)
+    seen = PADDING != 0
+    for layer in (0, 1):
+        found = acts[f"@pattern.{layer}"].transpose(1, 2)[seen]
+        torch.testing.assert_close(found, expected[layer].transpose(1, 2)[seen])
+    assert torch.equal(acts["@pattern.1.2"], acts["@pattern.1"][:, 2])
+    assert not zeroed["@z.1"][:, :, 2].any()
+    others = [0, 1, 3]
+    kept = zeroed["@z.1"][seen][:, others]  # what a token of the padding looks at is nobody's
+    torch.testing.assert_close(kept, plain["@z.1"][seen][:, others])
+
+
+def test_positions_of_a_pattern_are_refused_at_the_door() -> None:
+    plan = fh.Plan(fh.keep("@pattern.1", at=0))
+    with pytest.raises(
+        fh.HookTypeError, match=r"entry 0 of the plan: @pattern.1 is \(batch, heads"
+    ):
+        plan.prepare(MODELS("llama"))
+    at_first = fh.Plan(fh.keep("@z.1", at=0))
+    with at_first.prepare(MODELS("llama")) as prepared, prepared.open() as request:
+        MODELS("llama")(IDS)
+    assert request.acts["@z.1"].shape == (3, 4, 8)

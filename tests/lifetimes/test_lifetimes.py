@@ -107,16 +107,16 @@ def test_ten_thousand_modules_in_cycles_are_freed(tie: Callable[[Module], None])
         gc.collect()
         assert [ref for ref in alive if ref() is not None] == []
 
-    make(10_000)  # warms up: allocators keep memory for reuse
+    make(5_000)  # warms up: allocators keep memory for reuse
     before = resident()
     for _ in range(2):
-        make(10_000)
-    assert resident() - before < 8 * MIB  # under 400 bytes per module
+        make(5_000)
+    assert resident() - before < 4 * MIB  # about 400 bytes per module
 
 
 @on_linux
-@pytest.mark.parametrize("at_once", [1, 1_000, 100_000])
-def test_a_million_registered_and_removed_hooks_are_freed(at_once: int) -> None:
+@pytest.mark.parametrize(("at_once", "rounds"), [(1, 3), (1_000, 10), (100_000, 3)])
+def test_a_million_registered_and_removed_hooks_are_freed(at_once: int, rounds: int) -> None:
     hooked: Module = fh.HookedModule(Echo())
     kept = hooked.register_forward_hook(lambda *_: None)
 
@@ -134,9 +134,9 @@ def test_a_million_registered_and_removed_hooks_are_freed(at_once: int) -> None:
 
     churn()
     before = resident()
-    for _ in range(10):
+    for _ in range(rounds):
         churn()
-    assert resident() - before < 16 * MIB  # a million live hooks would take ten times that
+    assert resident() - before < rounds * 1.6 * MIB  # live hooks would take ten times that
     assert [hook.id for hook in hooked.hooks()] == [kept.id]
     assert hooked(3) == 3
     assert kept.calls == 1

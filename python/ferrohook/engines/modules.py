@@ -87,6 +87,20 @@ class NamedTensors:
         heads = {name: (count, width) for name, (count, width) in found["heads"].items()}
         return cls(Quantities.from_json(found["table"]), heads)
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Returns each with its place and proof, and the reason of each that is refused."""
+        shown: dict[str, dict[str, Any]] = {
+            name: {
+                "place": each.place,
+                "equation": each.equation,
+                "residual": each.residual,
+                "writable": each.writable,
+                "heads": self.heads.get(name),
+            }
+            for name, each in self.table.items()
+        }
+        return shown | {f"{SIGN}{name}": {"refused": it} for name, it in self.table.missing.items()}
+
     def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
         """Returns those that stand at the sites of a compiled engine; others are missing."""
         served, missing = {}, dict(self.table.missing)

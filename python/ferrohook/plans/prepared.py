@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from ferrohook._core import (
     name_positions,
 )
 from ferrohook.activations import ActivationCache, cache_of
+from ferrohook.attention import is_point
 from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ferrohook._core import Collector
+    from ferrohook.attention import AttentionPoint
     from ferrohook.places import HookGroup, Place
     from ferrohook.plans.positions import Prompt
 
@@ -94,6 +96,8 @@ class Prepared:
         ]
         """Needs of each entry in this model, see `Judge`."""
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
+            if entry.at is not None:
+                _check_positions(number, places)
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)
         everything = modules_of(it for places in found for it in places.values())
@@ -473,6 +477,21 @@ def _priority_of_keep(
     # Entries are registered in their order, so the capture goes ahead of those behind it, but for
     # a prepended one.
     return priority + 1 if rank < 0 else priority
+
+
+def _check_positions(number: int, places: dict[str, Place]) -> None:
+    """Validates that tensors of an entry at positions have the tokens behind the batch.
+
+    Raises:
+        HookTypeError: one is a pattern, (batch, heads, queries, keys).
+    """
+    for name, place in places.items():
+        if is_point(place.module) and cast("AttentionPoint", place.module).name == "pattern":
+            msg = (
+                f"entry {number} of the plan: {name} is (batch, heads, queries, keys), of which "
+                "at= chooses nothing: change or slice its queries in the hook or capture"
+            )
+            raise HookTypeError(msg)
 
 
 def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None:

@@ -260,6 +260,11 @@ def test_capabilities_and_unknown_captures(client: httpx.Client, server: str) ->
     found = client.get("/v1/ferrohook/capabilities").json()
     assert found["modules"]["model.layers.1"]["width"] == WIDTH
     assert "never runs" in found["modules"]["lm_head"]["refused"]
+    stream = found["quantities"]["@resid_post.1"]
+    assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"
+    assert stream["writable"]
+    assert found["quantities"]["@q.0"]["heads"] == [2, WIDTH // 2]
+    assert "no pattern" in found["quantities"]["@pattern.0"]["refused"]
     for name in ("plans", "failures", "rows", "captures", "captured_bytes"):
         assert f"ferrohook_{name}_total" in client.get("/metrics").text
     path = "/v1/ferrohook/captures/nobody"

@@ -87,6 +87,7 @@ class Routes:
                 name: {"width": info.width, "refused": info.refused}
                 for name, info in front_end.modules.table.items()
             },
+            "quantities": front_end.modules.named.described(),
         }
 
     async def vectors(self) -> dict[str, list[int]]:

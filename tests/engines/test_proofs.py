@@ -1,0 +1,249 @@
+"""Proofs of an engine's quantities, on layers that carry the stream as engines do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from ferrohook.engines.modules import OBSERVED_ROWS, ModuleTable, observe
+from ferrohook.engines.proofs import Heads, look_at
+
+WIDTH, HEADS = 24, (3, 8)
+IDS = torch.arange(OBSERVED_ROWS)
+
+
+class Norm(nn.Module):
+    """Norm that adds what was not added yet, and returns the stream too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Any:
+        stream = hidden if residual is None else hidden + residual
+        normed = stream * stream.square().mean(-1, keepdim=True).rsqrt() * self.weight
+        return normed if residual is None else (normed, stream)
+
+
+class Attention(nn.Module):
+    """Attention of flat q, k and v."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, HEADS).transpose(0, 1) for each in (q, k, v))
+        z = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return z.transpose(0, 1).flatten(1)
+
+
+class Projection(nn.Linear):
+    """Linear that returns a pair, as engines' do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = Projection(WIDTH, 3 * WIDTH), Projection(WIDTH, WIDTH)
+        self.attn = Attention()
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        out: Tensor = self.o_proj(self.attn(*qkv.chunk(3, -1)))[0]
+        return out
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Projection(WIDTH, 40), Projection(40, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x)[0].relu())[0]
+        return out
+
+
+class Layer(nn.Module):
+    """Layer whose output is a pair, with norms behind its parts if `sandwich`."""
+
+    def __init__(self, sandwich: bool, factor: float) -> None:
+        super().__init__()
+        self.input_norm, self.middle_norm = Norm(), Norm()
+        self.self_attn, self.mlp = SelfAttention(), Mlp()
+        self.behind = nn.ModuleList([Norm(), Norm()] if sandwich else [])
+        self.factor = factor
+
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Any:
+        if residual is None:
+            residual, hidden = hidden, self.input_norm(hidden)
+        else:
+            hidden, residual = self.input_norm(hidden, residual)
+        hidden = self.self_attn(positions=positions, hidden_states=hidden)
+        hidden = self.behind[0](hidden) if self.behind else hidden
+        hidden, residual = self.middle_norm(hidden, residual)
+        hidden = self.mlp(hidden)
+        hidden = self.behind[1](hidden) if self.behind else hidden
+        return hidden * self.factor, residual
+
+
+class Model(nn.Module):
+    def __init__(self, *, sandwich: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(OBSERVED_ROWS, WIDTH)
+        self.layers = nn.ModuleList(Layer(sandwich, factor) for _ in range(3))
+        self.norm = Norm()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, residual = self.embed(ids), None
+        for layer in self.layers:
+            hidden, residual = layer(ids, hidden, residual)
+        out: Tensor = self.norm(hidden, residual)[0]
+        return out
+
+
+def heads_of(module: nn.Module) -> Heads | None:
+    return Heads(HEADS[0], HEADS[0], HEADS[1]) if isinstance(module, Attention) else None
+
+
+def looked_at(**options: Any) -> tuple[Model, ModuleTable]:
+    torch.manual_seed(0)
+    model = Model(**options).requires_grad_(requires_grad=False)
+    modules = observe(model, lambda: model(IDS))
+    return model, modules.with_quantities(look_at(model, lambda: model(IDS), heads_of))
+
+
+@pytest.mark.parametrize("sandwich", [False, True])
+def test_all_is_found_where_it_is(sandwich: bool) -> None:
+    model, modules = looked_at(sandwich=sandwich)
+    table = modules.named.table
+    found = {name: each.place for name, each in table.items() if name.endswith(".1")}
+    layer = "layers.1"
+    contributions = ("behind.0", "behind.1") if sandwich else ("self_attn", "mlp")
+    assert found == {
+        "@resid_pre.1": "layers.0 output['sum']",
+        "@attn_in.1": f"{layer}.input_norm output[0]",
+        "@q.1": f"{layer}.self_attn.attn input[0]",
+        "@k.1": f"{layer}.self_attn.attn input[1]",
+        "@v.1": f"{layer}.self_attn.attn input[2]",
+        "@z.1": f"{layer}.self_attn.attn output",
+        "@attn_out.1": f"{layer}.{contributions[0]} output",
+        "@resid_mid.1": f"{layer}.middle_norm output[1]",
+        "@mlp_in.1": f"{layer}.middle_norm output[0]",
+        "@mlp_act.1": f"{layer}.mlp.down input",
+        "@mlp_out.1": f"{layer}.{contributions[1]} output",
+        "@resid_post.1": f"{layer} output['sum']",
+    }
+    assert {name for name, each in table.items() if not each.writable} == {
+        f"@resid_mid.{layer}" for layer in range(3)
+    }
+    assert modules.named.heads["@z.1"] == HEADS
+    # By hand: what a hook on the layer would have to add up.
+    pair = []
+    handle = model.layers[1].register_forward_hook(lambda _m, _a, output: pair.append(output))
+    with fh.capture(model, ["@resid_post.1", "@z.2"]) as acts:
+        model(IDS)
+    handle.remove()
+    assert torch.equal(acts["@resid_post.1"], pair[0][0] + pair[0][1])
+
+
+def test_a_contribution_behind_a_multiplier_that_no_module_has_is_one_of_its_multiple() -> None:
+    _, modules = looked_at(factor=0.25)
+    quantity = modules.named.table["@mlp_out.1"]
+    assert quantity.place == "0.25 * layers.1.mlp output"
+
+
+def test_layers_that_hide_the_sum_prove_nothing() -> None:
+    torch.manual_seed(0)
+    model = Model().requires_grad_(requires_grad=False)
+    original = Layer.forward
+
+    def bent(self: Any, *args: Any) -> Any:
+        hidden, residual = original(self, *args)
+        return hidden.tanh(), residual
+
+    model.layers[1].forward = bent.__get__(model.layers[1])
+    named = look_at(model, lambda: model(IDS), heads_of)
+    assert "@resid_post.0" in named.table
+    assert "@resid_post.1" not in named.table
+    assert "resid_pre + contributions = resid_post fails" in named.table.missing["resid_post.1"]
+    with pytest.raises(fh.SelectionError, match=r"@mlp_out.1 is not proved"):
+        named.table.matching("@mlp_out.1")
+
+
+def test_a_look_that_fails_leaves_the_engine_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    named = look_at(model, fail, heads_of)
+    assert not named.table
+    assert "looking at the model failed with ZeroDivisionError" in named.table.missing["resid_post"]
+    assert "looking at the engine's model failed" in caplog.text
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+VECTOR = torch.ones(HEADS[1])
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (fh.keep("@resid_post.7"), "@resid_post.7 is not proved in Model"),
+        (fh.keep("@pattern.1"), "attention computes no pattern"),
+        (fh.keep("@q.1", output_index=0), "leave out inputs, output_index"),
+        (fh.keep("@q.1", slice=(slice(None), 0)), "captured whole"),
+        (fh.on("@resid_mid.1", fh.Zero()), "can be read and not written"),
+        (fh.on("@z.1", fh.Ablate(VECTOR)), "Ablate on @z.1 is of each head"),
+        (fh.on("@z.1", fh.Add(torch.ones(WIDTH))), "width of 24, the head of @z.1 one of 8"),
+        (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, the @attn_out.1 one of 24"),
+        (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
+        (fh.keep("@z.1.0"), "@z.1.0 is not proved"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_refused_at_the_front_end(entry: Any, reason: str) -> None:
+    _, modules = looked_at()
+    front = ModuleTable.from_json(modules.to_json())
+    with pytest.raises(ValueError, match=reason):
+        front.rewritten(fh.Plan(entry))
+
+
+def test_names_are_kept_and_vectors_spread_over_heads() -> None:
+    _, modules = looked_at()
+    front = ModuleTable.from_json(modules.to_json())
+    plan = front.rewritten(
+        fh.Plan(
+            fh.on("@z.1", fh.Add(VECTOR)),
+            fh.keep(["blocks.*.hook_resid_post", "layers.1.mlp", "@q.0"]),
+        )
+    )
+    add, *kept = plan.entries
+    assert add.hook == fh.Add(VECTOR.repeat(HEADS[0]))
+    assert [entry.what for entry in kept] == [
+        *([f"blocks.{layer}.hook_resid_post"] for layer in range(3)),
+        ["@q.0"],
+        ["layers.1.mlp"],
+    ]
+    sizes = [size for _, size in front.row_bytes(plan)]
+    assert sizes == [4 * WIDTH] * 5
+    assert front.shaped("@q.0", torch.ones(5, WIDTH)).shape == (5, *HEADS)
+    assert front.shaped("layers.1.mlp", torch.ones(5, WIDTH)).shape == (5, WIDTH)
+
+
+def test_a_compiled_engine_has_those_at_its_sites() -> None:
+    _, modules = looked_at()
+    sited, names, index = modules.at_sites("layers.*")
+    assert (len(names), index) == (3, "sum")
+    front = ModuleTable.from_json(sited.to_json())
+    assert {*front.named.table} == {f"@resid_post.{n}" for n in range(3)} | {
+        f"@resid_pre.{n}" for n in (1, 2)
+    }
+    with pytest.raises(ValueError, match="no site of this compiled engine"):
+        front.rewritten(fh.Plan(fh.keep("@z.1")))
+    twice = fh.Plan(fh.keep("layers.0"), fh.on("@resid_pre.1", fh.Add(torch.ones(WIDTH))))
+    with pytest.raises(ValueError, match=r"keeps 'layers\.0' before it changes it"):
+        front.rewritten(twice)

@@ -1,0 +1,116 @@
+"""Plans of quantities in vLLM: the same JSON, captures and texts as in transformers alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
+
+import transformers
+
+import ferrohook as fh
+from ferrohook.engines import vllm
+from ferrohook.engines.vllm.plugin import connect
+from support import serving
+from support.quantity_plans import HEAD, PROMPTS, WIDTH, alone, check, texts
+from support.vllm_engine import sampling, start, start_compiled, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NEW = 4
+CONFIGS = {
+    "qwen3": (transformers.Qwen3Config, {"head_dim": HEAD}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": HEAD, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": HEAD},
+    ),
+    "llama": (transformers.LlamaConfig, {}),
+    "moe": (transformers.Qwen2MoeConfig, {}),
+}
+
+
+def saved(kind: str, folder: Path) -> Any:
+    """Saves a model of a kind, and returns it as transformers runs it."""
+    config, more = CONFIGS[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(serving.CONFIGS, kind, config)
+        model = serving.save_model(kind, folder, **more)
+    model.set_attn_implementation("eager")  # sdpa has no softcap
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Any]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = saved(request.param, folder)
+    llm = start(folder)
+    yield llm, model
+    stop(llm)
+
+
+def serve(llm: Any, plans: list[str]) -> list[tuple[list[int], Any]]:
+    prompts = [{"prompt_token_ids": PROMPTS[n % len(PROMPTS)]} for n in range(len(plans))]
+    params = [sampling(plan, NEW, ignore_eos=True) for plan in plans]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [([*each.outputs[0].token_ids], vllm.activations(llm, each).acts) for each in outputs]
+
+
+def test_twelve_plans_at_once_give_what_transformers_gives_for_each(engine: Any) -> None:
+    llm, model = engine
+    served = serve(llm, [*texts().values()])
+    for number, (name, text) in enumerate(texts().items()):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        check(name, served[number], alone(model, fh.Plan.from_json(text), prompt, NEW))
+
+
+def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -> None:
+    llm, _ = engine
+    vector = torch.ones(WIDTH)
+    for entry, reason in (
+        (fh.keep("@pattern.1"), "@pattern.1 is not proved .* attention computes no pattern"),
+        (fh.keep("@logits"), "@logits is not proved .* behind the forward"),
+        (fh.keep("@resid_post.9"), "@resid_post.9 is not proved .* the nearest .*@resid_post"),
+        (fh.on("@resid_mid.1", fh.Zero()), "@resid_mid.1 can be read and not written"),
+        (fh.on("@z.1", fh.Add(vector)), "has a width of 64, the head of @z.1 one of 32"),
+        (fh.on("@z.1", fh.Ablate(torch.ones(HEAD))), "Ablate on @z.1 is of each head"),
+        (fh.keep("@resid_post.1", inputs=True), "leave out inputs"),
+        (fh.keep(["@z.1", "@z.*"]), None),
+        (fh.keep("@z.1", slice=[0]), "slice of keep|captured whole"),
+    ):
+        params = sampling(fh.Plan(entry), 1)
+        if reason is None:
+            llm.generate({"prompt_token_ids": [3, 4]}, params, use_tqdm=False)
+            continue
+        with pytest.raises(ValueError, match=reason):
+            llm.generate({"prompt_token_ids": [3, 4]}, params, use_tqdm=False)
+
+
+def test_the_table_comes_with_its_proofs(engine: Any) -> None:
+    llm, _ = engine
+    named = connect(llm).modules.named
+    for layer in range(4):
+        for kind in ("resid_pre", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z"):
+            quantity = named.table[f"@{kind}.{layer}"]
+            assert quantity.writable
+            assert quantity.residual < 1e-5
+    assert named.heads["@q.0"] == (2, HEAD)
+
+
+def test_a_compiled_engine_serves_those_at_its_sites(tmp_path: Path) -> None:
+    model = saved("llama", tmp_path)
+    plan = fh.Plan(fh.on("@resid_post.1", fh.Add(torch.ones(WIDTH))), fh.keep("@resid_post.2"))
+    llm = start_compiled(tmp_path, additional_config={"ferrohook": {"sites": "model.layers.*"}})
+    try:
+        (served,) = serve(llm, [plan.to_json()])
+        check("sites", served, alone(model, plan, PROMPTS[0], NEW))
+        with pytest.raises(ValueError, match="no site of this compiled engine"):
+            serve(llm, [fh.Plan(fh.keep("@z.1")).to_json()])
+    finally:
+        stop(llm)
