@@ -139,3 +139,10 @@ def test_a_place_with_one_row_for_all_texts_is_refused_but_alone() -> None:
         analysis.ablation(case.model, case.clean, case.metric, positions)
     found = analysis.ablation(case.model, case.clean, case.metric, positions, batch_size=1)
     assert found.values.abs() > 0
+
+
+def test_a_look_at_one_text_knows_the_positions() -> None:
+    case = cases("llama")
+    fh.quantities(case.model, case.clean[:1])
+    found = analysis.activation_patching(case.model, case.clean, case.corrupted, case.metric)
+    assert found.values.shape == (2, POSITIONS)

@@ -24,6 +24,21 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page)]
 BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
 
 
+def analyses(names: Names) -> None:
+    model, clean, corrupted, effects = (
+        names[name] for name in ("model", "clean", "corrupted", "effects")
+    )
+    # What the last layer says at the last position is the answer.
+    assert effects["@resid_post.3"][-1] == pytest.approx(1, abs=1e-4)
+    with torch.no_grad():
+        low, high = (names["metric"](model(each)) for each in (corrupted, clean))
+    assert effects.scores == {
+        "clean": pytest.approx(float(high), abs=1e-4),
+        "corrupted": pytest.approx(float(low), abs=1e-4),
+    }
+    assert names["lens"].texts()[-1][-1] == "blue"
+
+
 def command_line(names: Names) -> None:
     new = fh.ActivationCache.load("new.safetensors")["2"]
     layers = torch.load("small.pt", weights_only=False)
@@ -132,6 +147,7 @@ def tutorial(names: Names) -> None:
 
 
 CHECKS: dict[str, Callable[[Names], None]] = {
+    "analyses": analyses,
     "command-line": command_line,
     "compiling": compiling,
     "datasets": datasets,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -23,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BLOCK = re.compile(
-    r"^```(python|bash)(?: title=\"(.+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
+    r"^```(python|bash)(?: title=\"([^\"\n]+)\")?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
 NEEDED = {
@@ -35,8 +37,12 @@ NEEDED = {
     "to_pandas": "pandas",
     "sae_lens": "sae_lens",
     "to_datasets": "datasets",
+    "from transformer_lens": "transformer_lens",
+    "import nnsight": "nnsight",
 }
 COMMANDS = {"ferrohook": main, "python -m benches": benches.main}
+ALONE = "import nnsight"
+"""Library that gives every object of a process a method `save`."""
 ROUNDED = re.compile(r"-?\d+\.\d{2,}")
 HOOK_ID = re.compile(r"\(id \d+\)")
 
@@ -73,7 +79,12 @@ def run(
         elif title:
             Path(title).write_text(code)
             monkeypatch.syspath_prepend(Path.cwd())
-            runpy.run_path(title, run_name="__main__")
+            if ALONE in code:
+                alone = [sys.executable, "-W", "ignore", title]
+                done = subprocess.run(alone, capture_output=True, text=True, check=True)
+                print(done.stdout, end="")
+            else:
+                runpy.run_path(title, run_name="__main__")
         else:
             exec(compile(code, str(page), "exec"), names)
         if printed or (all_ and language == "python"):
@@ -112,8 +123,8 @@ def code_lines(page: Path) -> Iterator[tuple[int, str]]:
 
 def _skip_what_cannot_run(code: str) -> None:
     for words, package in NEEDED.items():
-        if words in code:
-            pytest.importorskip(package)
+        if words in code and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")  # not imported: see ALONE
     if "torch.compile" in code:
         if sysconfig.get_config_var("Py_GIL_DISABLED") and sys.version_info < (3, 14):
             pytest.skip("torch.compile does not support free-threaded CPython 3.13")

@@ -262,7 +262,7 @@ def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:
             names = ["batch", "tokens"]
         return (*names, last)
     batch, tokens = example.shape
-    sizes = {batch: "batch", tokens: "tokens", batch * tokens: "batch * tokens"}
+    sizes = {batch * tokens: "batch * tokens", tokens: "tokens", batch: "batch"}
     if batch == tokens:
         sizes.pop(batch)
     return (*(sizes.get(size, name) for size, name in zip(proved.shape, names, strict=False)), last)
