@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -9,7 +10,6 @@ import sysconfig
 import tempfile
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 import torch
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.register_assert_rewrite("support")
-# The time of an example says nothing on a loaded machine.
-hypothesis.settings.register_profile("ferrohook", deadline=None)
-hypothesis.settings.load_profile("ferrohook")
+with contextlib.suppress(ModuleNotFoundError):  # a machine with a GPU may lack it
+    import hypothesis
+
+    # The time of an example says nothing on a loaded machine.
+    hypothesis.settings.register_profile("ferrohook", deadline=None)
+    hypothesis.settings.load_profile("ferrohook")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Inductor's cache holds kernels for other CPU capabilities, some of which fail to compile here.
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor-{capability}")  # noqa: PTH118

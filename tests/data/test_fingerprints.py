@@ -10,7 +10,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from ferrohook.fingerprints import fingerprint, fingerprints_of
 from ferrohook.manifests import differences, manifest
 from support.limits import LIMIT
+
+np = pytest.importorskip("numpy")
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,13 +8,14 @@ import pickle
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import ferrohook as fh
 from ferrohook.compat.transformer_lens import HookedRootModule, HookPoint, PointCache, Slice
 from support.points import BATCH, MID, NAMES, POS, WIDTH, Model, Transposed, adding
+
+np = pytest.importorskip("numpy")
 
 # --- caches ---
 

@@ -134,6 +134,7 @@ def test_inspect(models: Any, server: Server, tmp_path: Path) -> None:
         display="none",
     )
     assert log.status == "success", log.error
-    assert log.results.scores[0].metrics["accuracy"].value == 1.0, log.samples[0].output
+    assert log.samples[0].output.completion.split() == target.split()
+    assert log.results.scores[0].metrics["accuracy"].value == 1.0
     acts = safetensors.torch.load_file(log.samples[0].output.metadata["captures"])
     job.check(model, Answer(made, acts), NEW)
