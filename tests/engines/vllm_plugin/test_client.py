@@ -108,14 +108,13 @@ def test_inspect(models: Any, server: Server, tmp_path: Path) -> None:
     from inspect_ai.dataset import Sample  # noqa: PLC0415 (where it is installed)
     from inspect_ai.scorer import match  # noqa: PLC0415 (likewise)
 
-    _, model = models["llama"]
-    words = "w10 w11 w12"
-    job = Job([10, 11, 12], STEERED.changes, STEERED.kept)
-    assert job.plan is not None
-    made: list[int] = []
-    while len(made) < NEW and EOS not in made:
-        made.append(int(job.alone(model, [*made, 0])[0][-1].argmax()))
-    target = " ".join(f"w{token}" for token in made if token > 2)  # others are special
+    words, plan = "w10 w11 w12", STEERED.plan
+    assert plan is not None
+    with Client(server.address, api_key="secret") as client:
+        asked: Any = [{"role": "user", "content": words}]
+        right = client.generate(asked, plan, max_tokens=NEW, temperature=0)
+        assert right.text != client.generate(asked, max_tokens=NEW, temperature=0).text
+    target = right.text
     task = inspect_ai.Task(
         dataset=[Sample(input=words, target=target)], scorer=match(location="exact")
     )
@@ -125,7 +124,7 @@ def test_inspect(models: Any, server: Server, tmp_path: Path) -> None:
         model_base_url=f"{server.address}/v1",
         model_args={
             "api_key": "secret",
-            "plan": job.plan.to_json(),
+            "plan": plan.to_json(),
             "captures": str(tmp_path / "acts"),
         },
         temperature=0,
@@ -137,4 +136,4 @@ def test_inspect(models: Any, server: Server, tmp_path: Path) -> None:
     assert log.samples[0].output.completion.split() == target.split()
     assert log.results.scores[0].metrics["accuracy"].value == 1.0
     acts = safetensors.torch.load_file(log.samples[0].output.metadata["captures"])
-    job.check(model, Answer(made, acts), NEW)
+    torch.testing.assert_close(acts, dict(right.acts))
