@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean rivals
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -53,6 +53,9 @@ bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: rati
 figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
 	$(BIN)/python -m benches --json docs/benchmarks.json
 	$(BIN)/python -m benches.figures
+
+rivals: build $(VENV)/models ## Wrong answers of hooking, ferrohook's and others': docs/rivals.md, made anew
+	$(BIN)/python -m benches.rivals
 
 plots: build $(VENV)/models $(VENV)/show $(VENV)/service ## The pictures of docs/, drawn by the code of their pages
 	$(BIN)/python script/plots.py
