@@ -11,12 +11,12 @@ export HF_HUB_OFFLINE := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean
+.PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean rivals
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: build $(VENV)/models $(VENV)/show ## Hook the real MiniLM: scale a layer, observe all, restore it bit for bit
+demo: build $(VENV)/models $(VENV)/show ## MiniLM captured, steered in one of two threads, and restored bit for bit
 	$(BIN)/python examples/quickstart.py
 
 service: build $(VENV)/models $(VENV)/service ## Serve MiniLM to requests that capture and steer
@@ -53,6 +53,9 @@ bench: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The speed table: rati
 figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the chart of docs/, measured anew
 	$(BIN)/python -m benches --json docs/benchmarks.json
 	$(BIN)/python -m benches.figures
+
+rivals: build $(VENV)/models ## Wrong answers of hooking, ferrohook's and others': docs/rivals.md, made anew
+	$(BIN)/python -m benches.rivals
 
 plots: build $(VENV)/models $(VENV)/show $(VENV)/service ## The pictures of docs/, drawn by the code of their pages
 	$(BIN)/python script/plots.py
@@ -92,6 +95,7 @@ workflow: $(VENV)/test ## The steps of the public CI's workflow, run here
 	$(BIN)/python script/workflow.py
 
 docs: build $(VENV)/docs $(VENV)/service $(VENV)/test ## The documentation, without warnings, into site/
+	$(BIN)/python script/llms.py
 	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --no-deps --package ferrohook-core --package ferrohook-statistics
 	@# Not --quiet, which hides warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

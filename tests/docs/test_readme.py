@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benches import figures
+from benches.running import find_groups
 from support.pages import DOCS, README, ROOT, blocks, run, same
 
 if TYPE_CHECKING:
@@ -37,13 +39,30 @@ def test_the_front_page_is_short() -> None:
     assert len(words) <= WORDS
 
 
-def test_the_front_page_shows_the_output_of_its_snippets() -> None:
-    setup, *snippets = blocks(README)
-    assert not setup.printed
-    assert len(snippets) == 4
+def test_the_front_page_begins_with_a_sentence_how_to_install_and_three_lines() -> None:
+    title, sentence, install, *_ = README.read_text().split("\n\n")
+    assert title == "# ferrohook"
+    assert sentence.count(".") == sentence.count("nn.Module") + sentence.count("torch.compile") + 1
+    assert install.startswith("```sh\npip install ")
+    _setup, first, *snippets = blocks(README)
+    assert len(first.code.splitlines()) == 3
+    assert README.read_text().index("```\n\n![") < README.read_text().index("make demo")
+    assert len(snippets) == 2
     for snippet in snippets:
         assert snippet.printed
         assert len(list(filter(None, snippet.code.splitlines()))) <= 5
+
+
+def test_the_chart_has_one_base_six_bars_at_most_and_no_label_twice() -> None:
+    rows = {str(row) for group in find_groups() for row in group.rows}
+    assert len({*figures.FRONT.values()}) == len(figures.FRONT) <= 6
+    assert {*figures.FRONT.values()} <= rows
+    for row in figures.FRONT.values():
+        _, base = row.split(" / ")
+        assert "PyTorch" in base or base.startswith("nn.Module, ")
+    texts = re.findall(r"<text[^>]*>([^<]*)", figures.CHART.read_text())
+    labels = [text for text in texts if not text.endswith(" %")]
+    assert len(labels) == len({*labels}) == len(figures.FRONT) + 2
 
 
 def test_pages_promise_the_same_of_removal() -> None:

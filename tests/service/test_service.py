@@ -469,6 +469,22 @@ def test_pages_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     assert client.get("/redoc").status_code == 404
 
 
+def steer_by_the_form(page: Any, expect: Any) -> None:
+    """Steers a request as a visitor does: the plain one beside it is not steered."""
+    page.locator("#try button").click()
+    shown = {each: page.locator(f'[data-value="{each} towards"]') for each in ("plain", "steered")}
+    for cell in shown.values():
+        expect(cell).to_have_text(re.compile(r"^-?\d\.\d\d$"))
+    values = {each: float(cell.inner_text()) for each, cell in shown.items()}
+    assert values["steered"] > values["plain"] + 0.2
+    page.locator("input[name=scale]").fill("1e38")
+    page.locator("#try button").click()
+    expect(page.locator("#answer")).to_contain_text("not finite")
+    page.locator("input[name=scale]").fill("1.5")
+    page.locator("#try button").click()
+    expect(shown["steered"]).to_have_text(f"{values['steered']:.2f}")
+
+
 def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     playwright = pytest.importorskip("playwright.sync_api")
@@ -478,18 +494,25 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
     embed(client)
     with playwright.sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 520})
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
         wrong: list[str] = []
+        refused: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "console",
             lambda message: wrong.append(message.text) if message.type == "error" else None,
         )
+        # The browser notes refusals, which the form is shown to name.
+        page.on(
+            "response",
+            lambda answer: refused.append(answer.url) if answer.status == 422 else None,
+        )
         page.goto(url)
         layer = page.locator('tr[data-module="encoder.layer.0"]')
         inner = page.locator('tr[data-module="encoder.layer.0.attention.self.query"]')
         playwright.expect(page.locator("#status")).to_have_text("ok")
-        playwright.expect(page.locator("tbody tr")).to_have_count(120)
+        playwright.expect(page.locator("#modules tr")).to_have_count(120)
+        steer_by_the_form(page, playwright.expect)
         playwright.expect(inner).to_be_hidden()
         calls = layer.locator("td.calls")
         before = int(calls.inner_text().replace(",", ""))
@@ -513,7 +536,8 @@ def test_the_page_is_live(url: str, client: httpx.Client, tmp_path: Path) -> Non
         page.set_viewport_size({"width": 420, "height": 800})
         assert page.evaluate(width) <= 420
         browser.close()
-    assert wrong == []
+    assert [each for each in wrong if "422" not in each] == []
+    assert refused == [f"{url}/embed"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

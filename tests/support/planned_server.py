@@ -5,6 +5,7 @@ The texts are those of transformers' engine, one request at a time.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import secrets
@@ -19,6 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 import ferrohook as fh
 from ferrohook.engines.transformers import attach
 from ferrohook.engines.wire import FIELD, HEADER, NAME, packed
+from ferrohook.plans.entries import KeepEntry
 from support.engines import WIDTH, batching, greedy, tiny_llama
 from support.http_server import serving_app
 from support.limits import LIMIT
@@ -64,6 +66,7 @@ class PlannedServer:
         self.app.post("/v1/completions")(self.completions)
         self.app.post("/v1/chat/completions")(self.chats)
         self.app.get("/v1/ferrohook/capabilities")(self.capabilities)
+        self.app.get("/server_info")(self.server_info)
         self.app.get("/v1/ferrohook/vectors")(self.list_vectors)
         self.app.put("/v1/ferrohook/vectors")(self.put_vectors)
         self.app.delete("/v1/ferrohook/vectors/{name:path}")(self.drop_vector)
@@ -80,7 +83,12 @@ class PlannedServer:
         ):
             yield url
 
+    def server_info(self) -> dict[str, Any]:
+        return {"version": "0.0"}
+
     def capabilities(self) -> dict[str, Any]:
+        if self.engine == "sglang":
+            raise HTTPException(404)
         modules: dict[str, dict[str, Any]] = {
             name: {"width": WIDTH, "refused": None} for name, _ in self.model.named_modules()
         }
@@ -140,29 +148,43 @@ class PlannedServer:
         if output.hook_error is not None:
             return failure(500, f"the plan of the request failed: {output.hook_error}")
         name = f"cmpl-{secrets.token_hex(4)}"
-        token = None if plan is None else secrets.token_urlsafe(24)
-        if token is not None:
+        token = None if plan is None or self.engine == "sglang" else secrets.token_urlsafe(24)
+        inline: str | None = None
+        if plan is not None:
             acts = {key: act.reshape(-1, act.shape[-1]) for key, act in output.acts.items()}
             places = {key: torch.arange(len(act)) for key, act in acts.items()}
-            self._captures[name, token] = packed(acts, places)
+            data = packed(acts, places)
+            if token is not None:
+                self._captures[name, token] = data
+            else:  # as SGLang: in the answer
+                keeps = any(isinstance(entry, KeepEntry) for entry in plan.entries)
+                inline = base64.b64encode(data).decode() if keeps else ""
         headers = None if token is None else {HEADER: token}
         made = output.generated_tokens
         reason = "length" if len(made) == body.get("max_tokens", 8) else "stop"
         if body.get("stream"):
-            events = self._events(name, token, made, kind, reason)
+            events = self._events(name, token, inline, made, kind, reason)
             return StreamingResponse(events, headers=headers, media_type="text/event-stream")
         content: dict[str, Any] = {"text": words(made)}
         if kind == "chat.completion":
             content = {"message": {"role": "assistant", "content": words(made)}}
         choice = {"index": 0, "finish_reason": reason, "token_ids": made, **content}
+        if inline is not None:
+            choice[FIELD] = inline
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made)}
         usage["total_tokens"] = sum(usage.values())
         found = {"id": name, "object": kind, "created": 0, "model": "tiny", "usage": usage}
         found |= {"choices": [choice]} | ({} if token is None else {FIELD: token})
         return JSONResponse(found, headers=headers)
 
-    def _events(
-        self, name: str, token: str | None, made: list[int], kind: str, reason: str
+    def _events(  # noqa: PLR0913, PLR0917 (of one text)
+        self,
+        name: str,
+        token: str | None,
+        inline: str | None,
+        made: list[int],
+        kind: str,
+        reason: str,
     ) -> Iterator[str]:
         for place, each in enumerate(made):
             piece = f"{' ' if place else ''}w{each}"
@@ -175,6 +197,9 @@ class PlannedServer:
             yield f"data: {json.dumps(event)}\n\n"
             if self.breaks_off:
                 return
+        if inline is not None:
+            found = [{"index": 0, FIELD: inline}] if inline else []
+            yield f"data: {json.dumps({'object': FIELD, 'choices': [], FIELD: found})}\n\n"
         yield "data: [DONE]\n\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -158,20 +159,38 @@ def abort(rid: str) -> Any:
 def serve(
     local: Local, jobs: Sequence[Job], seed: int, new_tokens: int = 12, aborted: float = 0.0
 ) -> dict[int, Answer]:
-    """Sends requests between steps at random, cancels some; returns the answers by number."""
+    """Sends requests between steps at random, cancels some; returns the answers by number.
+
+    Some of their prompts come again with plans that are bad or fail as they run.
+    """
     arrivals = Arrivals(jobs, seed, aborted)
+    spoilt = [
+        fh.Plan(fh.keep("model.layers.77")),
+        fh.Plan(fh.keep("model.layers.1", max_bytes=4000)),
+        fh.Plan(fh.on("model.layers.2", fh.Scale(1e38), at="generated")),
+    ]
 
     def feed() -> Iterator[list[Any]]:
-        while arrivals.waiting:
+        for step in itertools.count():
+            if not arrivals.waiting:
+                return
             arrived, cancelled = arrivals.step()
             now = [
                 request(f"{name}.", it.prompt, it.plan, new_tokens) for name, it in arrived.items()
             ]
             if cancelled is not None:
                 now.append(abort(f"{cancelled}."))  # SGLang cancels all that begin so
+            if arrived:
+                job = next(iter(arrived.values()))
+                now.append(request(f"spoilt-{step}.", job.prompt, spoilt[step % 3], 40))
             yield now
 
     found = local.run(feed())
+    ends = {
+        name: each["finish"]["type"] for name, each in found.items() if name.startswith("spoilt")
+    }
+    # The second fails where it has many tokens.
+    assert all(end == "abort" for name, end in ends.items() if int(name[7:-1]) % 3 == 0), ends
     return {
         number: answer_of(found[f"{name}."], jobs[number])
         for name, number in arrivals.running.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
     from ferrohook import ActivationCache, Plan
     from ferrohook.plans.entries import KeepEntry
+    from ferrohook.tables import Row
 
+EXAMPLES = """
+ferrohook capture nets:small --select 0 --input x.pt --out a.safetensors
+ferrohook capture ./bert --plan p.json --input "A cat." --out a.safetensors
+"""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -75,8 +81,19 @@ def run(options: argparse.Namespace) -> int:
         msg = "none of the selected modules ran, so there is nothing to save: select others"
         raise UserError(msg)
     acts.save(options.out)
-    print(acts)
+    if options.json:
+        rows = [
+            {"name": row.name, "call": row.call, "part": row.part, **_about(row)}
+            for row in acts.rows()
+        ]
+        print(json.dumps({"file": str(options.out), "activations": rows}))
+    else:
+        print(acts)
     return 0
+
+
+def _about(row: Row) -> dict[str, Any]:
+    return {"shape": row.shape, "dtype": row.dtype, "bytes": row.nbytes}
 
 
 def _plan(options: argparse.Namespace) -> Plan | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
     from torch import nn
+
+EXAMPLES = """
+ferrohook collect nets:small --select 0 2 --input x.pt --store acts
+ferrohook collect ./bert --select 'encoder.layer.*' --input a.txt --store acts
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +127,10 @@ def run(options: argparse.Namespace) -> int:
             notes = "; ".join(getattr(error, "__notes__", ()))
             msg = f"the model failed: {describe(error)}; {notes} (--traceback shows where)"
             raise UserError(msg) from error
-    print(f"run {options.run}: {done.batches} batches stored, {done.skipped} were there")
+    if options.json:
+        print(json.dumps({"run": options.run, "stored": done.batches, "skipped": done.skipped}))
+    else:
+        print(f"run {options.run}: {done.batches} batches stored, {done.skipped} were there")
     return 0
 
 

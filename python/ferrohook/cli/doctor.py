@@ -17,6 +17,10 @@ from ferrohook.cli.errors import describe
 if TYPE_CHECKING:
     import argparse
 
+EXAMPLES = """
+ferrohook doctor
+ferrohook doctor --json > report.json
+"""
 OPTIONAL = (
     "safetensors",
     "rich",
@@ -32,9 +36,8 @@ COMPILERS = ("c++", "g++", "clang++", "cl")
 WORKS = "works"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+def add_options(_parser: argparse.ArgumentParser) -> None:
+    """Adds no options of its own."""
 
 
 def run(options: argparse.Namespace) -> int:

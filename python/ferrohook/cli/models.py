@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import sys
 import zipfile
 from difflib import get_close_matches
@@ -77,6 +78,11 @@ def load(model: str, *, trust: bool) -> nn.Module:
     if ":" in model:
         return _from_module(model)
     msg = f"{model!r} is neither module:factory nor a file or folder that exists"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        msg += (
+            f"; if it is the id of a model on a hub, download it first (hf download {model} "
+            "--local-dir FOLDER) and pass the folder"
+        )
     raise UserError(msg)
 
 

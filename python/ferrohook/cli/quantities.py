@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
     from ferrohook import Quantities
 
+EXAMPLES = """
+ferrohook quantities ./llama
+ferrohook quantities ./llama --out quantities.json
+ferrohook quantities ./llama --check quantities.json
+"""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
@@ -44,12 +50,13 @@ def run(options: argparse.Namespace) -> int:
         read = inputs.read(options.input, options.model, model)
         args, kwargs = models.move(read, options.device)
     table = fh.quantities(model, *args, **kwargs)
-    print(table)
+    print(table.to_json() if options.json else table)
     if options.out is not None:
         options.out.write_text(table.to_json())
     if former is not None:
         former.verify(model, *args, **kwargs)
-        print(f"all {len(former)} quantities of {options.check} are proved at their places")
+        if not options.json:
+            print(f"all {len(former)} quantities of {options.check} are proved at their places")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
     from ferrohook import Plan
 
+EXAMPLES = """
+ferrohook steer ./llama --text "My day was" --layer model.layers.8 \\
+  --toward Love --away Hate --scale 2 8
+ferrohook steer ./llama --text "My day was" --plan plan.json
+"""
 COLUMNS = 80
 
 
@@ -68,6 +74,9 @@ def run(options: argparse.Namespace) -> int:
                 title: _continued(model, ids, change, options, advance)
                 for title, change in changes.items()
             }
+    if options.json:
+        print(json.dumps(texts))
+        return 0
     width = max(map(len, texts)) + 2
     for title, text in texts.items():
         print(

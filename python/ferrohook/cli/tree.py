@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.cli import inputs, models
 from ferrohook.cli.errors import UserError, describe, need
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+EXAMPLES = """
+ferrohook tree nets:small --select '*'
+ferrohook tree ./llama --select 'model.layers.*' --input "A cat sleeps."
+"""
 MOST_SHAPES = 3
 """Shapes that a line of the tree lists."""
 
@@ -33,21 +39,62 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the tree."""
-    need("rich")
     need("torch")
-
-    from rich.console import Console
-
     import ferrohook as fh
 
     model = models.load(options.model, trust=options.trust)
+    models.move(model, options.device)
     details = None if options.input is None else _details(model, options)
+    if options.json:
+        print(json.dumps(_described(model, options, details or {}), indent=1))
+        return 0
+    if importlib.util.find_spec("rich") is None:
+        print(_indented(_described(model, options, details or {})))
+        return 0
+    from rich.console import Console
+
     shown = fh.summary(model, options.select, details=details)
     if sys.stdout.isatty():
         Console().print(shown)
     else:
         print(shown)  # lines stay whole
     return 0
+
+
+def _described(
+    model: nn.Module, options: argparse.Namespace, details: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Returns class, details and hooks of the selected modules, and of those with hooks."""
+    import ferrohook as fh
+    from ferrohook.hook_info import hooks_of, name_of
+    from ferrohook.instrumentation import find_registry
+
+    chosen = fh.select(model, options.select)
+    described = {}
+    for name, module in fh.select(model).items():
+        hooks = [
+            {"phase": each.phase, "hook": name_of(each.hook), "calls": each.calls}
+            for each in hooks_of(find_registry(module))
+        ]
+        if name in chosen or hooks:
+            described[name] = {
+                "class": module._get_name(),
+                "details": details.get(name, ""),
+                "hooks": hooks,
+            }
+    return described
+
+
+def _indented(modules: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for name, about in modules.items():
+        indent = "  " * (name.count(".") + 1 if name else 0)
+        lines.append(f"{indent}{name} {about['class']} {about['details']}".rstrip())
+        lines += [
+            f"{indent}  {hook['phase']} {hook['hook']} ({hook['calls']} calls)"
+            for hook in about["hooks"]
+        ]
+    return "\n".join(lines)
 
 
 def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
@@ -57,7 +104,7 @@ def _details(model: nn.Module, options: argparse.Namespace) -> dict[str, str]:
     import ferrohook as fh
 
     args, kwargs = inputs.read(options.input, options.model, model)
-    models.move(model.eval(), options.device)
+    model.eval()
     args, kwargs = models.move((args, kwargs), options.device)
     detector = fh.detectors.ShapeDetector()
     hooks = fh.register(model, None, detector)

@@ -37,8 +37,8 @@ class ServerInfo:
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
-    capture_bytes: int
-    """Most bytes that one request may capture."""
+    capture_bytes: int | None
+    """Most bytes that one request may capture; None if the server does not tell."""
     modules: Mapping[str, ServedModule]
     """By name; empty if the server does not list them."""
     raw: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -87,6 +87,19 @@ def service_info(body: Mapping[str, Any]) -> ServerInfo:
         served=tuple(body["interventions"]),
         refused=MappingProxyType(dict.fromkeys(body["refused_options"], reason)),
         capture_bytes=body["max_capture"],
+        modules=MappingProxyType({}),
+        raw=MappingProxyType(dict(body)),
+    )
+
+
+def sglang_info(body: Mapping[str, Any]) -> ServerInfo:
+    """Reads what SGLang tells of itself, which is its version."""
+    return ServerInfo(
+        engine="sglang",
+        version=body["version"],
+        served=(),
+        refused=MappingProxyType({}),
+        capture_bytes=None,
         modules=MappingProxyType({}),
         raw=MappingProxyType(dict(body)),
     )

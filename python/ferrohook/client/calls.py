@@ -6,6 +6,7 @@ that awaits.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import warnings
@@ -25,6 +26,7 @@ from ferrohook.client.answers import (
     embedded,
     engine_info,
     service_info,
+    sglang_info,
 )
 from ferrohook.client.errors import (
     PlanFailedError,
@@ -53,6 +55,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 ROUTES: Final = "/v1/ferrohook"
 _PLAN_KEYS: Final = {"vllm": "vllm_xargs", "sglang": "custom_params"}
 """Field of a request that has the plan, by engine."""
+_STRANGE: Final = "the answer is not one of ferrohook's servers"
 _CUT_OFF: Final = {"abort", "error"}
 """Reasons for the end of a text that is not whole."""
 
@@ -85,9 +88,10 @@ class Calls:
         if self._info is None:
             response = yield self._http.build_request("GET", f"{ROUTES}/capabilities")
             read = engine_info
-            if response.status_code == httpx.codes.NOT_FOUND:
-                response = yield self._http.build_request("GET", "/capabilities")
-                read = service_info
+            for path, other in (("/capabilities", service_info), ("/server_info", sglang_info)):
+                if response.status_code == httpx.codes.NOT_FOUND:
+                    response = yield self._http.build_request("GET", path)
+                    read = other
             if response.status_code == httpx.codes.NOT_FOUND:
                 msg = (
                     "the server serves no plans: it has no routes of ferrohook. vLLM has them if "
@@ -106,9 +110,9 @@ class Calls:
         pending = yield from self.begin(prompt, plan, model, options)
         response = yield pending.request
         body = _json(response)
-        token = response.headers.get(HEADER) or body.get(FIELD)
         text = _read(lambda it: _text(it, chat=pending.chat), response)
-        return (yield from self.finish(pending, text, token))
+        proof = response.headers.get(HEADER) or body.get(FIELD) or proof_in(body["choices"][0])
+        return (yield from self.finish(pending, text, proof))
 
     def begin(
         self, prompt: Prompt, plan: AnyPlan, model: str | None, options: Mapping[str, Any]
@@ -130,24 +134,34 @@ class Calls:
         request = self._http.build_request("POST", path, json=body)
         return Pending(request, chat, plan is not None, captures)
 
-    def finish(self, pending: Pending, text: Generated, token: str | None) -> Steps[Generated]:
-        """Checks that the plan was served, and fetches the captures."""
+    def finish(
+        self, pending: Pending, text: Generated, proof: str | bytes | None
+    ) -> Steps[Generated]:
+        """Checks that the plan was served, and fetches the captures.
+
+        Args:
+            pending: the request.
+            text: its text.
+            proof: that the plan was served: the token of the captures, or the captures.
+        """
         url = str(pending.request.url)
         if text.finish_reason in _CUT_OFF:
             reason = text.raw["choices"][0].get("stop_reason") or "the server broke off the text"
             raise made(str(reason), httpx.codes.SERVICE_UNAVAILABLE, url)
-        if pending.planned and token is None:
+        if pending.planned and proof is None:
             msg = "the server ignored the plan: this text is of the model without it"
             raise ServerError(msg, httpx.codes.OK, url)
         if not pending.captures:
             return text
-        path = f"{ROUTES}/captures/{quote(text.id, safe='')}"
-        response = yield self._http.build_request("GET", path, headers={HEADER: str(token)})
-        if not response.is_success:
-            raise error_of_status(response)
-        if (error := _read_bytes(error_of, response)) is not None:
-            raise PlanFailedError(error, response.status_code, str(response.request.url))
-        captured = _read_bytes(unpacked, response)
+        if not isinstance(proof, bytes):
+            path = f"{ROUTES}/captures/{quote(text.id, safe='')}"
+            response = yield self._http.build_request("GET", path, headers={HEADER: str(proof)})
+            if not response.is_success:
+                raise error_of_status(response)
+            url, proof = str(response.request.url), response.content
+        if (error := _read_bytes(error_of, proof, url)) is not None:
+            raise PlanFailedError(error, httpx.codes.OK, url)
+        captured = _read_bytes(unpacked, proof, url)
         return dataclasses.replace(text, acts=captured.acts, positions=captured.positions)
 
     # --- vectors -----------------------------------------------------------------------------
@@ -196,6 +210,15 @@ class Calls:
         """Asks any route."""
         content = None if body is None else _jsonable(body)
         return _any((yield self._http.build_request(method, path, json=content)))
+
+
+def proof_in(choice: Mapping[str, Any]) -> bytes | None:
+    """Returns the captures in a choice of SGLang's answer, empty without any.
+
+    None if the answer does not tell that its plan was served.
+    """
+    found = choice.get(FIELD)
+    return base64.b64decode(found) if isinstance(found, str) else None
 
 
 def _is_chat(prompt: Prompt) -> bool:
@@ -294,14 +317,15 @@ def _read(read: Any, response: httpx.Response) -> Any:
         raise _strange(response, error) from error
 
 
-def _read_bytes(read: Any, response: httpx.Response) -> Any:
-    """Reads the bytes of an answer by a function."""
+def _read_bytes(read: Any, content: bytes, url: str) -> Any:
+    """Reads captures by a function."""
     try:
-        return read(response.content)
+        return read(content)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise _strange(response, error) from error
+        reason = f"{_STRANGE}: {error!r}"
+        raise ServerError(reason, httpx.codes.OK, url) from error
 
 
 def _strange(response: httpx.Response, error: Exception) -> ServerError:
-    reason = f"the answer is not one of ferrohook's servers: {error!r}"
-    return ServerError(reason, response.status_code, str(response.request.url))
+    url = str(response.request.url)
+    return ServerError(f"{_STRANGE}: {error!r}", response.status_code, url)

@@ -113,7 +113,7 @@ class Client:
             yield TextStream(
                 pending,
                 response,
-                lambda text, token: self._run(self._calls.finish(pending, text, token)),
+                lambda text, proof: self._run(self._calls.finish(pending, text, proof)),
             )
 
     def embed(
@@ -262,7 +262,7 @@ class AsyncClient:
             yield AsyncTextStream(
                 pending,
                 response,
-                lambda text, token: self._run(self._calls.finish(pending, text, token)),
+                lambda text, proof: self._run(self._calls.finish(pending, text, proof)),
             )
         finally:
             await response.aclose()

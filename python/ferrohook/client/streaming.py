@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from ferrohook.client.answers import Generated
+from ferrohook.client.calls import proof_in
 from ferrohook.client.errors import UnavailableError, error_of_event, unreachable
 from ferrohook.engines.wire import FIELD, HEADER
 from ferrohook.errors import HookError
@@ -24,7 +25,8 @@ class _Events:
     def __init__(self, pending: Pending, response: httpx.Response) -> None:
         self._chat = pending.chat
         self._url = str(pending.request.url)
-        self.token: str | None = response.headers.get(HEADER)
+        self.proof: str | bytes | None = response.headers.get(HEADER)
+        """That the plan was served: the token of its captures, or the captures."""
         self._pieces: list[str] = []
         self._tokens: list[int] | None = None
         self._last: Mapping[str, Any] = {}
@@ -47,7 +49,10 @@ class _Events:
         event = json.loads(data)
         if (error := error_of_event(event, self._url)) is not None:
             raise error
-        self.token = self.token or event.get(FIELD)
+        found = event.get(FIELD)
+        if isinstance(found, list):  # SGLang's: of each choice
+            found = proof_in(found[0]) if found else b""
+        self.proof = found if self.proof is None else self.proof
         if not event.get("choices"):  # the usage alone
             return ""
         self._last = event
@@ -113,7 +118,7 @@ class TextStream(_Stream):
         self,
         pending: Pending,
         response: httpx.Response,
-        finish: Callable[[Generated, str | None], Generated],
+        finish: Callable[[Generated, str | bytes | None], Generated],
     ) -> None:
         super().__init__(pending, response)
         self._finish = finish
@@ -125,7 +130,7 @@ class TextStream(_Stream):
                     yield piece
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
-        self._generated = self._finish(self._events.end(), self._events.token)
+        self._generated = self._finish(self._events.end(), self._events.proof)
 
 
 class AsyncTextStream(_Stream):
@@ -141,7 +146,7 @@ class AsyncTextStream(_Stream):
         self,
         pending: Pending,
         response: httpx.Response,
-        finish: Callable[[Generated, str | None], Awaitable[Generated]],
+        finish: Callable[[Generated, str | bytes | None], Awaitable[Generated]],
     ) -> None:
         super().__init__(pending, response)
         self._finish = finish
@@ -153,4 +158,4 @@ class AsyncTextStream(_Stream):
                     yield piece
         except httpx.TransportError as error:
             raise unreachable(error, self._response.request) from error
-        self._generated = await self._finish(self._events.end(), self._events.token)
+        self._generated = await self._finish(self._events.end(), self._events.proof)

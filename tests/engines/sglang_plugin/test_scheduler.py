@@ -238,9 +238,10 @@ ADD = {"type": "Add", "vector": {"dtype": "float32", "shape": [1], "base64": "AA
         (entry(type="keep", what="lm_head"), "never runs"),
         (entry(type="keep", what="model.layers.0.self_attn.rotary_emb"), "4 times"),
         (entry(type="keep", what="model.layers.1", stop=True), "stop is not served"),
-        (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has none"),
-        (entry(type="keep", what="model.layers.1", output_index=0), "returns one tensor"),
-        (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has none"),
+        # Before 0.5.22 a layer takes and returns hidden state and residual.
+        (entry(type="keep", what="model.layers.1", inputs=True), "inputs=True.*has (none|several)"),
+        (entry(type="keep", what="model.layers.1", output_index=5), "output_index=5"),
+        (entry(type="on", what="model.layers.1", hook=ADD, phase="forward_pre"), "has (none|sev)"),
         (entry(type="on", what="model.layers.1", hook=ADD, phase="backward"), "backward hook"),
         (
             entry(type="on", what="model.layers.1", hook={**ADD, "vector": {"tensor": "nobody"}}),
@@ -333,6 +334,19 @@ def test_a_plan_that_fails_later_keeps_the_tokens_before(llama: Any, local: Loca
     job.check(llama[1], answer_of(found["fits"], job), NEW)
 
 
+def test_a_step_that_fails_ahead_of_a_stop_fails_nobody(local: Local) -> None:
+    """The overlap runs it before it knows that the request has ended."""
+    plain, _ = ask(local, Job(PROMPT))
+    stop = {"stop_token_ids": [plain.generated_tokens[4]]}
+    ended, _ = ask(local, Job(PROMPT), params=stop)
+    rows = len(PROMPT) + len(ended.generated_tokens) - 1
+    plan = fh.Plan(fh.keep("model.layers.2", max_bytes=rows * WIDTH * 4))
+    found = local.run([[request("one", PROMPT, plan, params=stop)]])["one"]
+    assert found["finish"]["type"] == "stop", found["finish"]
+    assert found["tokens"] == ended.generated_tokens
+    assert len(sglang.activations(found).acts["model.layers.2"]) == rows
+
+
 HOSTILE = {
     "scale": fh.on("model.layers.1", fh.Scale(1e38)),
     "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
@@ -348,7 +362,7 @@ def test_neighbours_of_infinite_rows_are_not_reached(llama: Any, local: Local, h
     jobs = [Job(job.prompt) for job in random_jobs(18, seed=3)]
     plan = fh.Plan(HOSTILE[hook])
     # Drawn, as the probabilities of an infinite row would end the scheduler.
-    drawn = {"params": {"temperature": 1.0, "top_k": 20}}
+    drawn = {"params": {"temperature": 1.0, "top_k": 20, "ignore_eos": True}}
 
     def feed() -> Iterator[list[Any]]:
         for number, job in enumerate(jobs):

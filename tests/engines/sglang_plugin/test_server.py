@@ -17,6 +17,7 @@ import httpx
 
 import ferrohook as fh
 import support.engines
+from ferrohook.client import Client, PlanFailedError, RequestRefusedError
 from ferrohook.engines import sglang
 from support.engines import Change, Job
 from support.serving import EOS, WIDTH, Answer, random_jobs
@@ -106,16 +107,20 @@ def test_openai_routes(llama: Any, server: Server, chat: bool, stream: bool) -> 
     if stream:
         *parts, last = events(response.text)
         (choice,) = last["ferrohook_captures"]
-        found = [choice for part in parts for choice in part["choices"]]
-        text = "".join((it["delta"]["content"] or "") if chat else it["text"] for it in found)
+        texts = [it.get("text", "") for part in parts for it in part["choices"]]
+        given = tokens("".join(texts))
     else:
         (choice,) = response.json()["choices"]
-        text = choice["message"]["content"] if chat else choice["text"]
+        given = tokens(choice.get("text", ""))
     captured = sglang.activations(choice)
-    given = tokens(text)
-    if len(given) < NEW:
-        given.append(EOS)
-    JOB.check(llama[1], Answer(given, captured.acts), NEW)
+    if chat:  # its prompt is the template's
+        assert captured.acts.keys() == {*JOB.kept}
+        for name, rows in captured.acts.items():
+            assert captured.positions[name].tolist() == [*range(len(rows))]
+            assert len(rows) >= NEW
+    else:
+        given += [EOS] * (len(given) < NEW)
+        JOB.check(llama[1], Answer(given, captured.acts), NEW)
     plain = server.post(*openai(Job(PROMPT), chat=chat, stream=stream))
     assert "ferrohook" not in plain.text
 
@@ -198,3 +203,29 @@ def test_an_engine_in_processes_of_its_own(llama: Any) -> None:
         JOB.check(llama[1], answer(last, JOB), NEW)
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("job", [JOB, Job(PROMPT, JOB.changes), Job(PROMPT)])
+def test_the_client(llama: Any, server: Server, job: Job, streamed: bool) -> None:
+    options: Any = {"max_tokens": NEW, "temperature": 0, "skip_special_tokens": False}
+    with Client(server.address) as client:
+        if streamed:
+            with client.stream(PROMPT, job.plan, **options) as stream:
+                _ = [*stream]
+                found = stream.generated
+        else:
+            found = client.generate(PROMPT, job.plan, **options)
+    tokens = [int(word.removeprefix("w")) for word in found.text.split()]
+    if found.finish_reason == "stop":
+        tokens.append(EOS)  # which has no text
+    job.check(llama[1], Answer(tokens, dict(found.acts)), NEW)
+
+
+def test_errors_of_the_client(server: Server) -> None:
+    with Client(server.address) as client:
+        assert client.info().engine == "sglang"
+        with pytest.raises(RequestRefusedError, match="closest names"):
+            client.generate(PROMPT, BAD, max_tokens=NEW)
+        with pytest.raises(PlanFailedError, match="max_bytes"):
+            client.generate(PROMPT, FAILS, max_tokens=NEW)

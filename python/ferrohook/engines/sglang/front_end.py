@@ -41,15 +41,17 @@ async def _noting(outputs: Any, obj: Any) -> AsyncIterator[Any]:
             yield output
 
 
-def answered(response: Any, _serving: Any, _request: Any, ret: Any, *_args: Any) -> Any:
-    """Behind the methods that build a response of the OpenAI routes: a field of each choice."""
-    found = [each["meta_info"].get(FIELD) for each in ret]
-    if not any(found) or not hasattr(response, "choices"):
+def answered(response: Any, _serving: Any, request: Any, ret: Any, *_args: Any) -> Any:
+    """Behind the methods that build a response of the OpenAI routes: a field of each choice.
+
+    Without captures it is empty: it tells that the plan was served.
+    """
+    if NAME not in (request.custom_params or ()) or not hasattr(response, "choices"):
         return None
+    found = [each["meta_info"].get(FIELD, "") for each in ret]
     content = response.model_dump(mode="json")
     for choice, captured in zip(content["choices"], found, strict=True):
-        if captured is not None:
-            choice[FIELD] = captured
+        choice[FIELD] = captured
     return importlib.import_module("fastapi.responses").JSONResponse(content)
 
 
@@ -60,7 +62,8 @@ async def streaming(
     events = original(serving, adapted, *args, **kwargs)
     async with contextlib.aclosing(events):
         async for event in events:
-            if event.startswith(_END) and (found := getattr(adapted, FIELD, None)):
+            found = getattr(adapted, FIELD, None)
+            if event.startswith(_END) and found is not None:
                 choices = [{"index": index, FIELD: it} for index, it in sorted(found.items())]
                 yield f"data: {json.dumps({'object': FIELD, 'choices': [], FIELD: choices})}\n\n"
             yield event

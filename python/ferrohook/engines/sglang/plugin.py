@@ -1,10 +1,11 @@
 """Entry point `sglang.srt.plugins`: what SGLang calls in each of its processes.
 
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
-were tried. In the scheduler's process: `Scheduler.__init__`, `Scheduler._add_request_to_queue`,
-`Req._compute_max_prefix_len`, `ForwardBatch.init_new`, `ModelRunner.forward` and
-`SchedulerOutputStreamer.stream_output`. In the front end: `TokenizerManager.__init__` and
-`generate_request`, and of the OpenAI routes the methods that build an answer or a stream.
+were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
+`abort_request` and `process_batch_result`, `Req._compute_max_prefix_len`, `ForwardBatch.init_new`,
+`ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the front end:
+`TokenizerManager.__init__` and `generate_request`, and of the OpenAI routes the methods that build
+an answer or a stream.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def register() -> None:
     _register(
         ("managers.scheduler.Scheduler.__init__", _made, "AFTER"),
         ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, "AROUND"),
+        ("managers.scheduler.Scheduler.abort_request", _aborting, "AROUND"),
+        ("managers.scheduler.Scheduler.process_batch_result", _processing, "BEFORE"),
         ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
         ("model_executor.forward_batch_info.ForwardBatch.init_new", _batched, "AFTER"),
         ("model_executor.model_runner.ModelRunner.forward", _forwarding, "AROUND"),
@@ -44,6 +47,9 @@ def register() -> None:
         ("managers.tokenizer_manager.TokenizerManager.__init__", _serving, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager.generate_request", generating, "AROUND"),
     )
+    cache = importlib.import_module("sglang.srt.mem_cache.common")
+    if hasattr(cache, "maybe_cache_unfinished_req"):  # before 0.5.22
+        _register(("mem_cache.common.maybe_cache_unfinished_req", _caching, "BEFORE"))
 
 
 def _register(*hooks: tuple[str, Any, str]) -> Any:
@@ -61,6 +67,8 @@ def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         worker.load()
     except HookError as error:
         worker.refuse(str(error))
+    except Exception as error:  # noqa: BLE001 (of a release that nobody tried: it serves without plans)
+        worker.refuse(f"sglang {CAPABILITIES.version} is another: {type(error).__name__}: {error}")
 
 
 def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +86,31 @@ def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any
     return original(scheduler, req, *args, **kwargs)
 
 
+def _aborting(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    worker = _workers[scheduler]
+    before = worker.names(scheduler.waiting_queue)
+    result = original(scheduler, *args, **kwargs)
+    # They come to no step and to no answer any more.
+    for name in before - worker.names(scheduler.waiting_queue):
+        worker.retire(name)
+    return result
+
+
+def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    worker = _workers[scheduler]
+    if worker.busy:
+        worker.end_failed(batch.reqs)
+
+
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
     return 0 if getattr(req, "ferrohook_rereads", False) else limit
+
+
+def _caching(req: Any, tree_cache: Any, **_kwargs: Any) -> None:
+    """Lets a prompt go on behind a chunk that is kept out of the cache, as its plan failed."""
+    if req.skip_radix_cache_insert and getattr(req, "ferrohook", None) is not None:
+        chunks = importlib.import_module("sglang.srt.mem_cache.chunk_cache")
+        chunks.ChunkCache.cache_unfinished_req(tree_cache, req)
 
 
 def _batched(forward_batch: Any, _class: type, batch: Any, *_args: Any, **_kwargs: Any) -> None:

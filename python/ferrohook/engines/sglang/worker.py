@@ -13,8 +13,9 @@ import os
 import secrets
 import weakref
 from array import array
+from collections import deque
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
@@ -59,12 +60,20 @@ class SglangOptions(EngineOptions):
     plan_bytes: int = 2**23
 
 
+class _Failed(NamedTuple):
+    """Failure of a request's plan."""
+
+    reason: str
+    tokens: int
+    """Tokens before the step in which it failed."""
+
+
 class Worker(EngineWorker):
     """Plans of the requests of one scheduler.
 
     A request has three attributes of ours: `ferrohook`, the name of its plan here (clients choose
     `rid`, and two may be alike), `ferrohook_rereads`, True if it reads no cached position, and
-    `ferrohook_tokens`, its tokens before the step in which its plan failed.
+    `ferrohook_failed`, once its plan failed.
 
     Args:
         scheduler: the `Scheduler`.
@@ -109,7 +118,7 @@ class Worker(EngineWorker):
         self._points = StreamPoints(model, layers)
         modules = modules.with_places(self._points.places)
         self._admission = Admission(modules, self._options, secrets.token_bytes(32))
-        processor.register_forward_pre_hook(self._checking)
+        processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
         self._test_itself(modules)
 
@@ -172,6 +181,8 @@ class Worker(EngineWorker):
         """Runs requests of the scheduler's process to their ends."""
         scheduler, streamer = self._scheduler, self._scheduler.output_streamer
         sender, streamer.send_to_detokenizer = streamer.send_to_detokenizer, _Nowhere()
+        if not hasattr(scheduler, "result_queue"):
+            scheduler.result_queue = deque()  # its loop makes one, and 0.5.20 asks for it before
         try:
             for req in reqs:
                 scheduler.init_req_max_new_tokens(req)
@@ -245,9 +256,14 @@ class Worker(EngineWorker):
         scheduler = self._scheduler
         if req.beam_group is not None:
             scheduler.beam_coordinator.retire_group(req)
-        finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
-        req.to_finish, req.finished_reason = None, finish(reason, HTTPStatus.BAD_REQUEST)
+        req.to_finish, req.finished_reason = None, _abort(reason, HTTPStatus.BAD_REQUEST)
         scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def names(self, reqs: Iterable[Any]) -> set[str]:
+        """Returns the names of the plans of requests."""
+        if not self._admitted:
+            return set()
+        return {req.ferrohook for req in reqs} & self._admitted.keys()
 
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
         """Closes a request; returns what it captured, None for one without a plan."""
@@ -269,7 +285,7 @@ class Worker(EngineWorker):
         finally:
             self._points.wanted, self._slots = (), None
         if failed := self.failures():
-            self._end({req.ferrohook: req for req in reqs}, failed)
+            self._note_failed({req.ferrohook: req for req in reqs}, failed)
 
     def _wanted(self) -> frozenset[str]:
         """Returns the hook points that requests of the settled step see."""
@@ -282,10 +298,11 @@ class Worker(EngineWorker):
             self._wanted_by = plans, wanted
         return self._wanted_by[1]
 
-    def _checking(self, _module: object, args: tuple[Any, ...]) -> None:
-        """Looks at the hidden states in front of the logits."""
+    def _checking(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Looks at the hidden states in front of the logits, the second argument."""
         if self._spans:
-            self.check_rows(args[1], self._zero)
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+            self.check_rows(hidden, self._zero)
 
     def _zero(self, rows: slice) -> None:
         pool = self._runner.token_to_kv_pool
@@ -296,15 +313,27 @@ class Worker(EngineWorker):
     def _fail_sharers(self) -> None:
         """Does nothing: a step's keys and values are shared once it has been checked."""
 
-    def _end(self, reqs: dict[str | None, Any], failed: dict[str, str]) -> None:
-        """Ends requests whose plans failed in the step that ran."""
-        finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
+    def _note_failed(self, reqs: dict[str | None, Any], failed: dict[str, str]) -> None:
+        """Notes requests whose plans failed in the step that ran."""
         for name, reason in failed.items():
             req = reqs[name]
             req.skip_radix_cache_insert = True
-            req.to_finish = finish(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
-            # That of this step is none: it was computed under a plan that failed.
-            req.ferrohook_tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
+            # The token of this step is none: it was computed under a plan that failed.
+            tokens = max(0, self._admitted[name].end - len(req.origin_input_ids))
+            req.ferrohook_failed = _Failed(reason, tokens)
+
+    def end_failed(self, reqs: Iterable[Any]) -> None:
+        """Ends requests whose plans failed, before the result of their step is processed.
+
+        The overlap runs a step before the result of the one before it: a request that ends there
+        has not failed.
+        """
+        if not self._failed:
+            return
+        for req in reqs:
+            failed = getattr(req, "ferrohook_failed", None)
+            if failed is not None and not req.finished() and len(req.output_ids) >= failed.tokens:
+                req.to_finish = _abort(failed.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -314,11 +343,13 @@ class Worker(EngineWorker):
             name = getattr(req, "ferrohook", None)
             if name not in self._admitted or not req.finished():
                 continue
-            if (tokens := getattr(req, "ferrohook_tokens", None)) is not None:
-                req.finished_len = min(tokens, len(req.output_ids))
+            failed = getattr(req, "ferrohook_failed", None)
+            if failed is not None and req.finished_reason.to_json().get("message") == failed.reason:
+                req.finished_len = min(failed.tokens, len(req.output_ids))
             ended = self.retire(name)
             texts = req.output_ids_through_stop
-            if ended is None or not ended[0].row_bytes or not texts or tokens is not None:
+            aborted = req.finished_reason.to_json()["type"] == "abort"
+            if ended is None or not ended[0].row_bytes or not texts or aborted:
                 continue
             try:
                 data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
@@ -326,6 +357,12 @@ class Worker(EngineWorker):
                 data = packed({}, {}, error=reason_of(error))
             parts = [None] * (len(texts) - 1) + [base64.b64encode(data).decode()]
             req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+
+
+def _abort(reason: str, status: HTTPStatus) -> Any:
+    """Makes the end of a request with an error."""
+    finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
+    return finish(reason, status)
 
 
 def _request(tokens: Iterable[int]) -> Any:

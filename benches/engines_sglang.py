@@ -1,0 +1,110 @@
+"""CPU time of SGLang with plans, as ratios to the engine without ferrohook, in one process.
+
+Run by the interpreter of `make sglang`:
+`PYTHONPATH=tests/support/sgl_kernel_stub .venv-sglang/bin/python -m benches.engines_sglang`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benches.engines_vllm import LAYERS, NEW, PROMPT, WIDTH, print_ratios, steering
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEAMS = {
+    "managers.scheduler.Scheduler": ("_add_request_to_queue",),
+    "managers.schedule_batch.Req": ("_compute_max_prefix_len",),
+    "model_executor.forward_batch_info.ForwardBatch": ("init_new",),
+    "model_executor.model_runner.ModelRunner": ("forward",),
+    "managers.scheduler_components.output_streamer.SchedulerOutputStreamer": ("stream_output",),
+}
+
+
+def main(rounds: int = 11) -> None:
+    """Prints the table."""
+    import ferrohook as fh  # noqa: PLC0415
+    from support.serving import save_model  # noqa: PLC0415 (tests' own)
+    from support.sglang_engine import Local  # noqa: PLC0415
+
+    folder = Path(tempfile.mkdtemp())
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
+    save_model("llama", folder, **sizes, num_attention_heads=4, num_key_value_heads=4)
+    limits = {"max_total_tokens": 8192, "max_running_requests": 64, "chunked_prefill_size": 2048}
+    local = Local(folder, **limits)
+    print(f"Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
+    for requests in (16, 64):
+        steered = steering(requests)
+        variants: dict[str, list[Any]] = {
+            "attached, no plans": [None] * requests,
+            "all steered in all layers": steered,
+            "all layers captured for all": [fh.Plan(fh.keep("model.layers.*"))] * requests,
+        }
+        ratios: dict[str, list[float]] = {name: [] for name in variants}
+        measure(local, steered)
+        for _ in range(rounds):
+            with without(local):
+                plain = measure(local, [None] * requests)
+            for name, plans in variants.items():
+                ratios[name].append(measure(local, plans) / plain)
+        print_ratios(requests, ratios)
+
+
+@contextlib.contextmanager
+def without(local: Any) -> Iterator[None]:
+    """Gives SGLang its own methods back, and the layers theirs."""
+    from pkgutil import resolve_name  # noqa: PLC0415
+
+    taken = []
+    for path, names in SEAMS.items():
+        owner = resolve_name(f"sglang.srt.{path}")
+        for name in names:
+            wrapped = vars(owner)[name]
+            original = getattr(wrapped, "__func__", wrapped).__wrapped__
+            plain = classmethod(original) if isinstance(wrapped, classmethod) else original
+            taken.append((owner, name, wrapped))
+            setattr(owner, name, plain)
+    layers = local.scheduler.tp_worker.model_runner.model.model.layers
+    forwards = [vars(layer).pop("forward", None) for layer in layers]
+    try:
+        yield
+    finally:
+        for owner, name, wrapped in taken:
+            setattr(owner, name, wrapped)
+        for layer, forward in zip(layers, forwards, strict=True):
+            if forward is not None:
+                layer.forward = forward
+
+
+def measure(local: Any, plans: list[Any]) -> float:
+    """Returns the CPU seconds of the steps that serve requests with these plans."""
+    from support.sglang_engine import request  # noqa: PLC0415
+
+    local.scheduler.flush_cache()
+    texts: dict[Any, Any] = {}
+    asked = []
+    for number, plan in enumerate(plans):
+        text = None if plan is None else texts.setdefault(id(plan), plan.to_json())
+        prompt = [3 + (number * 7 + place) % 500 for place in range(PROMPT)]
+        params = {"ignore_eos": True}
+        asked.append(request(f"{number}.", prompt, text, NEW, params=params))
+    begin = time.process_time()
+    found = local.run([asked])
+    spent = time.process_time() - begin
+    if any(len(each["tokens"]) != NEW for each in found.values()):
+        msg = "a request was cut short"
+        raise RuntimeError(msg)
+    return spent
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    main(*map(int, sys.argv[1:]))

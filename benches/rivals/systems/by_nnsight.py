@@ -1,0 +1,100 @@
+"""nnsight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from nnsight import LanguageModel, NNsight
+
+from benches.rivals.systems.base import System
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+
+class NNsightSystem(System):
+    """nnsight."""
+
+    package = "nnsight"
+    way = "`LanguageModel.trace` and `generate`; `NNsight` for other modules"
+    caveats: ClassVar[Mapping[str, str]] = {
+        "in-place": "documented: clone what is kept before it is changed in place",
+    }
+
+    def load(self, folder: Path) -> Any:
+        """See `System`."""
+        return LanguageModel(str(folder), device_map="cpu", dispatch=True)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.trace(ids):
+            out = model.output.logits.save()
+        result: Tensor = out
+        return result
+
+    def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.trace(ids):
+            model.model.layers[layer].output = model.model.layers[layer].output + vector
+            out = model.output.logits.save()
+        result: Tensor = out
+        return result
+
+    def captured(self, ids: Tensor, layer: int) -> Tensor:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.trace(ids):
+            out = model.model.layers[layer].output.save()
+        result: Tensor = out
+        return result
+
+    def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.trace(ids):
+            out = model.model.layers[layer].output.clone().save()
+            model.model.layers[layer].output[:] += vector
+        result: Tensor = out
+        return result
+
+    def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.generate(ids, max_new_tokens=tokens, do_sample=False):
+            model.model.layers[layer].output[:, 0] += vector
+            out = model.generator.output.save()
+        result: Tensor = out
+        return result
+
+    def failing(self, ids: Tensor, layer: int) -> None:
+        """See `System`."""
+        model = self.model
+        with torch.no_grad(), model.trace(ids):
+            _ = model.model.layers[layer].output
+            raise ValueError
+
+    def captured_of(self, module: nn.Module, name: str, x: Tensor) -> Tensor:
+        """See `System`."""
+        model: Any = NNsight(module)
+        with torch.no_grad(), model.trace(x):
+            out = getattr(model, name).output.save()
+        result: Tensor = out
+        return result
+
+    def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
+        """See `System`."""
+        model: Any = NNsight(module)
+        with torch.no_grad(), model.trace(x):
+            getattr(model, name).output = getattr(model, name).output + vector
+            out = model.output.save()
+        result: Tensor = out
+        return result
+
+
+SYSTEM = NNsightSystem

@@ -1,0 +1,135 @@
+"""PyTorch's own hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from benches.rivals.systems.base import System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+
+class TorchHooks(System):
+    """PyTorch's own hooks."""
+
+    package = "torch"
+    way = "`register_forward_hook`, and `handle.remove()` in a `finally`"
+    caveats: ClassVar[Mapping[str, str]] = {
+        "threads": "a hook is the module's, so every thread's: a lock avoids it",
+        "threads-capture": "a hook is the module's, so every thread's",
+        "compiled": "documented: `torch._dynamo.config.skip_nnmodule_hook_guards = False` before "
+        "compiling avoids it, at the cost of a guard a module",
+        "in-place": "the hook gets the tensor itself: clone what is kept",
+        "generated-position": "the hook gets the tensor of a step, and no positions",
+        "never-runs": "a hook that does not fire says nothing",
+    }
+
+    def _layer(self, layer: int) -> Any:
+        return self.model.model.layers[layer]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """See `System`."""
+        result: Tensor = self.model(ids).logits
+        return result
+
+    def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
+        """See `System`."""
+        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector)
+        try:
+            return self.logits(ids)
+        finally:
+            handle.remove()
+
+    def captured(self, ids: Tensor, layer: int) -> Tensor:
+        """See `System`."""
+        kept: list[Tensor] = []
+        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))
+        try:
+            self.logits(ids)
+        finally:
+            handle.remove()
+        return kept[0]
+
+    def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
+        """See `System`."""
+        kept: list[Tensor] = []
+        module = self._layer(layer)
+        handles = [module.register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))]
+        handles.append(module.register_forward_hook(lambda _m, _x, y: y + vector))
+        try:
+            self.logits(ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return kept[0]
+
+    def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
+        """See `System`."""
+
+        def hook(_module: object, _x: object, y: Tensor) -> Tensor:
+            y = y.clone()
+            y[:, 0] += vector
+            return y
+
+        handle = self._layer(layer).register_forward_hook(hook)
+        try:
+            result: Tensor = self.model.generate(ids, max_new_tokens=tokens, do_sample=False)
+        finally:
+            handle.remove()
+        return result
+
+    def failing(self, ids: Tensor, layer: int) -> None:
+        """See `System`."""
+
+        def hook(*_args: object) -> None:
+            raise ValueError
+
+        handle = self._layer(layer).register_forward_hook(hook)
+        try:
+            self.logits(ids)
+        finally:
+            handle.remove()
+
+    def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
+        """See `System`."""
+        compiled: Any = torch.compile(self.model, backend="eager")
+        compiled(ids)
+        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector)
+        try:
+            result: Tensor = compiled(ids).logits
+        finally:
+            handle.remove()
+        return result
+
+    def standing(self, layer: int, hook: Callable[[], None]) -> Callable[[], None]:
+        """See `System`."""
+        return self._layer(layer).register_forward_hook(lambda *_args: hook()).remove  # type: ignore[no-any-return]
+
+    def captured_of(self, module: nn.Module, name: str, x: Tensor) -> Tensor:
+        """See `System`."""
+        kept: list[Tensor] = []
+        inside = module.get_submodule(name)
+        handle = inside.register_forward_hook(lambda _m, _x, y: kept.append(y.detach()))
+        try:
+            module(x)
+        finally:
+            handle.remove()
+        return kept[0]
+
+    def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
+        """See `System`."""
+        inside = module.get_submodule(name)
+        handle = inside.register_forward_hook(lambda _m, _x, y: y + vector)
+        try:
+            result: Tensor = module(x)
+        finally:
+            handle.remove()
+        return result
+
+
+SYSTEM = TorchHooks

@@ -1,0 +1,120 @@
+"""Writes docs/llms.txt: the whole API in one file of text, for language models.
+
+`python script/llms.py` writes it; a test compares it with what it would write.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "llms.txt"
+WIDTH = 220
+"""Characters of a line, beyond which it has the signature alone."""
+FRONTS = ("", "analysis", "rows", "data", "detectors", "plot", "engines", "service", "client")
+INTRODUCTION = """\
+# ferrohook
+
+> Hooks for PyTorch modules on a Rust core: look at or change what any nn.Module computes, for
+> everybody or for one
+
+> thread, task or request alone, eagerly and under torch.compile. `import ferrohook as fh`.
+- What: a selector names modules by path ("layers.3"), glob ("layers.*", "**"), regex, class,
+  predicate or a list of these; "@resid_post.3" names a quantity of the computation in the same
+  places.
+- A hook is PyTorch's: `hook(module, args, output)`; None observes, a value replaces.
+  Interventions (fh.Add, fh.Scale, ...) and detectors are hooks that run natively.
+- `with fh.capture(model, "layers.*") as acts: model(x)` then `acts["layers.3"]`, `acts.stack()`,
+  `print(acts)`.
+- `with fh.register(model, "layers.3", hook): model(x)`; without `with`, `.remove()` the handles
+  that it returns.
+- `with fh.scope(): fh.register(...)` is for this context's calls alone; `scope=None` is for
+  everybody.
+- `fh.run(model, x, hooks={...}, capture="layers.*")` does all in one call and returns the output
+  and the activations.
+- `fh.Plan(fh.on("layers.3", fh.Add(v)), fh.keep("layers.*")).prepare(model)`, then `with
+  prepared.open() as request:` for each request, and `request.acts`. Without Python functions a
+  plan is JSON: `to_json`, `from_json`.
+- `fh.hooks(model)` lists what is registered for everybody, `fh.clear(model)` removes it.
+- Errors: fh.HookError is the base; fh.SelectionError names the closest modules, fh.HookTypeError
+  what was expected.
+- Pages: tutorial.md, choosing.md, recipes/, plans.md, rows.md, threads.md, serving.md,
+  contract.md, reference.md.
+"""
+
+
+def text() -> str:
+    """Returns the content of the file."""
+    parts = [INTRODUCTION]
+    for front in FRONTS:
+        name = f"ferrohook.{front}".removesuffix(".")
+        module = importlib.import_module(name)
+        lines = [f"## {name}", ""]
+        public = {each: getattr(module, each) for each in module.__all__}
+        errors = [each for each, value in public.items() if _is_error(value)]
+        for each, value in public.items():
+            lines += [] if each in errors else described(each, value)
+        if errors:
+            lines.append(f"- errors and warnings: {', '.join(errors)}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def described(name: str, value: Any) -> list[str]:
+    """Returns the lines of one public name."""
+    if isinstance(value, ModuleType) or name.startswith("__"):
+        return []
+    if inspect.isclass(value):
+        lines = [_line(f"{name}{_signature(value)}", value)]
+        for each in sorted(vars(value)):
+            member = inspect.getattr_static(value, each)
+            if not each.startswith(("_", "extra_repr")) and callable(getattr(value, each, None)):
+                lines.append("  " + _line(f".{each}{_signature(getattr(value, each))}", member))
+        if names := [each for each in sorted(vars(value)) if _is_attribute(value, each)]:
+            lines[0] += f" Attributes: {', '.join(names)}."
+        return lines
+    return [_line(f"{name}{_signature(value)}" if callable(value) else name, value)]
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def _is_attribute(owner: type, name: str) -> bool:
+    member = inspect.getattr_static(owner, name)
+    return not name.startswith("_") and (
+        isinstance(member, property) or inspect.isdatadescriptor(member)
+    )
+
+
+def _signature(value: Any) -> str:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    parameters = [
+        each.replace(annotation=each.empty)
+        for name, each in signature.parameters.items()
+        if name not in {"self", "_cls"}
+    ]
+    plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    return re.sub(r"<(\w+)[^>]*>", r"\1", str(plain))
+
+
+def _line(head: str, value: Any) -> str:
+    about = inspect.getdoc(value) if callable(value) or isinstance(value, classmethod) else ""
+    sentence = " ".join((about or "").partition("\n\n")[0].split())
+    whole = f"- {head}: {sentence}" if sentence else f"- {head}"
+    return whole if len(whole) <= WIDTH else f"- {head}"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
+    print(f"{FILE.relative_to(ROOT)}: {len(FILE.read_text().splitlines())} lines")
+    sys.exit(0)
