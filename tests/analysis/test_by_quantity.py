@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ NORMS = {"llama": "model.norm", "gpt2": "transformer.ln_f"}
 EMBEDDINGS = {"llama": "model.embed_tokens", "gpt2": "transformer.wte"}
 
 
+# Of forwards of other shapes, in float32.
+close = functools.partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
+
+
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def named(request: pytest.FixtureRequest) -> tuple[str, Case]:
     return str(request.param), cases(request.param)
@@ -29,10 +34,10 @@ def test_patching_goes_over_the_stream(named: tuple[str, Case]) -> None:
     for analyse in (analysis.activation_patching, analysis.attribution_patching):
         found = analyse(*arguments)
         assert found.names == ["@resid_post.0", "@resid_post.1"]
-        torch.testing.assert_close(found.values, analyse(*arguments, case.layers).values)
+        close(found.values, analyse(*arguments, case.layers).values)
         # What the next block takes is what the one before it returns.
         before = analyse(*arguments, "@resid_pre.1")
-        torch.testing.assert_close(before.values[0], found.values[0])
+        close(before.values[0], found.values[0])
 
 
 def test_ablation_goes_over_what_is_added(named: tuple[str, Case]) -> None:
@@ -41,7 +46,7 @@ def test_ablation_goes_over_what_is_added(named: tuple[str, Case]) -> None:
     assert found.names == ["@attn_out.0", "@attn_out.1", "@mlp_out.0", "@mlp_out.1"]
     by_module = analysis.ablation(case.model, case.clean, case.metric, [ATTENTIONS[kind], "**.mlp"])
     order = [by_module.names.index(name) for name in _paths(case, found.names)]
-    torch.testing.assert_close(found.values, by_module.values[order])
+    close(found.values, by_module.values[order])
 
 
 def _paths(case: Case, names: list[str]) -> list[str]:
@@ -58,7 +63,21 @@ def test_heads_are_those_of_the_projections_inputs(named: tuple[str, Case], by: 
         case.model, case.clean, case.metric, PROJECTIONS[kind], inputs=True, **options
     )
     assert found.values.shape == (2, POSITIONS, HEADS)
-    torch.testing.assert_close(found.values, other.values)
+    close(found.values, other.values)
+
+
+def test_quantities_inside_attention_know_their_heads(named: tuple[str, Case]) -> None:
+    _, case = named
+
+    def off(what: Any, **options: Any) -> Tensor:
+        return analysis.ablation(case.model, case.clean, case.metric, what, **options).values
+
+    heads = off("@z.*", over="head")
+    close(heads, off("@z.*", over="head", heads=HEADS))
+    # A head without a pattern returns zeros, and a head has a name of its own.
+    close(heads, off("@pattern.*", over="head"))
+    close(heads[:, 1], off("@z.*.1"))
+    assert off(["@q.0", "@pattern.0"], over=("position", "head")).shape == (2, POSITIONS, HEADS)
 
 
 def test_the_lens_is_that_of_the_layers(named: tuple[str, Case]) -> None:
@@ -78,13 +97,13 @@ def test_direct_attribution_needs_no_names(named: tuple[str, Case]) -> None:
         case.model, case.clean, case.metric, parts, norm=NORMS[kind]
     )
     order = [other.names.index(name) for name in _paths(case, found.names)]
-    torch.testing.assert_close(found.values, other.values[order])
+    close(found.values, other.values[order])
     by_head: dict[str, Any] = {"over": "head", "heads": HEADS}
     heads = analysis.direct_logit_attribution(case.model, case.clean, case.metric, **by_head)
     by_module = analysis.direct_logit_attribution(
         case.model, case.clean, case.metric, PROJECTIONS[kind], norm=NORMS[kind], **by_head
     )
-    torch.testing.assert_close(heads.values, by_module.values)
+    close(heads.values, by_module.values)
     with pytest.raises(fh.HookTypeError, match=r"takes .@z.* or the projections"):
         analysis.direct_logit_attribution(
             case.model, case.clean, case.metric, "@mlp_out.*", **by_head

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from ferrohook.data import ActivationDataset, ActivationStream, LocalStore, MemoryStore, Store
+from support.language_models import language_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -244,3 +245,18 @@ def test_epochs_follow_each_other(model: Encoder, batches: list[dict[str, Tensor
     for _ in range(3):
         for batch in stream:
             assert torch.equal(next(endless), batch)
+
+
+def test_quantities_are_collected_by_their_names() -> None:
+    model = language_model("llama", 16)
+    ids = torch.randint(32, (2, 2, 5))
+    store = MemoryStore()
+    batches = [{"input_ids": each} for each in ids]
+    fh.collect(model, batches, "@resid_post.*", store, tokens="input_ids")
+    assert store.layers("run", 0) == ["@rows", "@resid_post.0", "@resid_post.1"]
+    data = ActivationDataset(store, "@resid_post.1")
+    with fh.capture(model, "model.layers.1", calls="all") as acts, torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    assert torch.equal(data[:], torch.cat([each.flatten(0, 1) for each in acts["model.layers.1"]]))
+    assert torch.equal(data.tokens, ids.flatten())

@@ -52,7 +52,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
         over: go over each "position", each "head", or both; `()` for whole tensors.
         inputs: switch off the inputs of the modules instead of their outputs.
         output_index: part of the output, see `capture`; None for its first tensor.
-        heads: number of heads that lie side by side in the last dimension.
+        heads: number of heads that lie side by side in the last dimension; `@z` knows its own.
         tokens: labels of the positions.
         batch_size: rows of a forward.
         progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
