@@ -20,8 +20,13 @@ class Nnterp(System):
     """nnterp."""
 
     package = "nnterp"
-    way = "`StandardizedTransformer.trace`, `steer` and its accessors"
+    way = (
+        "`StandardizedTransformer.trace`, `steer` and its accessors; with nnsight 0.7, as it does "
+        "not import with 0.8"
+    )
     caveats: ClassVar[Mapping[str, str]] = {
+        "contributions": "its accessors are the modules' outputs, in front of Gemma 2's and "
+        "OLMo 2's norms",
         "kept-then-steered": "`steer` changes in place; nnsight's documentation says to clone what "
         "is kept before",
     }
