@@ -85,8 +85,8 @@ def suggested(name: str) -> str | None:
     """Returns the quantity that the name of no module may mean; None if it resembles none.
 
     Examples:
-        >>> suggested("resid_post.3"), suggested("hook_mlp_out"), suggested("h.3.resid_mid")
-        ('@resid_post.3', '@mlp_out.*', '@resid_mid.3')
+        >>> suggested("resid_post.3"), suggested("hook_mlp_out")
+        ('@resid_post.3', '@mlp_out.*')
     """
     found = from_lens(name)
     if found is not None:

@@ -88,7 +88,8 @@ class NanWatch:
         Raises:
             NonFiniteError: something was found, and the watch stops.
         """
-        for phase in [*self._detectors]:
+        phases: list[Direction] = [*self._detectors]
+        for phase in phases:
             self._look(phase)
 
     def _renew(self, phase: Direction) -> None:

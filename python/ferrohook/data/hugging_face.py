@@ -72,8 +72,9 @@ def to_datasets(
             features[title] = hf.Sequence(value, length=shape[0]) if shape else value
             kind = hf.Features({title: features[title]}).arrow_schema.types[0]
         arrays.append(pa.chunked_array([_array(pa, part, kind) for part in parts], kind))
-    info = hf.DatasetInfo(features=hf.Features(features))
-    table = pa.Table.from_arrays(arrays, schema=info.features.arrow_schema)
+    described = hf.Features(features)
+    info = hf.DatasetInfo(features=described)
+    table = pa.Table.from_arrays(arrays, schema=described.arrow_schema)
     # Not of the rows: by such a fingerprint `map` would find what it cached of others.
     return hf.Dataset(table, info=info, fingerprint=uuid.uuid4().hex)
 

@@ -362,7 +362,7 @@ def test_neighbours_of_infinite_rows_are_not_reached(llama: Any, local: Local, h
     jobs = [Job(job.prompt) for job in random_jobs(18, seed=3)]
     plan = fh.Plan(HOSTILE[hook])
     # Drawn, as the probabilities of an infinite row would end the scheduler.
-    drawn = {"params": {"temperature": 1.0, "top_k": 20}}
+    drawn = {"params": {"temperature": 1.0, "top_k": 20, "ignore_eos": True}}
 
     def feed() -> Iterator[list[Any]]:
         for number, job in enumerate(jobs):

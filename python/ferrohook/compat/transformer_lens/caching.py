@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from ferrohook._core import Collector, record_all
 from ferrohook.activations import ActivationCache
@@ -125,9 +125,15 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
 
     _activations: _Entries
 
+    def __new__(cls, recorded: Callable[[], dict[str, _Entry]] = dict) -> Self:  # noqa: D102 (see the class)
+        # Copies pass the entries themselves.
+        entries = recorded if isinstance(recorded, _Entries) else _Entries(recorded)
+        return super().__new__(cls, entries)
+
     def __init__(self, recorded: Callable[[], dict[str, _Entry]] = dict) -> None:
         """Starts with recorded activations, read at the first look-up."""
-        super().__init__(_Entries(recorded))
+        del recorded  # the base has them
+        super().__init__(self._activations)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._activations[name] = value
