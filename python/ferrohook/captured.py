@@ -174,7 +174,7 @@ class Captured(CapturedBase, Mapping[str, Any]):
             for part in parts
             if isinstance(part.values, RecordedSteps) and not (part.multipliers or part.heads)
         ]
-        return super().__new__(cls, parts, last)
+        return super().__new__(cls, last)
 
     def __init__(self, parts: list[Part], reason: Callable[[], str] = str) -> None:
         self._parts = parts

@@ -18,9 +18,7 @@ pub struct CapturedBase {
 #[pymethods]
 impl CapturedBase {
     #[new]
-    #[pyo3(signature = (parts, last, /))]
-    fn new(parts: &Bound<'_, PyAny>, last: Vec<(Py<PyDict>, Py<Collector>)>) -> Self {
-        let _read_in_python = parts;
+    fn new(last: Vec<(Py<PyDict>, Py<Collector>)>) -> Self {
         Self { last }
     }
 
