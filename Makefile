@@ -36,7 +36,7 @@ quantities: build $(VENV)/test $(VENV)/models ## Quantities of all causal langua
 fake-cuda: build $(VENV)/test $(VENV)/models ## The tests marked cuda on an emulated GPU, under each of its schedules
 	$(PYTEST) --fake-cuda --no-fold-skipped -m cuda $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
 
-lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service $(VENV)/ray ## Formatting, lints and types
+lint: build $(VENV)/test $(VENV)/models $(VENV)/lint $(VENV)/show $(VENV)/service $(VENV)/inspect $(VENV)/ray ## Formatting, lints and types
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo clippy --quiet --package ferrohook-core --test loom -- -D warnings

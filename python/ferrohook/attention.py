@@ -184,8 +184,8 @@ class _Seam:
         with _LOCK:
             if self._ours is None:
                 interface = _interface()
-                self._original = vars(interface)["get_interface"]
-                self._ours = _replacement(self._original)
+                original: Callable[..., Any] = vars(interface)["get_interface"]
+                self._original, self._ours = original, _replacement(original)
                 interface.get_interface = self._ours
             key = id(user)
             self._users[key] = weakref.ref(user, lambda _: self._forget(key))

@@ -148,9 +148,9 @@ class Part(NamedTuple):
         head = self.heads.get(place)
         if head is not None:
             values = [map_tensors(head.of, value) for value in values]
-        factor = self.multipliers.get(place)
-        if factor is None:
+        if place not in self.multipliers:
             return values
+        factor = self.multipliers[place]
         return [map_tensors(lambda tensor: tensor * factor, value) for value in values]
 
     def copy(self) -> Part:

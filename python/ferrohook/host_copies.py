@@ -56,8 +56,10 @@ class _Stage:
                 staged = torch.empty_like(source, device="cpu", pin_memory=True)
                 staged.copy_(source, non_blocking=True)
             source.record_stream(stream)
+            event = torch.cuda.Event()
+            event.record(stream)
             number = next(self._numbers)
-            self._copies[number] = _Copy(staged, stream.record_event(), weakref.ref(host))
+            self._copies[number] = _Copy(staged, event, weakref.ref(host))
             self._nbytes += staged.nbytes
         return number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from nnsight import LanguageModel, NNsight
+from nnsight import LanguageModel, NNsight  # pyright: ignore[reportMissingImports]
 
 from benches.rivals.systems.base import System
 

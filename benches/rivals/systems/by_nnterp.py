@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from nnterp import StandardizedTransformer
+from nnterp import StandardizedTransformer  # pyright: ignore[reportMissingImports]
 
 from benches.rivals.systems.base import System
 

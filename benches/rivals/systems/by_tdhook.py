@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tdhook.latent import ActivationCaching, SteeringVectors
-from tensordict import TensorDict
+from tdhook.latent import ActivationCaching, SteeringVectors  # pyright: ignore[reportMissingImports]
+from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from benches.rivals.models import load

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -99,7 +99,9 @@ class TorchHooks(System):
         """See `System`."""
         compiled: Any = torch.compile(self.model, backend="eager")
         compiled(ids)
-        handle = self._layer(layer).register_forward_hook(lambda _m, _x, y: y + vector)
+        handle = self._layer(layer).register_forward_hook(
+            lambda _m, _x, y: cast("Tensor", y) + vector
+        )
         try:
             result: Tensor = compiled(ids).logits
         finally:
@@ -124,7 +126,7 @@ class TorchHooks(System):
     def steered_of(self, module: nn.Module, name: str, x: Tensor, vector: Tensor) -> Tensor:
         """See `System`."""
         inside = module.get_submodule(name)
-        handle = inside.register_forward_hook(lambda _m, _x, y: y + vector)
+        handle = inside.register_forward_hook(lambda _m, _x, y: cast("Tensor", y) + vector)
         try:
             result: Tensor = module(x)
         finally:

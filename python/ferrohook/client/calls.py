@@ -98,7 +98,8 @@ class Calls:
                     "VLLM_PLUGINS names ferrohook"
                 )
                 raise RequestRefusedError(msg, 404, str(response.request.url))
-            self._info = _read(read, response)
+            info: ServerInfo = _read(read, response)
+            self._info = info
         return self._info
 
     # --- texts -------------------------------------------------------------------------------

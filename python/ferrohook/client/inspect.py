@@ -169,11 +169,11 @@ class _Planned:
         self._file: Path | None = None
         if isinstance(plan, str | Path) and not str(plan).lstrip().startswith("{"):
             self._file = Path(plan)
-            plan = self._file.read_text()
+        given: Any = plan if self._file is None else self._file.read_text()
         self.text: str | None = None
         self.keeps = False
-        if plan is not None:
-            self.text, self.keeps = plan_text(plan)
+        if given is not None:
+            self.text, self.keeps = plan_text(given)
 
     def check(self) -> None:
         """Checks that the file has the plan that it had: Inspect keeps models.

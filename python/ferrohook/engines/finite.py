@@ -96,7 +96,9 @@ class WatchedRows:
             bad = torch.cat([each for _, _, each in self._found])
             host = torch.empty_like(bad, device="cpu", pin_memory=True)
             host.copy_(bad, non_blocking=True)
-            self._sent = host, torch.cuda.current_stream(bad.device).record_event()
+            sent = torch.cuda.Event()
+            sent.record(torch.cuda.current_stream(bad.device))
+            self._sent = host, sent
 
     def lost(self) -> dict[str, str]:
         """Returns the requests with bad numbers, and the name of the first tensor that has some.

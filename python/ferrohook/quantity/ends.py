@@ -256,6 +256,7 @@ def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | No
     low, high = size, size * 2**20
     if not 0 < low < float(x.abs()[place]):
         return None
+    cap = high
     for _ in range(200):
         cap = (low + high) / 2
         if float(cap * torch.tanh(x[place].abs() / cap)) > size:

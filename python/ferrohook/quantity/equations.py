@@ -77,6 +77,7 @@ def _solved(
     for factor, column in zip(known, columns, strict=True):
         if factor is not None:
             rest -= factor * column
+    found: list[float] = []
     if free:
         matrix = torch.stack([columns[place] for place in free])
         gram = matrix @ matrix.T
@@ -85,7 +86,7 @@ def _solved(
         except RuntimeError:  # linearly dependent
             found = [0.0] * len(free)
     solved = [*known]
-    for place, factor in zip(free, found if free else (), strict=True):
+    for place, factor in zip(free, found, strict=True):
         near = abs(abs(factor) - 1) <= 8 * eps
         solved[place] = (1.0 if factor > 0 else -1.0) if near else factor
     return [0.0 if factor is None else factor for factor in solved]

@@ -254,7 +254,8 @@ def _with_part(output: Any, part: Any, tensor: Tensor) -> Any:
         return type(output)((tensor - output[1], output[1]))
     if isinstance(output, tuple):
         items = [tensor if key == part else each for key, each in enumerate(output)]
-        return output._make(items) if hasattr(output, "_make") else type(output)(items)
+        make: Callable[[list[Any]], Any] = getattr(output, "_make", type(output))
+        return make(items)
     copied = copy.copy(output)
     copied[part] = tensor
     return copied

@@ -363,7 +363,7 @@ class _Prover:
         entry = each.entry
         if entry is not None and len(entry.sites) > 1:
             self._missing[f"{prefix}{title}_in.{index}"] = "its module takes it several times"
-        elif entry is not None and self._moves.get(each.contribution):
+        elif entry is not None and entry.sites and self._moves.get(each.contribution):
             stream = self._state_name(part, entry.state)
             text = (
                 f"{title}_in = {stream}" if entry.norm is None else f"{title}_in = norm({stream})"
@@ -447,7 +447,7 @@ class _Prover:
         sites = [self._site_of(part, step.source), *(self._site_of(part, v) for v in step.terms)]
         total = self._site_of(part, step.result)
         first = self._first
-        if total not in first.sites or any(site not in first.sites for site in sites):
+        if total is None or any(site not in first.sites for site in (total, *sites)):
             return None
         return first.tensor(total), [first.tensor(site) for site in sites if site is not None]
 

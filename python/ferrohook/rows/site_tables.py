@@ -448,7 +448,8 @@ class Sites:
         if not on_cpu:
             counts = torch.empty_like(self._calls, device="cpu", pin_memory=True)
             counts.copy_(self._calls, non_blocking=True)
-            complete = torch.cuda.current_stream(self._calls.device).record_event()
+            complete = torch.cuda.Event()
+            complete.record(torch.cuda.current_stream(self._calls.device))
         rows = [row for each in wanted for row in each.rows]
         with torch.inference_mode(mode=False):
             chosen = to_device(torch.tensor(rows), self._kept.device)

@@ -123,7 +123,10 @@ class PointCache(ActivationCache, MutableMapping[str, Any]):
     The gradient of `name` is under `name_grad`. A mutable mapping: `dict(cache)` makes a dict.
     """
 
-    _activations: _Entries
+    if TYPE_CHECKING:
+
+        @property
+        def _activations(self) -> _Entries: ...
 
     def __new__(cls, recorded: Callable[[], dict[str, _Entry]] = dict) -> Self:  # noqa: D102 (see the class)
         # Copies pass the entries themselves.
