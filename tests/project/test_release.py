@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -209,7 +211,7 @@ def test_the_gpus_tests_are_reported_as_skipped_without_one() -> None:
     assert done.stdout == "SKIPPED cuda: no torch here sees a GPU\n"
 
 
-def test_packages_that_the_gpus_tests_lack_are_named(tmp_path: Path) -> None:
+def test_what_the_gpus_tests_lack_is_named(tmp_path: Path) -> None:
     python = tmp_path / "python"
     # Sees a GPU, and nothing that is installed.
     python.write_text(
@@ -219,15 +221,31 @@ exec {sys.executable} -S "$@"
 """
     )
     python.chmod(0o755)
-    done = subprocess.run(
-        [ROOT / "script" / "cuda"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHON": str(python)},
-    )
-    lacking = "hypothesis, numpy, pytest>=9, pytest-timeout, rich, transformers"
-    assert (done.returncode, done.stderr) == (1, f"cuda: {python} lacks {lacking}\n")
+    checkout = tmp_path / "checkout"
+    (checkout / "script").mkdir(parents=True)
+    script = shutil.copy(ROOT / "script" / "cuda", checkout / "script")
+
+    def last_line() -> str:
+        done = subprocess.run(
+            [script],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHON": str(python)},
+        )
+        assert done.returncode == 1
+        return done.stderr.splitlines()[-1]
+
+    free_threaded = "t" * bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    version = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    tag = f"{version}-{version}{free_threaded}"
+    no_wheel = f"cuda: dist/ has no wheel of {tag}: bring the dist/ of `make release`"
+    assert last_line() == no_wheel
+    (checkout / "dist").mkdir()
+    with zipfile.ZipFile(checkout / f"dist/ferrohook-0.1.0-{tag}-any.whl", "w") as wheel:
+        wheel.writestr("ferrohook/__init__.py", "")
+    no_tools = f"cuda: {python} lacks these packages, and dist/ has no test-tools.zip: "
+    assert last_line() == no_tools + "bring that of `make release`"
 
 
 # files of a release
