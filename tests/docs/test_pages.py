@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Names = dict[str, Any]
 PROCESSES = 2
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page)]
+# The page at the start has extracts: README's code is whole, and runs.
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page) and page.stem != "index"]
 BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
 
 

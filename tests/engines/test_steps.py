@@ -67,5 +67,5 @@ def test_a_refused_feature_has_its_reason() -> None:
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ValueError, match="transformers, vllm; got 'tgi'"):
+    with pytest.raises(ValueError, match="transformers, vllm, sglang; got 'tgi'"):
         capabilities("tgi")
