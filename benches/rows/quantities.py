@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BLOCKS = 22
 """A Llama of so many blocks has about 300 modules."""
 NANOSECONDS = 1e9
+MILLISECONDS = 1e3
 
 
 def large_llama() -> Any:
@@ -113,8 +114,8 @@ def looking() -> dict[str, Sampler]:
             model(ids)
 
     return {
-        "a look at 300 modules": calls(look, per=1),
-        "a forward of 14 tokens": calls(forward, per=1),
+        "a look at 300 modules": calls(look, per=MILLISECONDS),
+        "a forward of 14 tokens": calls(forward, per=MILLISECONDS),
     }
 
 
@@ -144,11 +145,11 @@ GROUPS = [
             Row(
                 name="a look at 300 modules",
                 over="a forward of 14 tokens",
-                bar=3,
+                bar=3_000,
                 absolute=True,
             )
         ],
-        unit="s",
+        unit="ms",
         needs="transformers",
     ),
 ]
