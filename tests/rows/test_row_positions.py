@@ -229,3 +229,13 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
         fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: "3"})
     with fh.batch({request: slice(0, 3)}, positions=torch.arange(3), lengths={request: 3}):
         model(torch.randn(3, WIDTH))
+
+
+def test_functions_that_choose_more_tokens_than_there_are_are_refused(
+    model: nn.Sequential,
+) -> None:
+    plan = fh.Plan(fh.on("0", fh.Zero(), at=lambda _: torch.ones(1, 5, dtype=torch.bool)))
+    request = plan.prepare(model).open()
+    batch = fh.batch({request: slice(0, 1)}, positions=torch.tensor([7]))
+    with pytest.raises(ValueError, match="out of range of the rows"), batch:
+        pass

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
-use pyo3::exceptions::PyOverflowError;
+use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -119,9 +119,14 @@ impl At {
                 })
             }
             Kind::Function => {
+                let count = positions.len();
                 let positions: Vec<_> = positions.iter().map(|it| it.0).collect();
                 let places = self.given.bind(py).call1((positions, length))?;
                 let places: Vec<usize> = places.extract()?;
+                if places.iter().any(|place| *place >= count) {
+                    let message = "a place is out of range of the rows";
+                    return Err(PyValueError::new_err(message));
+                }
                 return Ok(places.into_iter().map(MemberPlace).collect());
             }
         };
