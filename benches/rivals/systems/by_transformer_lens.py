@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformer_lens import HookedRootModule
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens import HookedRootModule  # pyright: ignore[reportMissingImports]
+from transformer_lens.hook_points import HookPoint  # pyright: ignore[reportMissingImports]
+from transformer_lens.model_bridge import TransformerBridge  # pyright: ignore[reportMissingImports]
 
 from benches.rivals.systems.base import System
 

@@ -16,7 +16,7 @@ from ferrohook.token_rows import LAYER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports] (no dependency)
     from torch import Tensor
 
 _CAST = {torch.bfloat16: torch.float32}
@@ -47,7 +47,7 @@ def to_datasets(
 ) -> datasets.Dataset:
     """Makes the data set, see `Store.to_datasets`."""
     try:
-        import datasets as hf  # noqa: PLC0415 (no dependency)
+        import datasets as hf  # noqa: PLC0415 (no dependency) # pyright: ignore[reportMissingImports]
         import pyarrow as pa  # noqa: PLC0415 (a dependency of datasets)
     except ModuleNotFoundError as error:
         raise HookError(missing_package("to_datasets", "datasets")) from error

@@ -17,7 +17,7 @@ from ferrohook.errors import HookTypeError, SelectionError, StoreError
 from ferrohook.never_fired import MOST_NAMED
 
 if TYPE_CHECKING:
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports] (no dependency)
 
 _NAME = re.compile(r"\w[\w.-]*")
 
