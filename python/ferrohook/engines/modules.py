@@ -252,6 +252,11 @@ class ModuleTable:
         found = name if name.startswith(SIGN) else from_lens(name)
         return None if found is None else self.named.table[found]
 
+    def path_of(self, name: str) -> str:
+        """Returns the path of the module that is hooked for a module or a quantity."""
+        quantity = self.quantity(name)
+        return self.place_of(name) if quantity is None else quantity.path
+
     def shaped(self, name: str, rows: Tensor) -> Tensor:
         """Returns rows of a capture as the quantity has them: heads in a dimension of their own."""
         quantity = self.quantity(name)
@@ -260,7 +265,7 @@ class ModuleTable:
 
     def _named_info(self, name: str) -> ModuleInfo:
         quantity = self.named.table[from_lens(name) or name]
-        info = self.table[quantity.path]
+        info = self.table[self._owners.get(quantity.path, quantity.path)]
         part: Any = quantity.part
         if quantity.phase == "forward_pre":
             width, size = _input(info, quantity.path, part)
@@ -410,7 +415,7 @@ class ModuleTable:
         for entry in entries:
             at: Any = entry.at
             listed: Any = entry.what  # a list, as rewritten
-            names = [name if (it := self.quantity(name)) is None else it.path for name in listed]
+            names = [*map(self.path_of, listed)]
             if isinstance(entry, KeepEntry):
                 kept.update(names)
                 continue

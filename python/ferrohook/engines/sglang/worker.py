@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 import weakref
 from array import array
 from collections import deque
@@ -23,6 +24,7 @@ from ferrohook.engines.admission import Admission, check_salt
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
 from ferrohook.engines.wire import FIELD, NAME, packed, unpacked
@@ -35,9 +37,9 @@ from ferrohook.steering import Add
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.modules import ModuleTable, NamedTensors
     from ferrohook.engines.planned import Result
     from ferrohook.engines.worker import Admitted
     from ferrohook.plans import Prepared
@@ -105,7 +107,7 @@ class Worker(EngineWorker):
         if refused := refusals(self._scheduler, context.get_server_args()):
             raise HookError(CAPABILITIES.explain(refused))
         try:
-            self._options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
+            options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
         except ValueError as error:
             raise HookError(str(error)) from error
         model = self._runner.model
@@ -116,22 +118,37 @@ class Worker(EngineWorker):
         layers = stream_layers(model, self._run_alone)
         modules = observe(model, self._run_alone)
         self._points = StreamPoints(model, layers)
-        modules = modules.with_places(self._points.places)
-        self._admission = Admission(modules, self._options, secrets.token_bytes(32))
+        modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        secret = secrets.token_bytes(32)
+        # Its requests are within no limits but their own.
+        self._options = SglangOptions(capture_bytes=sys.maxsize)
+        self._admission = Admission(modules, self._options, secret)
         self._test_itself(modules)
+        self._options = options
+        self._admission = Admission(modules, options, secret)
 
     def refuse(self, reason: str) -> None:
         """Serves no plans, for a reason."""
         self.refusal, self.served = reason, None
         _LOG.warning("ferrohook: %s", reason)
 
+    def _look(self, model: nn.Module) -> NamedTensors:
+        """Proves the model's quantities, with the hook points of all layers in use."""
+        places = self._points.places
+        self._points.wanted = places.values()
+        try:
+            return look_at(model, self._run_alone, _heads_of, places)
+        finally:
+            self._points.wanted = ()
+
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
 
         Two in one batch, one of them changed at some positions; then the second one unchanged,
-        which must not find what the first wrote of the same tokens.
+        which must not find what the first wrote of the same tokens. All capture the stream behind
+        a layer, and a quantity of each kind.
 
         Raises:
             HookError: they are not the rows of the requests.
@@ -140,24 +157,30 @@ class Worker(EngineWorker):
         if not names:
             msg = "no layer of the model was recognized, behind which a plan sees the stream"
             raise HookError(msg)
-        keep_it = keep(names[0])
-        change = on(names[0], Add(torch.ones(1)), at=slice(1, 4))
+        stream = names[0]
+        kinds = {name.partition(".")[0]: name for name in modules.named.table}
+        plain = Plan(keep([stream, *kinds.values()]))
+        changing = Plan(on(stream, Add(torch.ones(1)), at=slice(1, 4)), *plain.entries)
         first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
-        alone = [self._captured(names[0], (each, Plan(keep_it)))[0] for each in (first, second)]
-        both = self._captured(names[0], (first, Plan(keep_it)), (second, Plan(change, keep_it)))
-        again = self._captured(names[0], (second, Plan(keep_it)))[0]
-        alone.append(alone[1])
-        alone[1] = alone[1].clone()
-        alone[1][1:4] += 1
-        for found, expected in zip((*both, again), alone, strict=True):
-            if found.shape != expected.shape or not torch.allclose(
-                found.float(), expected.float(), rtol=1e-2, atol=1e-2
-            ):
-                msg = f"the self-test failed: a request captured other rows of {names[0]!r}"
-                raise HookError(msg)
+        alone = [self._captured((each, plain))[0] for each in (first, second)]
+        both = self._captured((first, plain), (second, changing))
+        (again,) = self._captured((second, plain))
+        changed = alone[1][stream].clone()
+        changed[1:4] += 1
+        for found, expected in (
+            (both[0], alone[0]),
+            (both[1], {stream: changed}),
+            (again, alone[1]),
+        ):
+            for name, right in expected.items():
+                if found[name].shape != right.shape or not torch.allclose(
+                    found[name].float(), right.float(), rtol=1e-2, atol=1e-2
+                ):
+                    msg = f"the self-test failed: a request captured other rows of {name!r}"
+                    raise HookError(msg)
 
-    def _captured(self, name: str, *asked: tuple[Iterable[int], Plan]) -> list[Tensor]:
-        """Runs requests with plans; returns what each captured of a module."""
+    def _captured(self, *asked: tuple[Iterable[int], Plan]) -> list[dict[str, Tensor]]:
+        """Runs requests with plans; returns what each captured."""
         reqs = []
         for tokens, plan in asked:
             reqs.append(_request(tokens))
@@ -169,7 +192,7 @@ class Worker(EngineWorker):
                 msg = f"the self-test failed: {req.finished_reason}"
                 raise HookError(msg)
             data = base64.b64decode(req.customized_info[FIELD][-1])
-            found.append(unpacked(data).acts[name])
+            found.append(unpacked(data).acts)
         return found
 
     def _run_alone(self) -> None:
@@ -294,7 +317,8 @@ class Worker(EngineWorker):
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
             names = [name for entry in entries for name in cast("list[str]", entry.what)]
-            wanted = frozenset(name for name in names if name in places)
+            paths = map(self.loaded_model().modules.path_of, names)
+            wanted = frozenset(path for path in paths if path in places)
             self._wanted_by = plans, wanted
         return self._wanted_by[1]
 
@@ -372,6 +396,14 @@ def _request(tokens: Iterable[int]) -> Any:
     params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     params.normalize(None)
     return batches.Req("ferrohook-test", "", array("q", tokens), params)
+
+
+def _heads_of(module: nn.Module) -> Heads | None:
+    """Returns the heads of what SGLang calls as attention(q, k, v), None for any other module."""
+    attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
+    if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
+        return None
+    return Heads(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
 
 
 class _Nowhere:
