@@ -19,6 +19,7 @@ import httpx
 import safetensors.torch
 
 import ferrohook as fh
+from ferrohook.engines import uploads
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests, supported
@@ -363,7 +364,7 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
 def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, in bytes and in the length of names; a list of names in an error is short."""
     engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
-    monkeypatch.setattr(requests, "_MOST_VECTORS", 14)
+    monkeypatch.setattr(uploads, "_MOST_VECTORS", 14)
 
     def body(*names: str, numbers: int = 5) -> bytes:
         return safetensors.torch.save({name: torch.rand(numbers) for name in names})

@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-import json
 import logging
-import os
 import secrets
 import sys
 import weakref
@@ -18,16 +16,18 @@ from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+import safetensors
+import safetensors.torch
 import torch
 
 from ferrohook.engines.admission import Admission, check_salt
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
-from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.proofs import Heads, look_at
+from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import FIELD, NAME, packed, unpacked
+from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
 from ferrohook.engines.worker import EngineWorker, Served, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -45,21 +45,8 @@ if TYPE_CHECKING:
     from ferrohook.plans import Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
-OPTIONS: Final = "FERROHOOK_SGLANG"
-"""Environment variable with the options of an engine, as JSON."""
 _MOST_PLANS: Final = 256
 _names: Final = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class SglangOptions(EngineOptions):
-    """Options of an engine: JSON in the environment variable `FERROHOOK_SGLANG`.
-
-    Args:
-        plan_bytes: most characters of a plan. Others wait while the scheduler reads it.
-    """
-
-    plan_bytes: int = 2**23
 
 
 class _Failed(NamedTuple):
@@ -107,7 +94,7 @@ class Worker(EngineWorker):
         if refused := refusals(self._scheduler, context.get_server_args()):
             raise HookError(CAPABILITIES.explain(refused))
         try:
-            options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
+            options = SglangOptions.of_environment()
         except ValueError as error:
             raise HookError(str(error)) from error
         model = self._runner.model
@@ -142,6 +129,12 @@ class Worker(EngineWorker):
             return look_at(model, self._run_alone, _heads_of, places)
         finally:
             self._points.wanted = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what plans may do, or the reason of a refusal."""
+        if self.served is None:
+            return {"refusal": self.refusal}
+        return CAPABILITIES.described(self.served.modules, self._options)
 
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
@@ -236,16 +229,16 @@ class Worker(EngineWorker):
             return
         req.ferrohook = None
         params = getattr(req.sampling_params, "custom_params", None)
-        value = params.get(NAME) if isinstance(params, dict) else None
+        custom = params if isinstance(params, dict) else {}
         check_salt(req.cache_salt)
-        if value is None or req.to_finish is not None:
+        if custom.get(NAME) is None or req.to_finish is not None:
             return
         try:
-            self._open(req, value)
+            self._open(req, custom[NAME], custom.get(VECTORS, ""))
         except HookError as error:
             raise ValueError(str(error)) from error
 
-    def _open(self, req: Any, value: Any) -> None:
+    def _open(self, req: Any, value: Any, vectors: Any) -> None:
         if self.served is None:
             raise ValueError(self.refusal)
         for feature, is_used in (
@@ -255,13 +248,16 @@ class Worker(EngineWorker):
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
-        if isinstance(value, str) and len(value) > self._options.plan_bytes:
+        size = sum(len(each) for each in (value, vectors) if isinstance(each, str))
+        if size > self._options.plan_bytes:
             msg = (
-                f"the plan has {len(value):,} characters, more than "
+                f"the plan has {size:,} characters, more than "
                 f"plan_bytes={self._options.plan_bytes:,}"
             )
             raise ValueError(msg)
-        read = self._admission.read(value, {}, {})
+        named = _vectors(vectors)
+        used = {name: digest_of(vector) for name, vector in named.items()}
+        read = self._admission.read(value, named, used)
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
@@ -381,6 +377,21 @@ class Worker(EngineWorker):
                 data = packed({}, {}, error=reason_of(error))
             parts = [None] * (len(texts) - 1) + [base64.b64encode(data).decode()]
             req.customized_info = {**(req.customized_info or {}), FIELD: parts}
+
+
+def _vectors(data: Any) -> dict[str, Tensor]:
+    """Reads the vectors that travel with a plan.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if data == "":
+        return {}
+    try:
+        return safetensors.torch.load(base64.b64decode(data, validate=True))
+    except (safetensors.SafetensorError, TypeError, ValueError) as error:
+        msg = f"{VECTORS} are safetensors in base64: {error}"
+        raise ValueError(msg) from error
 
 
 def _abort(reason: str, status: HTTPStatus) -> Any:
