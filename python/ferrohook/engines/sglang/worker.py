@@ -21,7 +21,8 @@ import safetensors.torch
 import torch
 
 from ferrohook.engines.admission import Admission, check_salt
-from ferrohook.engines.modules import OBSERVED_ROWS, observe
+from ferrohook.engines.modules import OBSERVED_ROWS
+from ferrohook.engines.observing import observe
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.proofs import Heads, look_at
 from ferrohook.engines.sglang.options import SglangOptions
