@@ -240,7 +240,6 @@ def test_vectors_are_uploaded_once(llama: Any, server: Server) -> None:
             client.generate(PROMPT, named("calm/1"), max_tokens=NEW)
     path = f"{server.address}/v1/ferrohook/vectors"
     assert httpx.put(path, content=b"no safetensors").status_code == 422
-    assert httpx.put(path, headers={"content-length": str(2**40)}).status_code == 413
 
 
 @pytest.mark.parametrize("data", ["", "none", "AAAA", 5, ["a"], {"calm": 1.0}])
