@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ferrohook.engines.step_values import check_slice, check_width, observed
 from ferrohook.errors import HookError, HookTypeError, SelectionError
 from ferrohook.operations import SUM
 from ferrohook.plans import Plan
@@ -366,7 +367,8 @@ class ModuleTable:
             if heads is not None and "slice" in entry.options:
                 msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
                 raise ValueError(msg)
-            _check_slice(entry.options.get("slice"), name, self._named_info(name).width)
+            width = self._named_info(name).width
+            check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
             copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
             return dataclasses.replace(entry, what=[name], options=entry.options | copy)
         if entry.phase != "forward" or entry.hook.output_index is not None:
@@ -376,7 +378,7 @@ class ModuleTable:
             msg = f"{name} can be read and not written: what is written does not arrive"
             raise ValueError(msg)
         hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
-        _check_width(hook, name, self._named_info(name).width)
+        check_width(hook, name, self._named_info(name).width)
         return dataclasses.replace(entry, what=[name], hook=hook)
 
     def _at_modules(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
@@ -386,7 +388,8 @@ class ModuleTable:
         if isinstance(entry, KeepEntry):
             index = entry.options.get("output_index")
             for name, info in found.items():
-                _check_slice(entry.options.get("slice"), name, _width(info, name, entry.options))
+                width = _width(info, name, entry.options)
+                check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
             if entry.options.get("inputs"):
                 # A buffer of the runner may be one of them.
                 return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
@@ -394,13 +397,13 @@ class ModuleTable:
             index = entry.hook.output_index
             if entry.phase != "forward":
                 for name, info in found.items():
-                    _check_width(entry.hook, f"input of {name!r}", _input(info, name, index)[0])
+                    check_width(entry.hook, f"input of {name!r}", _input(info, name, index)[0])
                 return [entry]
         groups: dict[Any, list[str]] = {}
         for name, info in found.items():
             if isinstance(entry, HookEntry):
                 width = info.width if index is None else _part(info, name, index)[0]
-                _check_width(entry.hook, f"output of {name!r}", width)
+                check_width(entry.hook, f"output of {name!r}", width)
             groups.setdefault(_index(info, name, index), []).append(name)
         return [_with_index(entry, names, index) for index, names in groups.items()]
 
@@ -452,7 +455,7 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
     """
     if hook.vector is None:
         return hook
-    _check_width(hook, f"head of {name}", head_dim)
+    check_width(hook, f"head of {name}", head_dim)
     if isinstance(hook, Add):
         vector, scale = hook.values
         return Add(vector.repeat(heads), scale) if hook.width == head_dim else hook
@@ -461,12 +464,6 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
         return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
     msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
     raise ValueError(msg)
-
-
-def _check_width(hook: Intervention, tensor: str, width: int) -> None:
-    if hook.width not in {None, 1, width}:
-        msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
-        raise ValueError(msg)
 
 
 def _index(info: ModuleInfo, name: str, index: Any) -> Any:
@@ -507,21 +504,6 @@ def _width(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
     if options.get("inputs"):
         return _input(info, name, index)[0]
     return info.width if index is None else _part(info, name, index)[0]
-
-
-def _check_slice(index: Any, name: str, width: int) -> None:
-    """Checks that an index fits a tensor of (tokens, width).
-
-    Raises:
-        ValueError: it does not.
-    """
-    if index is None:
-        return
-    try:
-        torch.empty(1, width)[index]
-    except (IndexError, TypeError) as error:
-        msg = f"slice={index!r} does not fit {name!r} of (tokens, {width}): {error}"
-        raise ValueError(msg) from error
 
 
 def _with_index(
@@ -605,32 +587,17 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
     Raises:
         HookError: no module ran.
     """
-    outputs: dict[str, list[Any]] = {}
-    inputs: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def noted(_module: nn.Module, args: Any, output: Any) -> None:
-            outputs.setdefault(name, []).append(_shapes(output))
-            inputs[name] = _shapes(args)
-
-        return noted
-
-    modules = dict(model.named_modules())
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
-    try:
+    with observed(model) as calls:
         forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not outputs:
+    if not calls:
         msg = "no module of the engine's model ran in the observed forward"
         raise HookError(msg)
-    table = {
-        name: dataclasses.replace(
-            _info(it, outputs.get(name, [])), inputs=tuple(map(_row, inputs.get(name, ())))
-        )
-        for name, it in modules.items()
-    }
+    table = {}
+    for name, module in model.named_modules():
+        own = calls.get(module, [])
+        info = _info(module, [_shapes(call.output) for call in own])
+        inputs = _shapes(own[-1].args) if own else []
+        table[name] = dataclasses.replace(info, inputs=tuple(map(_row, inputs)))
     return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
 
 
