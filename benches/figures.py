@@ -42,19 +42,69 @@ FRONT = {
 """Rows of the chart on the front page by its labels; PyTorch's hooks are the base of each."""
 
 
+RESULTS = (
+    (
+        "Hooks cost less than PyTorch's.",
+        (
+            "A hook on every module of a small Llama takes {} of the time that PyTorch's hooks take "
+            "there, and {} of that of the model without any."
+        ),
+        FRONT["a small Llama, a hook on every module"],
+        "small Llama, our hooks on every module / small Llama",
+    ),
+    (
+        "A request's own hooks cost no more than everybody's.",
+        (
+            "48 layers kept by a plan opened for each call take {} of the time of a list filled "
+            "by PyTorch's hooks, and with 10,000 other plans prepared a call takes {} of that without."
+        ),
+        "48 layers kept, a request for each call / 48 layers, a list by PyTorch's hooks",
+        "48 layers, 10,000 plans prepared / 48 layers, no plans",
+    ),
+    (
+        "Capturing costs less than by other libraries.",
+        (
+            "48 layers captured, the capture opened in each call, take {} of nnsight's time and {} of "
+            "TransformerLens'."
+        ),
+        (
+            "48 layers, a capture opened in each call (beside nnsight) / "
+            "nnsight: 48 layers, all captured"
+        ),
+        (
+            "48 layers, a capture opened in each call (beside TransformerLens) / "
+            "TransformerLens: 48 layers, all captured"
+        ),
+    ),
+)
+"""Results at the top of the page: a title, a sentence, and the rows of its two shares."""
+FIRST, SECOND = "<!-- results, by `make figures` -->", "<!-- end of the results -->"
+
+
 def page(text: str, results: Results[Samples], machine: Machine) -> str:
-    """The page with the table between its markers.
+    """The page with the results and the table between their markers.
 
     Raises:
         ValueError: the page has no such markers.
+        KeyError: a row of the results was not measured.
     """
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        msg = f"expected {BEGIN} and {END} in the page"
-        raise ValueError(msg)
+    ratios = {str(line.row): line.ratio.value for line in report.lines_of(results)}
+    first = [
+        f"- **{title}** {sentence.format(*(f'{100 * ratios[row]:.0f} %' for row in rows))}"
+        for title, sentence, *rows in RESULTS
+    ]
+    text = _between(text, FIRST, SECOND, "\n".join(first))
     table = report.of_sides(results).markdown()
-    return f"{before}{BEGIN}\n{table}\n\n{machine}.\n{END}{after}"
+    return _between(text, BEGIN, END, f"{table}\n\n{machine}.")
+
+
+def _between(text: str, begin: str, end: str, content: str) -> str:
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        msg = f"expected {begin} and {end} in the page"
+        raise ValueError(msg)
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 WIDTH, LEFT, FULL, HEIGHT, TOP = 460, 10, 370, 52, 58
