@@ -42,42 +42,26 @@ FRONT = {
 """Rows of the chart on the front page by its labels; PyTorch's hooks are the base of each."""
 
 
-RESULTS = (
-    (
-        "Hooks cost less than PyTorch's.",
-        (
-            "A hook on every module of a small Llama takes {} of the time that PyTorch's hooks take "
-            "there, and {} of that of the model without any."
-        ),
+CAPTURED = "48 layers, a capture opened in each call (beside {0}) / {0}: 48 layers, all captured"
+RESULTS = {
+    "**Hooks cost less than PyTorch's.** A hook on every module of a small Llama takes {} of the\n"
+    "  time that PyTorch's hooks take there, and {} of that of the model without any.": (
         FRONT["a small Llama, a hook on every module"],
         "small Llama, our hooks on every module / small Llama",
     ),
-    (
-        "A request's own hooks cost no more than everybody's.",
-        (
-            "48 layers kept by a plan opened for each call take {} of the time of a list filled "
-            "by PyTorch's hooks, and with 10,000 other plans prepared a call takes {} of that without."
-        ),
+    "**A request's own hooks cost no more than everybody's.** 48 layers kept by a plan opened for\n"
+    "  each call take {} of the time of a list filled by PyTorch's hooks, and with 10,000 other\n"
+    "  plans prepared a call takes {} of that without.": (
         "48 layers kept, a request for each call / 48 layers, a list by PyTorch's hooks",
         "48 layers, 10,000 plans prepared / 48 layers, no plans",
     ),
-    (
-        "Capturing costs less than by other libraries.",
-        (
-            "48 layers captured, the capture opened in each call, take {} of nnsight's time and {} of "
-            "TransformerLens'."
-        ),
-        (
-            "48 layers, a capture opened in each call (beside nnsight) / "
-            "nnsight: 48 layers, all captured"
-        ),
-        (
-            "48 layers, a capture opened in each call (beside TransformerLens) / "
-            "TransformerLens: 48 layers, all captured"
-        ),
+    "**Capturing costs less than by other libraries.** 48 layers captured, the capture opened in\n"
+    "  each call, take {} of nnsight's time and {} of TransformerLens'.": (
+        CAPTURED.format("nnsight"),
+        CAPTURED.format("TransformerLens"),
     ),
-)
-"""Results at the top of the page: a title, a sentence, and the rows of its two shares."""
+}
+"""Results at the top of the page, with the rows of their two shares."""
 FIRST, SECOND = "<!-- results, by `make figures` -->", "<!-- end of the results -->"
 
 
@@ -90,8 +74,8 @@ def page(text: str, results: Results[Samples], machine: Machine) -> str:
     """
     ratios = {str(line.row): line.ratio.value for line in report.lines_of(results)}
     first = [
-        f"- **{title}** {sentence.format(*(f'{100 * ratios[row]:.0f} %' for row in rows))}"
-        for title, sentence, *rows in RESULTS
+        "- " + result.format(*(f"{100 * ratios[row]:.0f} %" for row in rows))
+        for result, rows in RESULTS.items()
     ]
     text = _between(text, FIRST, SECOND, "\n".join(first))
     table = report.of_sides(results).markdown()
