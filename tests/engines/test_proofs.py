@@ -205,6 +205,9 @@ VECTOR = torch.ones(HEADS[1])
         (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, the @attn_out.1 one of 24"),
         (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
         (fh.keep("@z.1.0"), "@z.1.0 is not proved"),
+        (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "does not keep all tokens"),
+        (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
+        (fh.keep("layers.1", slice=(..., -WIDTH - 1)), "does not fit the tensor at 'layers.1'"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused_at_the_front_end(entry: Any, reason: str) -> None:

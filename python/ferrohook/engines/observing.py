@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ferrohook.engines.modules import NEVER_RAN, OBSERVED_ROWS, ModuleInfo, ModuleTable, Tokens
+from ferrohook.engines.step_values import observed
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
@@ -20,32 +21,17 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
     Raises:
         HookError: no module ran.
     """
-    outputs: dict[str, list[Any]] = {}
-    inputs: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def noted(_module: nn.Module, args: Any, output: Any) -> None:
-            outputs.setdefault(name, []).append(_shapes(output))
-            inputs[name] = _shapes(args)
-
-        return noted
-
-    modules = dict(model.named_modules())
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
-    try:
+    with observed(model) as calls:
         forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not outputs:
+    if not calls:
         msg = "no module of the engine's model ran in the observed forward"
         raise HookError(msg)
-    table = {
-        name: dataclasses.replace(
-            _info(it, outputs.get(name, [])), inputs=tuple(map(_row, inputs.get(name, ())))
-        )
-        for name, it in modules.items()
-    }
+    table = {}
+    for name, module in model.named_modules():
+        own = calls.get(module, [])
+        info = _info(module, [_shapes(call.output) for call in own])
+        inputs = _shapes(own[-1].args) if own else []
+        table[name] = dataclasses.replace(info, inputs=tuple(map(_row, inputs)))
     return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
 
 

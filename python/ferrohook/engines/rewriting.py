@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
+from ferrohook.engines.step_values import check_slice, check_width
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
 from ferrohook.plans.needs import CHANGES, Judge
@@ -87,7 +86,8 @@ def _at_quantity(
         if heads is not None and "slice" in entry.options:
             msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
             raise ValueError(msg)
-        _check_slice(entry.options.get("slice"), name, modules.quantity_info(name).width)
+        width = modules.quantity_info(name).width
+        check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
         copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
         return dataclasses.replace(entry, what=[name], options=entry.options | copy)
     if entry.phase != "forward" or entry.hook.output_index is not None:
@@ -97,7 +97,7 @@ def _at_quantity(
         msg = f"{name} can be read and not written: what is written does not arrive"
         raise ValueError(msg)
     hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
-    _check_width(hook, name, modules.quantity_info(name).width)
+    check_width(hook, name, modules.quantity_info(name).width)
     return dataclasses.replace(entry, what=[name], hook=hook)
 
 
@@ -108,7 +108,8 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Hook
     if isinstance(entry, KeepEntry):
         index = entry.options.get("output_index")
         for name, info in found.items():
-            _check_slice(entry.options.get("slice"), name, info.captured(name, entry.options)[0])
+            width, _ = info.captured(name, entry.options)
+            check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
         if entry.options.get("inputs"):
             # A buffer of the runner may be one of them.
             return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
@@ -116,13 +117,13 @@ def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[Hook
         index = entry.hook.output_index
         if entry.phase != "forward":
             for name, info in found.items():
-                _check_width(entry.hook, f"input of {name!r}", info.input(name, index)[0])
+                check_width(entry.hook, f"input of {name!r}", info.input(name, index)[0])
             return [entry]
     groups: dict[Any, list[str]] = {}
     for name, info in found.items():
         if isinstance(entry, HookEntry):
             width = info.width if index is None else info.part(name, index)[0]
-            _check_width(entry.hook, f"output of {name!r}", width)
+            check_width(entry.hook, f"output of {name!r}", width)
         groups.setdefault(info.index(name, index), []).append(name)
     return [_with_index(entry, names, index) for index, names in groups.items()]
 
@@ -164,7 +165,7 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
     """
     if hook.vector is None:
         return hook
-    _check_width(hook, f"head of {name}", head_dim)
+    check_width(hook, f"head of {name}", head_dim)
     if isinstance(hook, Add):
         vector, scale = hook.values
         return Add(vector.repeat(heads), scale) if hook.width == head_dim else hook
@@ -173,27 +174,6 @@ def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> 
         return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
     msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
     raise ValueError(msg)
-
-
-def _check_width(hook: Intervention, tensor: str, width: int) -> None:
-    if hook.width not in {None, 1, width}:
-        msg = f"{hook!r} has a width of {hook.width}, the {tensor} one of {width}"
-        raise ValueError(msg)
-
-
-def _check_slice(index: Any, name: str, width: int) -> None:
-    """Checks that an index fits a tensor of (tokens, width).
-
-    Raises:
-        ValueError: it does not.
-    """
-    if index is None:
-        return
-    try:
-        torch.empty(1, width)[index]
-    except (IndexError, TypeError) as error:
-        msg = f"slice={index!r} does not fit {name!r} of (tokens, {width}): {error}"
-        raise ValueError(msg) from error
 
 
 def _with_index(
