@@ -30,7 +30,7 @@ from support.vllm_server import frames_of
 from support.vllm_shapes import config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 WIDTH, PROMPT = 4, 3
 OWN = "token of the request a"
@@ -387,6 +387,48 @@ def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         assert sum(it.nbytes for it in engine.worker._vectors.values()) <= 400
 
     asyncio.run(run())
+
+
+def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone is short enough: memory is taken by all whose bodies have not ended."""
+    monkeypatch.setattr(http, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(http, "_MOST_ARRIVING", 2000)
+    body = safetensors.torch.save({"a": torch.rand(5)})
+
+    async def run() -> None:
+        routes = http.Routes()
+        await routes.init_state(engine, None, None)
+        app = fastapi.FastAPI()
+        routes.attach_router(app)
+        goes_on = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield bytes(900)
+            await goes_on.wait()
+
+        held = [asyncio.create_task(request(app, "PUT", "vectors", content=slow())) for _ in "123"]
+        done, _ = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result().status_code for task in done] == [503]
+        # What was refused gives its room back.
+        assert (await request(app, "PUT", "vectors", content=body)).is_success
+        goes_on.set()
+        assert sorted([(await task).status_code for task in held]) == [422, 422, 503]
+        assert routes._arriving == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("token", [5, ["x"], "", 0.5], ids=repr)
+def test_a_token_that_no_route_made_opens_nothing_and_stops_nobody(
+    engine: Engine, token: Any
+) -> None:
+    """A route that is not ours hands on what a client put in its place."""
+    asyncio.run(engine.send(KEEP, token))
+    asyncio.run(engine.send(KEEP))
+    for sent, status in (("", 403), ("5", 404), (OWN, 409)):  # 409: it runs
+        headers = {HEADER: sent} if sent else {}
+        answer = asyncio.run(asked(engine, "GET", "captures/a", headers=headers))
+        assert answer.status_code == status
 
 
 def test_a_large_plan_is_read_beside_the_event_loop(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
-from ferrohook.engines.admission import Admission, check_salt
+from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.modules import OBSERVED_ROWS, observe
 from ferrohook.engines.options import EngineOptions
 from ferrohook.engines.planned import PlannedRequests
@@ -232,13 +232,14 @@ class Worker(EngineWorker):
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
-        if isinstance(value, str) and len(value) > self._options.plan_bytes:
+        text = text_of(value)
+        if len(text) > self._options.plan_bytes:
             msg = (
-                f"the plan has {len(value):,} characters, more than "
+                f"the plan has {len(text):,} characters, more than "
                 f"plan_bytes={self._options.plan_bytes:,}"
             )
             raise ValueError(msg)
-        read = self._admission.read(value, {}, {})
+        read = self._admission.read(text, {}, {})
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)

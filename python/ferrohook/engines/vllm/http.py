@@ -6,6 +6,7 @@ Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _BINARY: Final = "application/octet-stream"
 _MOST_BYTES: Final = 2**28
+_MOST_ARRIVING: Final = 2 * _MOST_BYTES
+"""Bytes of all bodies that are on their way or being read at a time."""
 _PAUSE: Final = 0.05
 
 
@@ -47,6 +50,8 @@ class Routes:
         self._engine: Any = None
         self._changing_vectors = asyncio.Lock()
         """Held while a name and the worker's vector of its digest change together."""
+        self._arriving = 0
+        """Bytes of bodies that are on their way or being read."""
 
     async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
         """Takes the engine, once the server has it."""
@@ -96,20 +101,44 @@ class Routes:
         return {name: list(vectors[name].shape) for name in vectors}
 
     async def put_vectors(self, request: Request) -> dict[str, list[int]]:
-        """Takes vectors as a safetensors body; 422 for any other, 413 for too many or too long."""
+        """Takes vectors as a safetensors body.
+
+        422 for any other, 413 for too many or too long, 503 while too many others arrive.
+        """
         front_end = await self._front_end()
-        body = await _body(request)
-        # In a thread: seconds, in which the engine's texts would stand still.
-        vectors, data, digests = await asyncio.to_thread(_vectors, body)
-        async with self._changing_vectors:
-            try:
-                front_end.vectors.check_room(vectors, front_end.options)
-            except ValueError as error:
-                raise HTTPException(413, str(error)) from error
-            await self._call("ferrohook_put", data)
-            for digest in name_vectors(front_end, vectors, digests):
-                await self._call("ferrohook_drop", digest)
+        async with self._body(request) as body:
+            # In a thread: seconds, in which the engine's texts would stand still.
+            vectors, data, digests = await asyncio.to_thread(_vectors, body)
+            async with self._changing_vectors:
+                try:
+                    front_end.vectors.check_room(vectors, front_end.options)
+                except ValueError as error:
+                    raise HTTPException(413, str(error)) from error
+                await self._call("ferrohook_put", data)
+                for digest in name_vectors(front_end, vectors, digests):
+                    await self._call("ferrohook_drop", digest)
         return {name: list(vector.shape) for name, vector in vectors.items()}
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """Takes the body of a request; refuses one that is too long before it has come."""
+        refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > _MOST_BYTES:
+            raise refused
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                self._arriving += len(part)
+                if size > _MOST_BYTES:
+                    raise refused
+                if self._arriving > _MOST_ARRIVING:
+                    raise HTTPException(503, "too many vectors arrive: send them again")
+            yield b"".join(parts)
+        finally:
+            self._arriving -= size
 
     async def drop_vector(self, name: str) -> None:
         """Drops a vector; 404 without one of the name."""
@@ -198,21 +227,6 @@ class Routes:
     async def _call(self, name: str, *args: Any) -> bytes:
         (answer, *_) = await call(self._engine, name, *args)
         return answer
-
-
-async def _body(request: Request) -> bytes:
-    """Returns the body of a request; 413 for one that is too long, before it has come."""
-    refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > _MOST_BYTES:
-        raise refused
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise refused
-    return b"".join(parts)
 
 
 def _vectors(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:
