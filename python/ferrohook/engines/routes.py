@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,11 +14,15 @@ from fastapi import APIRouter, HTTPException, Request
 from ferrohook.engines.uploads import packed_vectors
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from torch import Tensor
 
     from ferrohook.engines.uploads import Vectors
 
 _MOST_BYTES: Final = 2**28
+_MOST_ARRIVING: Final = 2 * _MOST_BYTES
+"""Bytes of all bodies that are on their way or being read at a time."""
 
 
 class EngineRoutes(ABC):
@@ -29,6 +34,8 @@ class EngineRoutes(ABC):
     def __init__(self) -> None:
         self._changing_vectors = asyncio.Lock()
         """Held while a name and the worker's vector of its digest change together."""
+        self._arriving = 0
+        """Bytes of bodies that are on their way or being read."""
 
     def router(self) -> APIRouter:
         """Returns the routes, for a server to include."""
@@ -61,20 +68,44 @@ class EngineRoutes(ABC):
         return {name: list(vectors[name].shape) for name in vectors}
 
     async def put_vectors(self, request: Request) -> dict[str, list[int]]:
-        """Takes vectors as a safetensors body; 422 for any other, 413 for too many or too long."""
+        """Takes vectors as a safetensors body.
+
+        422 for any other, 413 for too many or too long, 503 while too many others arrive.
+        """
         uploaded = await self._uploaded()
-        body = await _body(request)
-        # In a thread: seconds, in which the engine's texts would stand still.
-        vectors, data, digests = await asyncio.to_thread(_read, body)
-        async with self._changing_vectors:
-            try:
-                uploaded.check_room(vectors)
-            except ValueError as error:
-                raise HTTPException(413, str(error)) from error
-            await self._send(data)
-            for digest in uploaded.put(vectors, digests):
-                await self._discard(digest)
+        async with self._body(request) as body:
+            # In a thread: seconds, in which the engine's texts would stand still.
+            vectors, data, digests = await asyncio.to_thread(_read, body)
+            async with self._changing_vectors:
+                try:
+                    uploaded.check_room(vectors)
+                except ValueError as error:
+                    raise HTTPException(413, str(error)) from error
+                await self._send(data)
+                for digest in uploaded.put(vectors, digests):
+                    await self._discard(digest)
         return {name: list(vector.shape) for name, vector in vectors.items()}
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """Takes the body of a request; refuses one that is too long before it has come."""
+        refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > _MOST_BYTES:
+            raise refused
+        parts, size = [], 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                self._arriving += len(part)
+                if size > _MOST_BYTES:
+                    raise refused
+                if self._arriving > _MOST_ARRIVING:
+                    raise HTTPException(503, "too many vectors arrive: send them again")
+            yield b"".join(parts)
+        finally:
+            self._arriving -= size
 
     async def drop_vector(self, name: str) -> None:
         """Drops a vector; 404 without one of the name."""
@@ -86,21 +117,6 @@ class EngineRoutes(ABC):
                 raise HTTPException(404, f"no vector {name!r} was uploaded") from None
             if digest is not None:
                 await self._discard(digest)
-
-
-async def _body(request: Request) -> bytes:
-    """Returns the body of a request; 413 for one that is too long, before it has come."""
-    refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > _MOST_BYTES:
-        raise refused
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise refused
-    return b"".join(parts)
 
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:

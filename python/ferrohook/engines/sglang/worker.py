@@ -20,7 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ferrohook.engines.admission import Admission, check_salt
+from ferrohook.engines.admission import Admission, check_salt, text_of
 from ferrohook.engines.modules import OBSERVED_ROWS
 from ferrohook.engines.observing import observe
 from ferrohook.engines.planned import PlannedRequests
@@ -249,7 +249,8 @@ class Worker(EngineWorker):
         ):
             if is_used:
                 CAPABILITIES.refuse(feature)
-        size = sum(len(each) for each in (value, vectors) if isinstance(each, str))
+        text = text_of(value)
+        size = len(text) + (len(vectors) if isinstance(vectors, str) else 0)
         if size > self._options.plan_bytes:
             msg = (
                 f"the plan has {size:,} characters, more than "
@@ -258,7 +259,7 @@ class Worker(EngineWorker):
             raise ValueError(msg)
         named = _vectors(vectors)
         used = {name: digest_of(vector) for name, vector in named.items()}
-        read = self._admission.read(value, named, used)
+        read = self._admission.read(text, named, used)
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)

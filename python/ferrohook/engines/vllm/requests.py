@@ -147,7 +147,10 @@ class FrontEnd:
             # Positions that a cache has are run again, where they are wanted.
             if read.reaches_back:
                 params.skip_reading_prefix_cache = True
-            self._issue(Ticket(key, request.request_id, params.extra_args.get(FIELD)))
+            # Where no route of ours set it, it is whatever the client sent.
+            token = params.extra_args.get(FIELD)
+            own = token if isinstance(token, str) and token else None
+            self._issue(Ticket(key, request.request_id, own))
         if (salt := self._admission.salt(read, prompt, request.cache_salt)) is not None:
             request.cache_salt = salt
         # The worker learns of captures that nobody can fetch with the next request.
