@@ -326,11 +326,11 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
         (fh.keep("pair", output_index="sum"), r"has the outputs \[0\]"),
         (fh.on("layer", fh.Zero(output_index=7)), r"has the outputs \[0, 1\]"),
         (fh.on("layer", fh.Add(torch.ones(3), output_index=1)), "width of 3"),
-        (fh.keep("tensor", slice=(..., WIDTH)), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), [0, WIDTH])), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), 0, 0)), "does not fit 'tensor'"),
-        (fh.keep("layer", inputs=True, slice=(..., WIDTH)), "does not fit 'layer'"),
+        (fh.keep("tensor", slice=(..., WIDTH)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), [0, WIDTH])), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), 0, 0)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("layer", inputs=True, slice=(..., WIDTH)), "does not fit the tensor at 'layer'"),
     ],
 )
 def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> None:
