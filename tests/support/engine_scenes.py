@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -97,3 +98,25 @@ def a_capture_runs_cached_positions_again(model: Any, ask: Ask) -> None:
     rows = len(given.tokens) - 1
     torch.testing.assert_close(later.acts[name], given.acts[name][-rows:], rtol=1e-3, atol=1e-3)
     assert later.positions[name].tolist() == [*range(len(PROMPT), len(PROMPT) + rows)]
+
+
+def spoilt_plans(number: int) -> list[str]:
+    """Returns plans as text with a part cut out, replaced or repeated."""
+    rng = random.Random(5)  # noqa: S311 (tests)
+    plan = fh.Plan(fh.on("model.layers.1", fh.Add(VECTOR)), fh.keep(["model.layers.1", "@z.1"]))
+    whole = plan.to_json()
+
+    def spoilt() -> str:
+        first, last = sorted(rng.randrange(len(whole)) for _ in range(2))
+        junk = rng.choice(
+            ["", "NaN", "1e999", '"', "[" * 5000, "null", "\\ud800", "-1", "{}", "\x00"]
+        )
+        return rng.choice([whole[:first] + junk + whole[last:], junk, whole[:first] + whole])
+
+    return [spoilt() for _ in range(number)]
+
+
+def check_fuzzed(statuses: list[int]) -> None:
+    """Checks the statuses of answers to `spoilt_plans`: few of them are plans."""
+    assert {*statuses} <= {200, 400}, sorted({*statuses})
+    assert statuses.count(400) > 0.8 * len(statuses)
