@@ -205,6 +205,17 @@ class Look:
         return self.values[number].view(sighting.shape)
 
 
+def noise(size: float) -> Callable[[Tensor], Tensor]:
+    """Makes the change that adds noise of a size relative to the tensor's own."""
+
+    def change(tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(_SEED + tensor.numel())
+        drawn = torch.randn(tensor.shape, generator=generator).to(tensor)
+        return tensor + drawn * tensor.std(correction=0).clamp(min=1e-6) * size
+
+    return change
+
+
 def _kept(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
