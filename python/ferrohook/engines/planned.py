@@ -48,6 +48,13 @@ JUDGE: Final = Judge(
 """Of engines whose plans need not cross processes."""
 
 
+NO_PATTERN: Final = (
+    "the keys of all requests are in pages, in one dimension; capture it in a call of the model "
+    "alone, on the tokens of the answer"
+)
+"""Reason why an engine has no pattern."""
+
+
 class EnginePlans(PreparedPlans):
     """Plans prepared for the model of an engine.
 
@@ -112,7 +119,7 @@ class EnginePlans(PreparedPlans):
             if is_point(module):
                 point = cast("AttentionPoint", module)
                 if point.name == "pattern":
-                    return f"{name}: the keys of all requests are in pages, in one dimension"
+                    return f"{name}: {NO_PATTERN}"
                 module = point.points.module
             if self._running is not None and module not in self._running:
                 return f"{name!r} does not run in its steps"
