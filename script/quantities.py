@@ -22,7 +22,17 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/quantity/golden.json"
 PAGE = ROOT / "docs/quantities.md"
 MARK = "<!-- types: written by script/quantities.py -->"
-SHOWN = ("resid_pre", "resid_post", "attn_out", "mlp_out", "resid_mid", "z", "q", "pattern")
+SHOWN = (
+    "resid_pre",
+    "resid_post",
+    "attn_out",
+    "mlp_out",
+    "resid_mid",
+    "z",
+    "q",
+    "pattern",
+    "router",
+)
 ABSENT = ("parallel block", "no contribution to the stream is of this kind", "has not both")
 """Starts of reasons of quantities that a block does not have."""
 
@@ -88,6 +98,7 @@ def page(golden: dict[str, dict[str, Any]]) -> str:
             "z",
             "q",
             "mlp_act",
+            "router",
         ):
             for reason in missed(it, quantity):
                 if it["proved"].get("resid_post") or quantity == "resid_post":

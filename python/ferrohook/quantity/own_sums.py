@@ -68,10 +68,20 @@ class OwnSums:
         for value in (step.result, step.source, *step.terms):
             site = self._site(part, value)
             if site is None or site not in self._first.sites:
-                return "a tensor of its sum is seen at modules alone that run several times"
+                return self._several(part, value)
             found.append(self._first.tensor(site))
         total, *terms = found
         return total, terms
+
+    def _several(self, part: Part, value: int) -> str:
+        """Returns the reason for a value that no module passes once."""
+        prefix = f"{part.block.path}."
+        paths = {it.site.path for it in self._look.sightings if it.value == value}
+        inside = sorted(it.removeprefix(prefix) for it in paths if it.startswith(prefix))
+        return (
+            "a tensor of its sum is seen at modules alone that run several times: "
+            f"{', '.join(inside) or 'none in the block'}"
+        )
 
     def _site(self, part: Part, value: int) -> Site | None:
         if value == part.steps[0].source:

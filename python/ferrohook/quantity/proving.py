@@ -32,6 +32,14 @@ from ferrohook.quantity.looking import (
 from ferrohook.quantity.own_sums import OwnSums
 from ferrohook.quantity.parts import TITLES, stacks_of
 from ferrohook.quantity.proved import Findings, Proved
+from ferrohook.quantity.routers import (
+    FUSED,
+    arrive,
+    has_experts,
+    residual_of,
+    router_of,
+    tolerance_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from ferrohook.inside_attention import Heads
     from ferrohook.quantity.looking import Example
     from ferrohook.quantity.parts import Part, Stack
+    from ferrohook.quantity.routers import Routed
     from ferrohook.quantity.stacks import Block
     from ferrohook.quantity.sublayers import Sublayer
 
@@ -117,6 +126,8 @@ class _Prover:
         self._proved: list[Proved] = []
         self._missing: dict[str, str] = {}
         self._sums = OwnSums(self._look, first)
+        self._routed: dict[str, Routed] = {}
+        """Routers by the names of their quantities."""
 
     def findings(self) -> Findings:
         found = stacks_of(self._anatomist)
@@ -133,7 +144,12 @@ class _Prover:
             for part in stack.parts:
                 self._name(stack, part)
             self._around(stack)
-        Arrivals(self._model, self._example, stacks).prove(self._proved)
+        streams = [each for each in self._proved if each.name not in self._routed]
+        Arrivals(self._model, self._example, stacks).prove(streams)
+        if self._routed:
+            arrived = arrive(self._model, self._example, self._routed)
+            for each in self._proved:
+                each.writable |= each.name in arrived
         return Findings(self._proved, self._missing, self._example)
 
     def _name(self, stack: Stack, part: Part) -> None:
@@ -160,6 +176,25 @@ class _Prover:
             if counts.get(kind, 0) != 1 and kind in {"attention", "mlp"}:
                 self._missing[f"{prefix}{title}_out.{index}"] = _absence(kind, counts)
         self._mid(stack, part)
+        self._router(stack, part)
+
+    def _router(self, stack: Stack, part: Part) -> None:
+        """Finds the logits by which experts are chosen."""
+        if not has_experts(self._model.get_submodule(part.block.path)):
+            return
+        name = f"{stack.prefix}router.{part.index}"
+        found = router_of(self._look, part.block.path)
+        if isinstance(found, str):
+            self._missing[name] = found
+            return
+        residual = residual_of(self._first, found)
+        if residual > tolerance_of(self._first):
+            self._missing[name] = (
+                f"{found.equation} fails by {residual:.1e} with the model's own parameters"
+            )
+            return
+        self._routed[name] = found
+        self._add(name, found.site, found.equation, max(residual, found.residual))
 
     def _mid(self, stack: Stack, part: Part) -> None:
         name = f"{stack.prefix}resid_mid.{part.index}"
@@ -216,7 +251,10 @@ class _Prover:
         if title == "attn" and self._points(stack, part, each):
             return
         if each.last is None:
-            self._missing[f"{prefix}{inner}.{index}"] = "no single projection returns the output"
+            experts = has_experts(self._model.get_submodule(part.block.path))
+            self._missing[f"{prefix}{inner}.{index}"] = (
+                FUSED if title == "mlp" and experts else "no single projection returns the output"
+            )
             return
         projected = f"projection({inner})"
         shown = f"norm({projected})" if each.norm is not None else projected

@@ -255,7 +255,12 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
     )
 
 
-_WIDTHS = {"logits": "vocabulary", "mlp_act": "neurons", "z": "heads * head_dim"}
+_WIDTHS = {
+    "logits": "vocabulary",
+    "mlp_act": "neurons",
+    "router": "experts",
+    "z": "heads * head_dim",
+}
 
 
 def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:
