@@ -54,7 +54,7 @@ def looked_at(kind: str) -> dict[str, Any]:
 
 def missed(found: dict[str, Any], quantity: str) -> dict[str, str]:
     """Returns the reasons for which a quantity is missing that the type has, with its blocks."""
-    if not found["proved"].get("resid_post"):
+    if not found["proved"].get("resid_post") and quantity != "router":
         missing = found["missing"]
         reasons: dict[str, Any] = missing.get("resid_post") or missing["all"]
         return dict.fromkeys(reasons, "all")

@@ -65,8 +65,10 @@ def stacks_of(anatomist: Anatomist) -> list[Stack] | str:
             path = chain[_numbers(chain).index(number)].path
             failures.append((len(chain), f"in {path} {reason}"))
     if not found:
-        longest = max(failures, default=(0, "there is none"), key=lambda each: each[0])
-        return f"no chain of numbered modules adds to what it takes; {longest[1]}"
+        if not failures:
+            return "no numbered modules take what the one before them returned"
+        _, reason = max(failures, key=lambda each: each[0])
+        return f"no chain of numbered modules adds to what it takes; {reason}"
     order = sorted(range(len(found)), key=lambda place: found[place][-1].block.call.end)
     names = _prefixes([found[place][0].block.path for place in order])
     return [

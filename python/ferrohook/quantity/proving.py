@@ -180,7 +180,8 @@ class _Prover:
 
     def _router(self, stack: Stack, part: Part) -> None:
         """Finds the logits by which experts are chosen."""
-        if not has_experts(self._model.get_submodule(part.block.path)):
+        kinds = ((each, part.kinds.get(each.contribution)) for each in part.sublayers)
+        if not any(kind == "mlp" and self._has_experts(each) for each, kind in kinds):
             return
         name = f"{stack.prefix}router.{part.index}"
         found = router_of(self._look, part.block.path)
@@ -195,6 +196,9 @@ class _Prover:
             return
         self._routed[name] = found
         self._add(name, found.site, found.equation, max(residual, found.residual))
+
+    def _has_experts(self, each: Sublayer) -> bool:
+        return any(has_experts(self._model.get_submodule(path)) for path in each.inside)
 
     def _mid(self, stack: Stack, part: Part) -> None:
         name = f"{stack.prefix}resid_mid.{part.index}"
@@ -251,7 +255,7 @@ class _Prover:
         if title == "attn" and self._points(stack, part, each):
             return
         if each.last is None:
-            experts = has_experts(self._model.get_submodule(part.block.path))
+            experts = self._has_experts(each)
             self._missing[f"{prefix}{inner}.{index}"] = (
                 FUSED if title == "mlp" and experts else "no single projection returns the output"
             )

@@ -136,9 +136,9 @@ def arrive(model: nn.Module, example: Example, found: Mapping[str, Routed]) -> s
     return {name for name, it in found.items() if residual_of(look, it, after=True) <= limit}
 
 
-def has_experts(block: nn.Module) -> bool:
+def has_experts(sublayer: nn.Module) -> bool:
     """Returns True if a module has experts: parameters of all in one tensor, or a list of them."""
-    for module in block.modules():
+    for module in sublayer.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             continue
         if any(it.dim() == _FUSED_DIMS and len(it) > 1 for it in module.parameters(recurse=False)):
