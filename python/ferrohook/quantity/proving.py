@@ -180,8 +180,7 @@ class _Prover:
 
     def _router(self, stack: Stack, part: Part) -> None:
         """Finds the logits by which experts are chosen."""
-        kinds = ((each, part.kinds.get(each.contribution)) for each in part.sublayers)
-        if not any(kind == "mlp" and self._has_experts(each) for each, kind in kinds):
+        if not self._has_experts(part):
             return
         name = f"{stack.prefix}router.{part.index}"
         found = router_of(self._look, part.block.path)
@@ -197,8 +196,15 @@ class _Prover:
         self._routed[name] = found
         self._add(name, found.site, found.equation, max(residual, found.residual))
 
-    def _has_experts(self, each: Sublayer) -> bool:
-        return any(has_experts(self._model.get_submodule(path)) for path in each.inside)
+    def _has_experts(self, part: Part) -> bool:
+        prefix = f"{part.block.path}."
+        apart = {
+            path.removeprefix(prefix)
+            for each in part.sublayers
+            if part.kinds.get(each.contribution) in {"attention", "cross", "mixer"}
+            for path in each.inside
+        }
+        return has_experts(self._model.get_submodule(part.block.path), apart)
 
     def _mid(self, stack: Stack, part: Part) -> None:
         name = f"{stack.prefix}resid_mid.{part.index}"
@@ -255,7 +261,7 @@ class _Prover:
         if title == "attn" and self._points(stack, part, each):
             return
         if each.last is None:
-            experts = self._has_experts(each)
+            experts = self._has_experts(part)
             self._missing[f"{prefix}{inner}.{index}"] = (
                 FUSED if title == "mlp" and experts else "no single projection returns the output"
             )

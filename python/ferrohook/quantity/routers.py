@@ -15,7 +15,7 @@ from ferrohook.quantity.equations import rounding
 from ferrohook.quantity.looking import Hidden, Look, noise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from ferrohook.quantity.looking import Choice, Example, Site
 
@@ -136,9 +136,16 @@ def arrive(model: nn.Module, example: Example, found: Mapping[str, Routed]) -> s
     return {name for name, it in found.items() if residual_of(look, it, after=True) <= limit}
 
 
-def has_experts(sublayer: nn.Module) -> bool:
-    """Returns True if a module has experts: parameters of all in one tensor, or a list of them."""
-    for module in sublayer.modules():
+def has_experts(block: nn.Module, apart: Collection[str]) -> bool:
+    """Returns True if a block has experts: parameters of all in one tensor, or a list of them.
+
+    Args:
+        block: the block.
+        apart: paths in it of what mixes tokens, and is left out with all that is inside.
+    """
+    for path, module in block.named_modules():
+        if any(path == each or path.startswith(f"{each}.") for each in apart):
+            continue
         if isinstance(module, nn.modules.conv._ConvNd):
             continue
         if any(it.dim() == _FUSED_DIMS and len(it) > 1 for it in module.parameters(recurse=False)):
