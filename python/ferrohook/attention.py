@@ -40,7 +40,6 @@ DIMENSIONS: Final = {
     "v": ("batch", "tokens", "kv_heads", "head_dim"),
     "z": ("batch", "tokens", "heads", "head_dim"),
     "pattern": ("batch", "heads", "queries", "keys"),
-    "queries": ("batch", "queries", "heads", "keys"),
 }
 """Dimensions of the tensor at each point."""
 KEY: Final = "_ferrohook_points"
@@ -53,7 +52,7 @@ class AttentionPoint(nn.Module):
     """Identity that a tensor inside an attention module passes.
 
     Attributes:
-        name: one of `POINTS`, or `queries`.
+        name: one of `POINTS`.
     """
 
     def __init__(self, name: str, points: AttentionPoints) -> None:
@@ -92,12 +91,9 @@ class AttentionPoints:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.q, self.k, self.v, self.z, self.pattern = named = tuple(
+        self.q, self.k, self.v, self.z, self.pattern = self.all = tuple(
             AttentionPoint(name, self) for name in POINTS
         )
-        self.queries = AttentionPoint("queries", self)
-        """The pattern again, behind hooks on it, with its queries ahead of the heads."""
-        self.all = (*named, self.queries)
 
     @property
     def module(self) -> nn.Module:
@@ -200,8 +196,7 @@ class _Seam:
     def _forget(self, key: int) -> None:
         with _LOCK:
             self._users.pop(key, None)
-            # As the interpreter ends, the library may be gone before a model of it.
-            if self._users or self._ours is None or sys.is_finalizing():
+            if self._users or self._ours is None:
                 return
             interface = _interface()
             # Where another library has replaced it again, ours stays inside of that.
@@ -269,7 +264,7 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
         query = _heads_inside(points.q, query)
         key = _heads_inside(points.k, key)
         value = _heads_inside(points.v, value)
-    if points is not None and (_asked_for(points.pattern) or _asked_for(points.queries)):
+    if points is not None and _asked_for(points.pattern):
         output, weights = _through_pattern(
             points, function, module, query, key, value, attention_mask, kwargs
         )
@@ -285,7 +280,7 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
 
 
 def _heads_inside(point: AttentionPoint, tensor: Tensor) -> Tensor:
-    """Passes (batch, heads, tokens, ...) through a point, as `DIMENSIONS` has it."""
+    """Passes (batch, heads, tokens, head_dim) through a point, as `DIMENSIONS` has it."""
     if not torch.compiler.is_compiling() and _INSTRUMENTED not in point.__dict__:
         return tensor
     return _passed(point, tensor.transpose(1, 2)).transpose(1, 2)
@@ -341,7 +336,7 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
 ) -> tuple[Tensor, Tensor | None]:
     """Calls an attention function with its pattern passing the point.
 
-    What is changed in the pattern changes the output of these queries and heads; the others have
+    What is changed in the pattern changes the output of these rows of the batch; the others have
     the function's own, bit for bit. With gradients the output is that of the pattern, so that
     there is one to read.
     """
@@ -351,11 +346,10 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
         pattern = pattern_of(function, module, query, key, value, mask, kwargs)
     before = pattern.detach().clone()  # a hook may write to it in place
     pattern = _passed(points.pattern, pattern)
-    pattern = _heads_inside(points.queries, pattern)
     own = _attended_to(pattern, value)
     if not (torch.is_grad_enabled() and pattern.requires_grad):
-        changed = (pattern != before).any(-1).transpose(1, 2)
-        own = torch.where(changed[..., None], own, output)
+        changed = (pattern != before).flatten(1).any(1)
+        own = torch.where(changed[:, None, None, None], own, output)
     return own, pattern if weights is not None else None
 
 

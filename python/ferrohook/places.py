@@ -176,8 +176,9 @@ class Written:
 
     @property
     def whole(self) -> bool:
-        """True if an output is the quantity, a multiple of it, or has it as a head."""
-        return not self._place.inputs and self._place.part is None
+        """True if the quantity is all that the module returns."""
+        place = self._place
+        return not place.inputs and place[3:5] == (None, 1) and place.head is None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
         """Returns what replaces the module's input or output; None if nothing does."""

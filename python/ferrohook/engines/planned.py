@@ -118,7 +118,7 @@ class EnginePlans(PreparedPlans):
             module = place.module
             if is_point(module):
                 point = cast("AttentionPoint", module)
-                if point.name in {"pattern", "queries"}:
+                if point.name == "pattern":
                     return f"{name}: {NO_PATTERN}"
                 module = point.points.module
             if self._running is not None and module not in self._running:
