@@ -572,15 +572,16 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
     if parameter is not None:
         dtype, device = dtype or parameter.dtype, device or parameter.device
-    like = {"dtype": dtype or torch.get_default_dtype(), "device": device or "cpu"}
+    dtype, device = dtype or torch.get_default_dtype(), device or "cpu"
+    like = {"dtype": dtype, "device": device}
     with torch.inference_mode(mode=False):
         width = at_least_one("width", width)
-        size = bytes_of_tables(len(modules), max_requests, max_rows, width, like["dtype"])
+        size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype)
         _LOG.info(
             "ferrohook: the tables of %d sites take %s bytes on %s: %s requests and %s rows of "
             "width %s in %s",
-            *(len(modules), f"{size:,}", like["device"], f"{max_requests:,}", f"{max_rows:,}"),
-            *(f"{width:,}", like["dtype"]),
+            *(len(modules), f"{size:,}", device, f"{max_requests:,}", f"{max_rows:,}"),
+            *(f"{width:,}", dtype),
         )
         form = _Form(max_requests, max_rows, width, dim, output_index, like)
         return Sites(model, [*modules], form)
