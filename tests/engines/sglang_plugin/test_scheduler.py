@@ -15,7 +15,8 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
-from ferrohook.engines.sglang.worker import SglangOptions, Worker
+from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.sglang.worker import Worker
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
 from support.sglang_engine import abort, answer_of, request, serve
@@ -422,7 +423,7 @@ def test_a_plan_that_is_too_long_is_refused_before_it_is_read(plan: Any) -> None
     worker.served, worker._options = object(), SglangOptions(plan_bytes=100)
     req = types.SimpleNamespace(beam_group=None, session=None, input_embeds=None)
     with pytest.raises(ValueError, match="more than plan_bytes=100"):
-        worker._open(req, plan)
+        worker._open(req, plan, "")
 
 
 def test_capabilities() -> None:
