@@ -57,8 +57,9 @@ figures: build $(VENV)/models $(VENV)/show $(VENV)/rivals ## The table and the c
 rivals: build $(VENV)/models ## Wrong answers of hooking, ferrohook's and others': docs/rivals.md, made anew
 	$(BIN)/python -m benches.rivals
 
-plots: build $(VENV)/models $(VENV)/show $(VENV)/service ## The pictures of docs/, drawn by the code of their pages
+plots: build $(VENV)/models $(VENV)/notebook $(VENV)/service ## The pictures of docs/ and the notebook's outputs, drawn by their code
 	$(BIN)/python script/plots.py
+	$(BIN)/python script/notebook.py
 
 load: build $(VENV)/models $(VENV)/show $(VENV)/service ## Concurrent clients of the service, against PyTorch's hooks behind a lock
 	$(BIN)/python -m benches.load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -96,20 +97,42 @@ def _show(sheet: Sheet, results: Results[Found], machine: report.Machine, *, mar
 
 
 def _with_progress(groups: list[Group], one: Callable[[Group], Found]) -> Results[Found]:
+    """Measures groups, with a bar on a terminal and a line ahead of each group elsewhere."""
+    # On stderr: stdout is for the table.
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return running.run(groups, one, _Log(len(groups)))
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[group]}"),
     )
-    # On stderr, and gone at the end: stdout is for the table.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(groups), group="", completed=-1)
         results = running.run(
             groups, one, lambda group: progress.update(task, advance=1, group=group.name)
         )
         progress.update(task, advance=1)
     return results
+
+
+class _Log:
+    """Lines for a log: the group that begins, the minutes so far and an estimate of the rest."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._begun = 0
+        self._start = monotonic()
+
+    def __call__(self, group: Group) -> None:
+        minutes = (monotonic() - self._start) / 60
+        times = f"{minutes:.1f} min so far"
+        if self._begun:
+            # Groups take unequally long, so the first estimates are rough.
+            times += f", about {minutes / self._begun * (self._total - self._begun):.0f} min left"
+        self._begun += 1
+        print(f"{self._begun} of {self._total}, {times}: {group.name}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

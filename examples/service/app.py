@@ -13,6 +13,7 @@ import anyio
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic_core import to_json
 
@@ -49,7 +50,6 @@ T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
-API = Path(__file__).with_name("api.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +134,11 @@ def create_app(encoder: Encoder, settings: Settings) -> FastAPI:
         yield
         await service.close()
 
-    app = FastAPI(
+    # FastAPI's own page, with its files served here instead of loaded from the internet.
+    app = FastAPIOffline(
+        redoc_url=None,
         title="ferrohook: a sentence encoder to look into and to steer",
         lifespan=lifespan,
-        # FastAPI's pages load their scripts from the internet: `api.html` is served instead.
-        docs_url=None,
-        redoc_url=None,
     )
     app.add_middleware(LimitBody, max_bytes=settings.max_body, seconds=settings.seconds)
     app.add_exception_handler(RequestValidationError, refuse)
@@ -229,10 +228,6 @@ def observing(service: Service) -> APIRouter:
     @router.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE)
-
-    @router.get("/docs", include_in_schema=False)
-    async def docs() -> FileResponse:
-        return FileResponse(API)
 
     return router
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 from torch import nn
 
@@ -18,9 +18,21 @@ from ferrohook.traced import traced_call as _traced_call  # noqa: F401 (tells to
 from ferrohook.wrapper import TransparentWrapper, class_around, own_names, wrapper_class
 
 M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ferrohook.typed import Phase
+
+    class _Callable(Protocol[P, R_co]):
+        @property
+        def forward(self) -> Callable[P, R_co]: ...
+
+    class _Wrapper(Protocol[P, R_co]):
+        @property
+        def inner(self) -> _Callable[P, R_co]: ...
 
     class _OfModule(Generic[M]):
         pass
@@ -132,6 +144,12 @@ class HookedModule(HookedBase, TransparentWrapper, _OfModule[M]):  # type: ignor
             if keeps_state_in_torch_hooks(hook):
                 return self.inner.register_forward_pre_hook(hook, **options)
             return super().register_forward_pre_hook(hook, **options)
+
+    if TYPE_CHECKING:
+
+        def __call__(  # noqa: D102 (native at run time; these are the module's types)
+            self: _Wrapper[P, R_co], *args: P.args, **kwargs: P.kwargs
+        ) -> R_co: ...
 
     def extra_repr(self) -> str:
         """Counts the hooks of each phase, for the repr."""

@@ -46,8 +46,8 @@ class Place(NamedTuple):
     """Name of the quantity that stands there; None where a module was selected."""
     writable: bool = True
     """False for a quantity that can be read alone."""
-    width: int | None = None
-    """Last dimension of a quantity."""
+    shape: tuple[int, ...] | None = None
+    """Shape of a quantity in the call that was looked at, where widths are those of any call."""
     head: Head | None = None
     """Head that is meant of a tensor that has them all."""
 
@@ -114,8 +114,8 @@ def _check(place: Place, hook: Any, phase: Phase) -> None:
         if hook.output_index is not None:
             msg = f"{place.quantity} is one tensor, so {type(hook).__name__} takes no output_index"
             raise HookTypeError(msg)
-        if place.width is not None and hook.width not in {None, 1, place.width}:
-            msg = f"{hook!r} has a width of {hook.width}, {place.quantity} one of {place.width}"
+        if place.shape is not None and hook.width not in {None, 1, place.shape[-1]}:
+            msg = f"{hook!r} has a width of {hook.width}, {place.quantity} one of {place.shape[-1]}"
             raise HookTypeError(msg)
     elif isinstance(hook, TypedHook | NativeHook) or not callable(hook):
         msg = (

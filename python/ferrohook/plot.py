@@ -33,6 +33,8 @@ Numbers: TypeAlias = "Tensor | Sequence[float]"
 
 MOST_LABELS = 40
 """Labels of an axis; a longer one labels every other row, or fewer."""
+LINES_BEHIND_A_LEGEND = 4
+"""Lines of a picture; the legend of more stands beside them."""
 
 
 def norms(
@@ -266,14 +268,18 @@ def steering(
         if len(line) != len(xs):
             msg = f"scores has a number for each scale: {len(xs)}, got {len(line)}"
             raise HookTypeError(msg)
-    ax = _axes(ax, 5, 3)
+    many = len(points) > LINES_BEHIND_A_LEGEND
+    ax = _axes(ax, 7 if many else 5, 3)
     ax.axvline(0, color="grey", linewidth=0.8, linestyle=":")
     for name, line in points.items():
         ax.plot(xs.tolist(), line.tolist(), marker="o", markersize=3, label=name or None)
     ax.set_xlabel("scale")
     ax.set_ylabel(label)
     if isinstance(scores, Mapping):
-        ax.legend(frameon=False)
+        if many:
+            ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        else:
+            ax.legend(frameon=False)
     return ax
 
 

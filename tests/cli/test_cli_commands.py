@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 import textwrap
@@ -187,6 +188,22 @@ def test_steering_by_a_plan(language_model: str, capsys: pytest.CaptureFixture[s
     assert steered == "steered    the cat" + 8 * " the"
     assert unsteered.startswith("unsteered  the cat ")
     assert unsteered.split()[1:] != steered.split()[1:]
+
+
+def test_results_as_json(language_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def parsed(*argv: str) -> Any:
+        return json.loads("\n".join(printed(capsys, *argv, "--json")))
+
+    texts = parsed(*steer(language_model, *CONTRAST, "--scale", "0", "50"))
+    assert [*texts] == ["unsteered", "scale 0", "scale 50"]
+    assert texts["unsteered"] == texts["scale 0"] != texts["scale 50"]
+    stored = collect("--input", "x0.pt", "x1.pt")
+    assert parsed(*stored) == {"run": "run", "stored": 2, "skipped": 0}
+    assert parsed(*stored) == {"run": "run", "stored": 0, "skipped": 2}
+    table = printed(capsys, "quantities", language_model, "--json")
+    found = fh.Quantities.from_json("\n".join(table))
+    assert "resid_post.1" in found
+    assert len(found) == len(printed(capsys, "quantities", language_model)) - 1
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from ferrohook.engines.modules import OBSERVED_ROWS, ModuleTable, observe
+from ferrohook.engines.modules import OBSERVED_ROWS, ModuleTable
+from ferrohook.engines.observing import observe
 from ferrohook.engines.proofs import Heads, look_at
+from ferrohook.engines.rewriting import rewritten
 
 WIDTH, HEADS = 24, (3, 8)
 IDS = torch.arange(OBSERVED_ROWS)
@@ -205,23 +207,27 @@ VECTOR = torch.ones(HEADS[1])
         (fh.on("@attn_out.1", fh.Add(VECTOR)), "width of 8, the @attn_out.1 one of 24"),
         (fh.on("@attn_out.1", fh.Scale(2), phase="forward_pre"), "leave out phase"),
         (fh.keep("@z.1.0"), "@z.1.0 is not proved"),
+        (fh.keep("@attn_out.1", slice=(..., 0, slice(None))), "does not keep all tokens"),
+        (fh.keep("layers.1", slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
+        (fh.keep("layers.1", slice=(..., -WIDTH - 1)), "does not fit the tensor at 'layers.1'"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused_at_the_front_end(entry: Any, reason: str) -> None:
     _, modules = looked_at()
     front = ModuleTable.from_json(modules.to_json())
     with pytest.raises(ValueError, match=reason):
-        front.rewritten(fh.Plan(entry))
+        rewritten(fh.Plan(entry), front)
 
 
 def test_names_are_kept_and_vectors_spread_over_heads() -> None:
     _, modules = looked_at()
     front = ModuleTable.from_json(modules.to_json())
-    plan = front.rewritten(
+    plan = rewritten(
         fh.Plan(
             fh.on("@z.1", fh.Add(VECTOR)),
             fh.keep(["blocks.*.hook_resid_post", "layers.1.mlp", "@q.0"]),
-        )
+        ),
+        front,
     )
     add, *kept = plan.entries
     assert add.hook == fh.Add(VECTOR.repeat(HEADS[0]))
@@ -245,7 +251,7 @@ def test_a_compiled_engine_has_those_at_its_sites() -> None:
         f"@resid_pre.{n}" for n in (1, 2)
     }
     with pytest.raises(ValueError, match="no site of this compiled engine"):
-        front.rewritten(fh.Plan(fh.keep("@z.1")))
+        rewritten(fh.Plan(fh.keep("@z.1")), front)
     twice = fh.Plan(fh.keep("layers.0"), fh.on("@resid_pre.1", fh.Add(torch.ones(WIDTH))))
     with pytest.raises(ValueError, match=r"keeps 'layers\.0' before it changes it"):
-        front.rewritten(twice)
+        rewritten(twice, front)

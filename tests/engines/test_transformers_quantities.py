@@ -15,7 +15,7 @@ from ferrohook.engines.planned import EnginePlans
 from ferrohook.engines.transformers import attach, generate_batch
 from ferrohook.engines.transformers_steps import ROWS
 from support.engines import batching
-from support.quantity_plans import PROMPTS, WIDTH, alone, check, texts
+from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
 
 SIZES = {
     "vocab_size": 64,
@@ -45,7 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-NEW = 4
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -57,8 +56,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     return cls(config).eval().requires_grad_(requires_grad=False)
 
 
-def generate(model: Any, plans: list[fh.Plan]) -> list[tuple[list[int], Any]]:
-    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(plans))]
+def generate(model: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
+    prompts = [prompt for prompt, _ in asked]
+    plans = [fh.Plan.from_json(text) for _, text in asked]
     settings = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -78,10 +78,7 @@ def generate(model: Any, plans: list[fh.Plan]) -> list[tuple[list[int], Any]]:
 
 
 def test_twelve_plans_at_once_give_what_each_gives_alone(model: Any) -> None:
-    served = generate(model, [fh.Plan.from_json(text) for text in texts().values()])
-    for number, (name, text) in enumerate(texts().items()):
-        prompt = PROMPTS[number % len(PROMPTS)]
-        check(name, served[number], alone(model, fh.Plan.from_json(text), prompt, NEW))
+    assert wrong_plans(model, lambda asked: generate(model, asked)) == {}
 
 
 def test_the_plans_do_something(model: Any) -> None:

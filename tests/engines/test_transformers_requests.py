@@ -211,6 +211,110 @@ def test_a_bad_plan_is_the_callers_error(model: Any, case: str) -> None:
         transformers.generate_batch(model, [PROMPT], [plan])
 
 
+ATTENTION = "model.layers.1.self_attn"
+MISFITS = {
+    "a part that is not there": (fh.keep(ATTENTION, output_index=7), r"=7: .* at \[0\]"),
+    "a part that is None": (fh.keep(ATTENTION, output_index=-1), r"tensors at \[0\]"),
+    "a part of a tensor": (fh.keep(LAYER, output_index=0), "is one tensor: leave it out"),
+    "an attribute of a tensor": (fh.keep(LAYER, output_index="shape"), "is one tensor"),
+    "a key that is not there": (fh.keep("model", output_index="x"), "'last_hidden_state'"),
+    "a part without tensors": (fh.keep("model", output_index="past_key_values"), "tensors at"),
+    "the sum of no pair": (fh.keep(ATTENTION, output_index="sum"), "tensors at"),
+    "no row per token": (fh.keep(""), r"no tensor with a row per token: 3 tokens give"),
+    "an index out of range": (fh.keep(LAYER, slice=(..., WIDTH)), f"tokens, {WIDTH}.*out of"),
+    "a list out of range": (fh.keep(LAYER, slice=(..., [0, -WIDTH - 1])), "does not fit"),
+    "too many indices": (fh.keep(LAYER, slice=(..., 0, 0, 0, 0)), "too many indices"),
+    "a mask of another width": (
+        fh.keep(LAYER, slice=(..., torch.ones(5, dtype=torch.bool))),
+        "does not fit",
+    ),
+    "one row": (fh.keep(LAYER, slice=(..., 0, slice(None))), "does not keep all tokens"),
+    "the first row": (fh.keep(LAYER, slice=(..., [0], slice(None))), "does not keep all tokens"),
+    "every other row": (
+        fh.keep(LAYER, slice=(..., slice(None, None, 2), slice(None))),
+        "does not keep all tokens",
+    ),
+    "rows and columns": (fh.keep(LAYER, slice=(..., [0, 1], [2, 3])), "does not keep all tokens"),
+    "one of the positions": (
+        fh.keep(LAYER, at="generated", slice=(..., 0, slice(None))),
+        "does not keep all tokens",
+    ),
+    "out of range in all parts": (
+        fh.keep("model.rotary_emb", slice=(..., 99)),
+        "output of 'model.rotary_emb'",
+    ),
+    "out of range at a point": (fh.keep("@z.1", slice=(..., 99)), "'@z.1'.*out of"),
+    "another width": (fh.on(LAYER, fh.Add(torch.ones(3))), f"width of 3, .* one of {WIDTH}"),
+    "another width of an input": (
+        fh.on("model.layers.1.mlp.down_proj", fh.Add(torch.ones(WIDTH)), phase="forward_pre"),
+        "the input of 'model.layers.1.mlp.down_proj'",
+    ),
+    "a row for each of some tokens": (
+        fh.on(LAYER, fh.Add(torch.ones(len(PROMPT), WIDTH))),
+        "for any number of tokens",
+    ),
+    "too many dimensions": (fh.on(LAYER, fh.Add(torch.ones(1, 1, 1, WIDTH))), "does not fit"),
+    "a change of a missing part": (
+        fh.on(ATTENTION, fh.Zero(output_index=4)),
+        r"tensors at \[0\]",
+    ),
+    "a change of None": (fh.on(ATTENTION, fh.Scale(2.0, output_index=1)), r"tensors at \[0\]"),
+    "a change of a tuple": (fh.on(ATTENTION, fh.Scale(2.0)), r"name one of \[0\]"),
+    "a change of token ids": (
+        fh.on("model.embed_tokens", fh.Scale(2.0), phase="forward_pre"),
+        "floating point",
+    ),
+    "a change of keywords": (
+        fh.on(ATTENTION, fh.Scale(2.0), phase="forward_pre"),
+        "no positional argument",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def attached(model: Any) -> Iterator[Attached]:
+    with engine(model) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_the_model_is_refused_at_the_door(attached: Attached, case: str) -> None:
+    entry, message = MISFITS[case]
+    with pytest.raises((HookError, HookTypeError), match=f"entry 0 .*{message}"):
+        attached.add_request(PROMPT, plan=fh.Plan(entry))
+    assert not attached._planned.ids()
+
+
+@pytest.mark.parametrize(
+    ("entry", "shape"),
+    [
+        (fh.keep("model", output_index="last_hidden_state"), (WIDTH,)),
+        (fh.keep("model", output_index=0), (WIDTH,)),
+        (fh.keep(LAYER, slice=(..., WIDTH - 1)), ()),
+        (fh.keep(LAYER, slice=(..., [0, -WIDTH])), (2,)),
+        (fh.keep(LAYER, slice=(..., None)), (WIDTH, 1)),
+        (fh.keep(LAYER, at=slice(0, None), slice=(slice(None), 3)), ()),
+        (fh.keep(ATTENTION, inputs=True, output_index="hidden_states", copy="clone"), (WIDTH,)),
+    ],
+    ids=repr,
+)
+def test_what_fits_is_kept_by_position(attached: Attached, entry: Any, shape: Any) -> None:
+    attached.add_request(PROMPT, plan=fh.Plan(entry))
+    output = attached.get_result(timeout=WAIT)
+
+    (kept,) = output.acts.values()
+    assert kept.shape == (len(PROMPT) + len(output.generated_tokens) - 1, *shape)
+
+
+@pytest.mark.parametrize("vector", [torch.ones(1, WIDTH), torch.ones(1, 1, 1), torch.tensor(2.0)])
+def test_vectors_that_broadcast_fit(attached: Attached, model: Any, vector: torch.Tensor) -> None:
+    attached.add_request(PROMPT, plan=fh.Plan(fh.on(LAYER, fh.Add(vector, 5.0))))
+    output = attached.get_result(timeout=WAIT)
+
+    whole = vector.expand(1, 1, WIDTH).flatten()
+    Job(PROMPT, (Change(1, fh.Add(whole, 5.0), None),)).check(model, output, NEW)
+
+
 def test_each_input_has_a_plan_or_none(model: Any) -> None:
     with pytest.raises(ValueError, match="got 1 for 2"):
         transformers.generate_batch(model, [PROMPT, PROMPT], [None])

@@ -130,6 +130,20 @@ def test_the_command_writes_table_json_and_plot(
     assert Path("b.svg").read_text().count("50 %") == 2
 
 
+def test_without_a_terminal_each_group_has_a_line_with_an_estimate(
+    capsys: pytest.CaptureFixture[str], found: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found += [group(name="one"), group(name="two"), group(name="three")]
+    seconds = count(0, 90)
+    monkeypatch.setattr("benches.__main__.monotonic", lambda: next(seconds))
+    assert main(["--quick"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "1 of 3, 1.5 min so far: one",
+        "2 of 3, 3.0 min so far, about 6 min left: two",
+        "3 of 3, 4.5 min so far, about 2 min left: three",
+    ]
+
+
 def test_a_failed_group_is_reported_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str], found: list[Group]
 ) -> None:
@@ -243,8 +257,10 @@ def test_the_page_and_the_chart_agree_with_the_samples() -> None:
 
 
 def test_a_page_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="by `make figures`"):
-        figures.page("# Benchmarks", *report.read_json(figures.SAMPLES))
+    page = figures.PAGE.read_text("utf-8")
+    for marker in (figures.FIRST, figures.SECOND, figures.BEGIN, figures.END):
+        with pytest.raises(ValueError, match=re.escape(marker)):
+            figures.page(page.replace(marker, ""), *report.read_json(figures.SAMPLES))
 
 
 SIZES = {"ns": 1.0, "µs": 1e3, "ms": 1e6}

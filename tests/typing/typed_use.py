@@ -18,6 +18,23 @@ nested = fh.HookedModule(hooked)
 assert_type(nested.inner.inner, nn.Linear)
 
 
+class Pair(nn.Module):
+    def forward(self, one: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        return one * scale, one
+
+
+# A call has the arguments and the result of the module's forward.
+assert_type(hooked(torch.ones(4)), Tensor)
+assert_type(fh.HookedModule(Pair())(torch.ones(4), scale=2.0), tuple[Tensor, Tensor])
+assert_type(nested(torch.ones(4)), Any)
+fh.HookedModule(Pair())(torch.ones(4), scael=2.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+hooked("a text")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def of_any_module(module: nn.Module) -> None:
+    assert_type(fh.HookedModule(module)(1, flag=True), Any)
+
+
 @fh.ForwardPreHook
 def double(input: Tensor) -> Tensor:
     return input * 2

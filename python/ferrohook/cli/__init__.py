@@ -7,7 +7,6 @@ imports are made by the command that needs them.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from ferrohook import __version__
 from ferrohook.cli import (
     capture,
     collect,
+    completion,
     doctor,
     inspect,
     plot,
@@ -44,32 +44,25 @@ COMMANDS = {
     "plot": plot,
     "doctor": doctor,
 }
-_WRONG = re.compile(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)")
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+_OPTION = re.compile(r"unrecognized arguments: (--[\w-]+)")
 USER_ERROR = 2
 INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints errors in one line, with the closest word that there is."""
+    """A parser that prints errors in one line, with the closest word that it knows."""
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""
-        for word in filter(None, itertools.chain(*_WRONG.findall(message))):
-            known = COMMANDS if not word.startswith("-") else self.options()
-            if closest := get_close_matches(word.partition("=")[0], known, 1):
-                message += f"; did you mean {closest[0]}?"
+        word, known = "", []
+        if wrong := _CHOICE.search(message):
+            word, known = wrong[1], re.findall(r"[\w-]+", wrong[2])
+        elif wrong := _OPTION.search(message):
+            word, known = wrong[1], [each for own in self._actions for each in own.option_strings]
+        if closest := get_close_matches(word, known, 1):
+            message += f"; did you mean {closest[0]}?"
         self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-    def options(self) -> list[str]:
-        """Returns the options, those of commands included."""
-        commands = [
-            command
-            for each in self._actions
-            if isinstance(each.choices, dict)
-            for command in each.choices.values()
-        ]
-        own = [name for each in self._actions for name in each.option_strings]
-        return own + [name for command in commands for name in command.options()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if the command found a fault; 2 after a mistake of the user, printed in
         one line; 130 after Ctrl-C.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    parser, commands = _parsers()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # argparse would ask the outer parser, which does not know the command's options.
+        commands.get(options.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 0
@@ -101,9 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
 
 
-def _parser() -> Parser:
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    """Returns the parser of the command line, and those of its commands by name."""
     parser = Parser(prog="ferrohook", description="Hooks for PyTorch modules on a Rust core.")
     parser.add_argument("--version", action="version", version=f"ferrohook {__version__}")
+    completion.add_option(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = (command.__doc__ or "").partition(": ")[2].partition("\n")[0]
@@ -120,4 +118,4 @@ def _parser() -> Parser:
         sub.add_argument(
             "--traceback", action="store_true", help="show the Python traceback of a mistake"
         )
-    return parser
+    return parser, dict(commands.choices)

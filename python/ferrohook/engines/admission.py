@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -83,12 +84,12 @@ class Admission:
         Raises:
             ValueError: the plan is bad; the request must not be scheduled.
         """
-        text = value if isinstance(value, str) else _dumped(value)
+        text = text_of(value)
         try:
             plan = Plan.from_json(text, vectors)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
-        return ReadPlan(self._modules.rewritten(plan), text, used, _digest(text, used))
+        return ReadPlan(rewritten(plan, self._modules), text, used, _digest(text, used))
 
     def check_captures(self, plan: Plan, prompt_length: int, new_tokens: int) -> None:
         """Checks that the captures of a request keep within `capture_bytes`.
@@ -148,10 +149,17 @@ def wanted(at: At, prompt: int, tokens: int) -> Tensor:
     return mask_of(at, Tokens(torch.arange(tokens)[None], lengths))[0]
 
 
-def _dumped(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Returns a plan that a client sent, as text.
+
+    Raises:
+        ValueError: it is neither text nor made of what JSON has.
+    """
+    if isinstance(value, str):
+        return value
     try:
         return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         msg = f"the plan of a request is the JSON of Plan.to_json: {error}"
         raise ValueError(msg) from error
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.attention import AttentionPoint
+    from ferrohook.engines.step_values import StepValues
     from ferrohook.engines.steps import Span, Step
-    from ferrohook.places import Place
     from ferrohook.plans import Request
     from ferrohook.rows import Batch
 
@@ -60,7 +60,7 @@ class EnginePlans(PreparedPlans):
 
     Args:
         model: the engine's model.
-        running: its modules that run in a step; None if that is not known.
+        values: those of its modules in a step; None if they are not known.
         dim: dimension of the rows in its tensors.
         size: number of plans that stay prepared without a request.
     """
@@ -68,14 +68,14 @@ class EnginePlans(PreparedPlans):
     def __init__(
         self,
         model: nn.Module,
-        running: Collection[nn.Module] | None = None,
+        values: StepValues | None = None,
         dim: int = 0,
         *,
         size: int = 0,
     ) -> None:
         super().__init__(model)
         self._size = size
-        self._running = running
+        self._values = values
         self._dim = dim
         self._checked: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
@@ -107,22 +107,28 @@ class EnginePlans(PreparedPlans):
             return
         for number, entry in enumerate(prepared.entries):
             needs = prepared.needs[number]
-            reason = JUDGE.refusal(entry, self._dim, needs) or self._silent(prepared.places(number))
+            # At positions, what is cut has the tokens first.
+            dim = 0 if entry.at is not None else self._dim
+            reason = JUDGE.refusal(entry, dim, needs) or self._unfit(prepared, number)
             if reason is not None:
                 msg = f"entry {number} of the plan cannot be served by an engine: {reason}"
                 raise HookError(msg)
         self._checked.add(prepared)
 
-    def _silent(self, places: dict[str, Place]) -> str | None:
-        for name, place in places.items():
+    def _unfit(self, prepared: Prepared, number: int) -> str | None:
+        for name, place in prepared.places(number).items():
             module = place.module
             if is_point(module):
                 point = cast("AttentionPoint", module)
                 if point.name == "pattern":
                     return f"{name}: {NO_PATTERN}"
                 module = point.points.module
-            if self._running is not None and module not in self._running:
+            if self._values is None:
+                continue
+            if module not in self._values.calls:
                 return f"{name!r} does not run in its steps"
+            if (reason := self._values.refusal(name, place, prepared.entries[number])) is not None:
+                return reason
         return None
 
 
@@ -212,7 +218,7 @@ class PlannedRequests:
     Args:
         model: the engine's model.
         dim: dimension of the rows in its tensors.
-        running: see `EnginePlans`.
+        values: see `EnginePlans`.
         size: see `EnginePlans`.
     """
 
@@ -221,10 +227,10 @@ class PlannedRequests:
         model: nn.Module,
         *,
         dim: int = 0,
-        running: Collection[nn.Module] | None = None,
+        values: StepValues | None = None,
         size: int = 0,
     ) -> None:
-        self.plans = EnginePlans(model, running, dim, size=size)
+        self.plans = EnginePlans(model, values, dim, size=size)
         self._dim = dim
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}

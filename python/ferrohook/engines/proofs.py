@@ -189,6 +189,7 @@ def look_at(
     model: nn.Module,
     forward: Callable[[], object],
     heads_of: Callable[[nn.Module], Heads | None],
+    places: Mapping[str, str] | None = None,
 ) -> NamedTensors:
     """Proves the quantities of an engine's model, and has plans for it resolve their names.
 
@@ -199,12 +200,13 @@ def look_at(
         forward: runs it for `OBSERVED_ROWS` tokens, alike each time.
         heads_of: returns the sizes of a module that is called as attention(q, k, v, ...), None for
             any other.
+        places: hook points that see the stream behind blocks, by the names of these.
 
     Returns:
         The table, with places as plans in this engine need them.
     """
     try:
-        prover = _Prover(model, forward, heads_of)
+        prover = _Prover(model, forward, heads_of, places or {})
         named = NamedTensors(prover.table(), prover.heads)
     except Exception as error:
         logging.getLogger("ferrohook").exception("looking at the engine's model failed")
@@ -220,9 +222,11 @@ class _Prover:
         model: nn.Module,
         forward: Callable[[], object],
         heads_of: Callable[[nn.Module], Heads | None],
+        places: Mapping[str, str],
     ) -> None:
         self._model = model
         self._forward = forward
+        self._places = places
         self._look = Observed(model, forward)
         self._heads = {
             path: sizes
@@ -338,6 +342,9 @@ class _Prover:
     def _posts(self, path: str, behind: str | None) -> Iterator[Site]:
         """Yields the sites where the stream behind a block may be."""
         look = self._look
+        if (place := self._places.get(path)) is not None:
+            yield Site(place, False, None)  # noqa: FBT003 (a field)
+            return
         for part in (SUM, None, 0):
             site = Site(path, False, part)  # noqa: FBT003 (a field)
             if site in look.before:

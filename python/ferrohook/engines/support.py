@@ -10,6 +10,10 @@ from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Any
+
+    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.options import EngineOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,26 @@ class Capabilities:
         """Returns the error of an engine that uses features among `refused`."""
         reasons = "; ".join(f"{feature} ({self.refused[feature]})" for feature in used)
         return f"this engine of {self.engine} serves no plans, as it uses {reasons}"
+
+    def described(self, modules: ModuleTable, options: EngineOptions) -> dict[str, Any]:
+        """Returns what plans may do in a running engine, as its server answers it.
+
+        Args:
+            modules: modules and quantities of its model.
+            options: of the engine.
+        """
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "served": [*self.served],
+            "refused": {**self.refused},
+            "capture_bytes": options.capture_bytes,
+            "modules": {
+                name: {"width": info.width, "refused": info.refused}
+                for name, info in modules.table.items()
+            },
+            "quantities": modules.named.described(),
+        }
 
     def refuse(self, feature: str) -> None:
         """Raises the error for a feature among `refused`.

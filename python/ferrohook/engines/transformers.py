@@ -222,8 +222,9 @@ class Attached:
             if manager.model.device.type == "cuda":
                 # The engine zeroes its buffers on one stream, and writes them on others.
                 torch.cuda.synchronize(manager.model.device)
-            running, self._other_dims = check_row_map(manager)
-            self._planned = PlannedRequests(manager.model, dim=ROWS, running=running)
+            values = check_row_map(manager, self._head)
+            self._other_dims = values.other_dims
+            self._planned = PlannedRequests(manager.model, dim=ROWS, values=values)
             self._hold()
 
     # --- In the caller's thread --------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -14,29 +15,20 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from ferrohook.engines.step_values import StepValues, observed
 from ferrohook.engines.steps import Span, Step
 from ferrohook.errors import HookError
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor, nn
 
+    from ferrohook.engines.step_values import Call
+
 ROWS = 1
 """Dimension of the rows: hidden states are (1, tokens, width)."""
-
-
-class Observed(NamedTuple):
-    """Modules of a model, as a dummy step found them."""
-
-    running: frozenset[nn.Module]
-    other_dims: dict[nn.Module, int]
-    """Dimension of the rows in outputs where it is not `ROWS`.
-
-    A mixture of experts flattens (1, tokens, width). By the sizes of one step alone, rows and
-    experts could be taken for each other.
-    """
 
 
 def read_step(processor: Any) -> Step:
@@ -69,10 +61,19 @@ def _prepared_io(processor: Any) -> Any:
 
 
 @torch.no_grad()
-def check_row_map(manager: Any) -> Observed:
+def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> StepValues:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
+
+    Args:
+        manager: of the engine.
+        head: modules that see the rows of which logits are computed, see `head_rows`.
+
+    Returns:
+        The values of the step. A mixture of experts flattens (1, tokens, width), so that rows are
+        in another dimension: by the sizes of one step alone, rows and experts could be taken for
+        each other.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.
@@ -93,14 +94,13 @@ def check_row_map(manager: Any) -> Observed:
         ):
             msg = "the engine has no room for the self-test of 3 tokens: attach it while it is idle"
             raise HookError(msg)
-        inputs, outputs = _run(processor, manager.model, dummies, expected.rows)
+        inputs, embedded, calls = _run(processor, manager.model, dummies, expected.rows)
         found = read_step(processor)
     finally:
         for dummy in dummies:
             processor.cache.free_blocks(dummy.state.request_id, no_cache=True)
         io = _prepared_io(processor)
         io.requests_in_batch, io.req_id_to_new_token_position = [], {}
-    embedded = outputs.tokens
     right = (
         found == expected
         and embedded == [[tokens]]
@@ -117,10 +117,11 @@ def check_row_map(manager: Any) -> Observed:
         raise HookError(msg)
     other_dims = {
         module: dims[0]
-        for module, shape in outputs.shapes.items()
-        if (dims := _dims(shape, expected.rows)) and ROWS not in dims
+        for module, (first, *_) in calls.items()
+        for tensor in itertools.islice(tensors_in(first.output), 1)
+        if (dims := _dims(tensor.shape, expected.rows)) and ROWS not in dims
     }
-    return Observed(frozenset(outputs.ran), other_dims)
+    return StepValues(calls, expected.rows, ROWS, other_dims, frozenset(head))
 
 
 def _dims(shape: Sequence[int], rows: int) -> list[int]:
@@ -128,33 +129,6 @@ def _dims(shape: Sequence[int], rows: int) -> list[int]:
     if shape[:1] == (rows,):
         return [0]
     return [dim for dim, size in enumerate(shape) if size == rows]
-
-
-class _Recorder:
-    """Tokens that the embedding got, and shapes of all modules' outputs, in this thread."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens: list[Any] = []
-        self.ran: set[nn.Module] = set()
-        self.shapes: dict[nn.Module, tuple[int, ...]] = {}
-        self._thread = threading.get_ident()
-        embedding = model.get_input_embeddings()
-        self._handles = [embedding.register_forward_pre_hook(self._embed)]
-        self._handles += [module.register_forward_hook(self._record) for module in model.modules()]
-
-    def _embed(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if threading.get_ident() == self._thread:
-            self.tokens.append(args[0].tolist())
-
-    def _record(self, module: nn.Module, _args: object, output: object) -> None:
-        if threading.get_ident() == self._thread:
-            self.ran.add(module)
-            for tensor in tensors_in(output):
-                self.shapes.setdefault(module, tuple(tensor.shape))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
@@ -171,8 +145,8 @@ def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
 
 def _run(
     processor: Any, model: Any, dummies: list[FutureRequestState], rows: int
-) -> tuple[dict[str, Any], _Recorder]:
-    """Runs a step; returns the model's inputs, and records of its modules."""
+) -> tuple[dict[str, Any], list[Any], dict[nn.Module, list[Call]]]:
+    """Runs a step; returns the model's inputs, the tokens that it embedded and its calls."""
     io = processor.inputs_and_outputs
     io.prepare_batch_tensors(
         requests_in_batch=dummies,
@@ -183,11 +157,19 @@ def _run(
         use_padding=False,
     )
     inputs = io.get_model_kwargs(use_padding=False)
-    recorder = _Recorder(model)
+    embedded: list[Any] = []
+    thread = threading.get_ident()
+
+    def embed(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == thread:
+            embedded.append(args[0].tolist())
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(embed)
     try:
-        processor.model_runner.compute_batch(model, inputs)
+        with observed(model) as calls:
+            processor.model_runner.compute_batch(model, inputs)
         if io.compute_stream is not None:  # the engine's first step writes over its inputs
             io.compute_stream.synchronize()
     finally:
-        recorder.remove()
-    return inputs, recorder
+        handle.remove()
+    return inputs, embedded, calls

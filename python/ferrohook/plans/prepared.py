@@ -505,7 +505,8 @@ def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> Non
     if width in {None, 1} or intervention.output_index is not None or entry.phase != "forward":
         return
     for name, place in places.items():
-        known = place.width or (None if place.inputs else _width_of(place.module))
+        own = None if place.inputs else _width_of(place.module)
+        known = own if place.shape is None else place.shape[-1]
         if known is not None and known != width:
             msg = (
                 f"entry {number} of the plan: {intervention!r} has a width of {width}, the output "

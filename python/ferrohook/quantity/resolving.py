@@ -99,7 +99,7 @@ def _place(resolved: Resolved, module: nn.Module) -> Place:
         quantity.multiplier,
         resolved.title,
         quantity.writable,
-        None if point == "pattern" else quantity.shape[-1],  # it has that of the call
+        None if point == "pattern" else quantity.shape,  # it has that of the call
         resolved.head,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
 import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, sglang
+from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.sglang.worker import Worker
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
 from support.sglang_engine import abort, answer_of, request, serve
@@ -411,6 +414,16 @@ def test_python_functions_do_not_travel() -> None:
     plan = fh.Plan(fh.on("model.layers.0", lambda _module, _args, output: output))
     with pytest.raises(fh.HookTypeError, match="no Python functions"):
         sglang.custom_params(plan)
+
+
+@pytest.mark.parametrize("plan", [{"entries": ["x" * 200]}, "x" * 200], ids=["objects", "text"])
+def test_a_plan_that_is_too_long_is_refused_before_it_is_read(plan: Any) -> None:
+    """All others wait while the scheduler reads it."""
+    worker: Any = object.__new__(Worker)
+    worker.served, worker._options = object(), SglangOptions(plan_bytes=100)
+    req = types.SimpleNamespace(beam_group=None, session=None, input_embeds=None)
+    with pytest.raises(ValueError, match="more than plan_bytes=100"):
+        worker._open(req, plan, "")
 
 
 def test_capabilities() -> None:

@@ -16,7 +16,7 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::rows::at::{Chosen, Masks};
 use crate::rows::mask::Mask;
-use crate::rows::member::Membership;
+use crate::rows::membership::Membership;
 use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OwnRows, Tokens};
 use crate::torch::is_tensor;

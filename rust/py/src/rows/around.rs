@@ -12,8 +12,10 @@ use crate::contexts::current::Frames;
 use crate::contexts::frame::Frame;
 use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
-use crate::rows::batch::{BatchBase, Batches, Layout, Member};
+use crate::rows::batch::{BatchBase, Batches};
 use crate::rows::hooks::{Found, Hooks, MemberHooks};
+use crate::rows::layout::Layout;
+use crate::rows::member::Member;
 use crate::rows::merged::{MergedHooks, Simple};
 use crate::rows::places::Tokens;
 use crate::rows::stages::Stages;
@@ -214,7 +216,7 @@ impl<'py> Members<'_, '_, 'py> {
     ) -> PyResult<(MergedHooks, Vec<Hooks<'s>>)> {
         let (mut simple, mut others) = (Vec::new(), Vec::new());
         for (number, entries) in hooks {
-            if self.layout.rows(self.batch, number).len() == 0 {
+            if self.layout.rows(self.batch.all(), number).len() == 0 {
                 value::note_run(self.member(number));
                 continue;
             }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
-use pyo3::exceptions::{PyBaseException, PyTimeoutError};
+use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,18 +16,18 @@ use rustc_hash::FxHashMap;
 use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
-use crate::error::{hook_error, hook_type_error, rows_error, type_name};
-use crate::hooks::site::{is_fault, log_error};
-use crate::rows::at::Masks;
+use crate::error::{hook_error, rows_error};
+use crate::hooks::site::is_fault;
 use crate::rows::given;
-use crate::rows::member::Membership;
+use crate::rows::layout::{Gathered, Layout};
+use crate::rows::member::{Member, Owners};
+use crate::rows::membership::Membership;
 use crate::rows::merged::MergedHooks;
-use crate::rows::numbers::{BatchRows, Rows, Selections, length};
-use crate::rows::places::{
-    BatchRow, MemberPlace, OwnRows, Position, TokenPlace, TokenPositions, in_tensors,
-};
+use crate::rows::numbers::{BatchRows, Selections, length};
+use crate::rows::places::{Position, TokenPositions};
+use crate::rows::positions::Positions;
 use crate::rows::remembered::{Key, Remembered};
-use crate::torch::{copies, is_tensor};
+use crate::torch::copies;
 
 /// Number of sites that are open in the process.
 static SITES: AtomicUsize = AtomicUsize::new(0);
@@ -46,125 +46,13 @@ pub fn count_sites(opened: bool) {
     }
 }
 
-/// Request, scope or capture in a batch.
-pub struct Member {
-    pub frame: Py<Frame>,
-    pub rows: BatchRows,
-    /// True once one of its hooks ran.
-    pub ran: AtomicBool,
-}
-
-impl Member {
-    fn of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Self> {
-        let py = frame.py();
-        let frame = frame.cast::<Frame>().map_err(|_| {
-            let got = type_name(frame);
-            let message = format!("a batch has requests, scopes and captures, got {got}");
-            hook_type_error(py, message)
-        })?;
-        if frame.cast::<BatchBase>().is_ok() {
-            let message = "a batch is no member of another".to_owned();
-            return Err(rows_error(py, message));
-        }
-        Ok(Self {
-            frame: frame.clone().unbind(),
-            rows,
-            ran: AtomicBool::new(false),
-        })
+/// Returns a member of a batch; raises for what is none.
+fn member_of(frame: &Bound<'_, PyAny>, rows: BatchRows) -> PyResult<Member> {
+    if frame.cast::<BatchBase>().is_ok() {
+        let message = "a batch is no member of another".to_owned();
+        return Err(rows_error(frame.py(), message));
     }
-
-    /// Fails it, for this reason, and logs that.
-    pub fn fail(&self, py: Python<'_>, error: &PyErr) {
-        if !self.frame.get().end(py, error) {
-            return;
-        }
-        let frame = self.frame.bind(py).repr();
-        let frame = frame.map_or_else(|_| "a request".to_owned(), |repr| repr.to_string());
-        let message = format!("{frame} failed in a batch: its rows go on without hooks");
-        if let Err(unlogged) = log_error(py, &message, error) {
-            unlogged.write_unraisable(py, None);
-        }
-    }
-
-    /// Fails it if its deadline has passed, and returns true then. `now` is read when first needed.
-    pub fn expire(&self, py: Python<'_>, now: &mut Option<Instant>) -> bool {
-        let frame = self.frame.get();
-        let passed = !frame.failed()
-            && frame
-                .deadline()
-                .is_some_and(|deadline| *now.get_or_insert_with(Instant::now) > deadline);
-        if passed {
-            let error = PyTimeoutError::new_err("the deadline of the request has passed");
-            self.fail(py, &error);
-        }
-        passed
-    }
-}
-
-/// Rows that the tensors of one module have.
-pub struct Layout {
-    pub dim: usize,
-    pub size: usize,
-    /// Rows of each member, if the module has rows of its own; None: those of the batch.
-    gathered: Option<Box<[(Rows, OwnRows)]>>,
-}
-
-/// Index of the rows of a module, and their dimension.
-struct Gathered {
-    /// Index tensor, or the function that makes it.
-    index: Py<PyAny>,
-    dim: usize,
-}
-
-/// Positions of the rows of a batch.
-struct Positions {
-    /// Those of the first row, then those of the next.
-    values: Vec<Position>,
-    /// Number of columns of a padded batch; None if each row is one token.
-    columns: Option<usize>,
-    /// Those of each member, made when first needed.
-    members: Box<[OnceLock<Arc<[Position]>>]>,
-    /// Lengths of each member's prompts, if they were given with the positions.
-    prompts: Box<[Option<Arc<[i64]>>]>,
-}
-
-impl Positions {
-    /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan, if
-    /// its rows are single tokens.
-    fn place(&self, py: Python<'_>, number: usize, member: &Member, dim: usize) -> PyResult<()> {
-        let frame = member.frame.get();
-        if let Some(lengths) = &self.prompts[number] {
-            Membership::set_prompts(frame, Arc::clone(lengths));
-        }
-        if self.columns.is_some() {
-            return Ok(());
-        }
-        let prompt = || match *Membership::prompts(frame) {
-            [] => Ok(None),
-            [length] => Ok(Some(length)),
-            _ => Err(rows_error(
-                py,
-                "a request whose rows are single tokens has one prompt: lengths has one int for it"
-                    .to_owned(),
-            )),
-        };
-        let own = || self.of(number, member).unwrap_or_default();
-        if let Some(masks) = Masks::of_rows(py, frame, own, prompt, dim)? {
-            Membership::set_masks(frame, Some(masks));
-        }
-        Ok(())
-    }
-
-    /// Returns the positions of a member's tokens; None for several padded rows.
-    fn of(&self, number: usize, member: &Member) -> Option<Arc<[Position]>> {
-        if let Some(columns) = self.columns {
-            let BatchRow(row) = member.rows.single()?;
-            let found = || self.values[row * columns..(row + 1) * columns].into();
-            return Some(Arc::clone(self.members[number].get_or_init(found)));
-        }
-        let found = || member.rows.iter().map(|row| self.values[row.0]).collect();
-        Some(Arc::clone(self.members[number].get_or_init(found)))
-    }
+    Member::of(frame, rows)
 }
 
 /// Batches as what stands around a phase of a call: hooks of their members run in the calls.
@@ -217,7 +105,7 @@ impl BatchBase {
         let mut members = Vec::new();
         if let Ok(rows) = rows.cast::<PyDict>() {
             for (member, rows) in rows.iter() {
-                members.push(Member::of(&member, given::read(&rows, size)?)?);
+                members.push(member_of(&member, given::read(&rows, size)?)?);
             }
         } else {
             let rows = rows.cast::<PyList>()?;
@@ -225,7 +113,7 @@ impl BatchBase {
             for pair in rows.iter() {
                 let (member, span) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
                 let rows = spans.get_or_insert_default().read(span.cast()?)?;
-                members.push(Member::of(&member, rows)?);
+                members.push(member_of(&member, rows)?);
             }
         }
         if members.is_empty() {
@@ -252,11 +140,9 @@ impl BatchBase {
             by_address.insert(module.as_ptr() as usize, Gathered { index, dim });
             modules.push(module.unbind());
         }
-        let positions = spans.as_ref().map(|spans| Positions {
-            values: spans.positions(size.unwrap_or(named)),
-            columns: None,
-            members: members.iter().map(|_| OnceLock::new()).collect(),
-            prompts: spans.prompts(),
+        let positions = spans.as_ref().map(|spans| {
+            let values = spans.positions(size.unwrap_or(named));
+            Positions::new(values, None, spans.prompts())
         });
         let batch = Self {
             python: AtomicBool::new(false),
@@ -289,12 +175,8 @@ impl BatchBase {
             let lengths = lengths.get_item(&member.frame)?;
             lengths.map(|lengths| given::lengths(&lengths)).transpose()
         });
-        let positions = Positions {
-            values: values.into_iter().map(Position).collect(),
-            columns,
-            members: self.members.iter().map(|_| OnceLock::new()).collect(),
-            prompts: prompts.collect::<PyResult<_>>()?,
-        };
+        let values = values.into_iter().map(Position).collect();
+        let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
         let _former = self.positions.lock().replace(Arc::new(positions));
         Ok(())
     }
@@ -613,7 +495,7 @@ impl BatchBase {
     /// Remembers the merged hooks of the members for the module with this id, unless it has rows of
     /// its own. `epoch`: read before they were looked for.
     pub fn remember(&self, layout: &Layout, module: u64, epoch: u64, hooks: Arc<MergedHooks>) {
-        if layout.gathered.is_none() {
+        if layout.is_of_batch() {
             let mut remembered = self.remembered.lock();
             let dropped = remembered.as_mut().map(|it| it.add(module, epoch, hooks));
             drop(remembered);
@@ -652,7 +534,7 @@ impl BatchBase {
 
     /// Selections of the rows in a module's tensors; None if it has rows of its own.
     pub fn selections(&self, layout: &Layout) -> Option<&Selections> {
-        layout.gathered.is_none().then_some(&self.selections)
+        layout.is_of_batch().then_some(&self.selections)
     }
 
     /// True if a member had hooks that run Python, which may write in place, as it was entered: what
@@ -691,128 +573,20 @@ impl BatchBase {
         kwargs: Option<&Bound<'py, PyDict>>,
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Layout> {
-        let gathered = if self.gathered.is_empty() {
-            None
-        } else {
-            self.gathered.get(&(module.as_ptr() as usize))
-        };
-        let Some(gathered) = gathered else {
-            return Ok(Layout {
-                dim: self.dim,
-                size: self.rows(),
-                gathered: None,
-            });
-        };
+        if !self.has_own_rows(module) {
+            return Ok(Layout::of_batch(self.dim, self.rows()));
+        }
         let py = module.py();
-        let mut index = gathered.index.bind(py).clone();
-        if !is_tensor(&index)? {
-            let kwargs = kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
-            index = index.call1((module, args, kwargs, output))?;
-        }
-        let dims: usize = index.call_method0(intern!(py, "dim"))?.extract()?;
-        if dims != 1 {
-            let message = format!("an index in gathered has one dimension, got {dims}");
-            return Err(rows_error(py, message));
-        }
-        let index: Vec<i64> = index
-            .call_method0(intern!(py, "tolist"))?
-            .extract()
-            .map_err(|_| {
-                let got = index
-                    .getattr("dtype")
-                    .map_or_else(|_| "?".to_owned(), |it| it.to_string());
-                rows_error(
-                    py,
-                    format!("an index in gathered is a tensor of ints, got {got}"),
-                )
-            })?;
+        let gathered = &self.gathered[&(module.as_ptr() as usize)];
+        let index = gathered.read(module, args, kwargs, output)?;
         let owners = Owners::of(py, &self.members, self.named)?;
-        let mut rows = vec![(Vec::new(), Vec::new()); self.members.len()];
-        for (at, row) in index.iter().enumerate() {
-            let Ok(row) = usize::try_from(*row) else {
-                continue; // nobody's
-            };
-            if self.size.get().is_some_and(|size| row >= *size) {
-                let message = format!(
-                    "row {row} in gathered is out of range: the batch has {}",
-                    self.rows()
-                );
-                return Err(rows_error(py, message));
-            }
-            if let Some((member, place)) = owners.of_row(BatchRow(row)) {
-                rows[member].0.push(at);
-                rows[member].1.push(place);
-            }
-        }
-        let dim = gathered.dim;
-        let own = rows.into_iter().map(|(rows, places)| {
-            let places = places.into();
-            (Rows::of(rows), OwnRows { places, dim })
-        });
-        Ok(Layout {
-            dim,
-            size: index.len(),
-            gathered: Some(own.collect()),
-        })
+        let size = self.size.get().copied();
+        gathered.layout(py, &index, &self.members, &owners, size)
     }
 
     fn part(&self, members: usize) {
         for member in &self.members[..members] {
             Membership::part(member.frame.get());
         }
-    }
-}
-
-impl Layout {
-    /// Rows of a member.
-    pub fn rows<'a>(&'a self, batch: &'a BatchBase, member: usize) -> &'a Rows {
-        match &self.gathered {
-            Some(own) => &own[member].0,
-            None => batch.members[member].rows.in_tensors(),
-        }
-    }
-
-    /// Rows of a member as places among its rows of the batch; None if they are the same.
-    pub fn own_rows(&self, member: usize) -> Option<&OwnRows> {
-        Some(&self.gathered.as_ref()?[member].1)
-    }
-
-    /// Converts places among a member's rows of the batch to places among its rows here.
-    pub fn places(&self, member: usize, of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
-        match self.own_rows(member) {
-            Some(own) => own.among(of_batch),
-            None => in_tensors(of_batch),
-        }
-    }
-
-    /// True if the tensor has the rows.
-    pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(length(tensor, self.dim)? == Some(self.size))
-    }
-}
-
-/// Member of each row, by number, and the row's place among those of it; None for a row of nobody.
-struct Owners(Vec<Option<(usize, MemberPlace)>>);
-
-impl Owners {
-    fn of(py: Python<'_>, members: &[Member], named: usize) -> PyResult<Self> {
-        let mut owners = vec![None; named];
-        for (number, member) in members.iter().enumerate() {
-            for (place, BatchRow(row)) in member.rows.iter().enumerate() {
-                if let Some((other, _)) = owners[row].replace((number, MemberPlace(place))) {
-                    let message = if other == number {
-                        format!("row {row} is named twice for member {number} of the batch")
-                    } else {
-                        format!("rows overlap: row {row} is of members {other} and {number}")
-                    };
-                    return Err(rows_error(py, message));
-                }
-            }
-        }
-        Ok(Self(owners))
-    }
-
-    fn of_row(&self, row: BatchRow) -> Option<(usize, MemberPlace)> {
-        self.0.get(row.0).copied().flatten()
     }
 }

@@ -4,7 +4,7 @@
 //! takes the hooks of the members for each phase: native ones of all members run side by side
 //! ([`stages`]), remembered for the next calls ([`remembered`]); others in a call of their own on
 //! tensors narrowed to the member's rows ([`value`]). Members are frames that are not entered; what
-//! a batch keeps with one is its [`member::Membership`]. A class of native hooks says by
+//! a batch keeps with one is its [`membership::Membership`]. A class of native hooks says by
 //! [`merging::InBatch`] what it does in batches.
 
 pub mod around;
@@ -12,12 +12,15 @@ pub mod at;
 pub mod batch;
 mod given;
 pub mod hooks;
+mod layout;
 pub mod mask;
-pub mod member;
+mod member;
+pub mod membership;
 pub mod merged;
 pub mod merging;
 pub mod numbers;
 pub mod places;
+mod positions;
 pub mod remembered;
 pub mod stages;
 pub mod value;

@@ -12,7 +12,8 @@ use crate::contexts::owners::Owned;
 use crate::error::rows_error;
 use crate::hooks::hook::Hook;
 use crate::hooks::site::is_fault;
-use crate::rows::batch::{BatchBase, Layout};
+use crate::rows::batch::BatchBase;
+use crate::rows::layout::Layout;
 use crate::rows::merged::{HookAt, MergedHooks, Simple};
 use crate::rows::merging::{InBatch, Joint, Part, Select, SharedValue, in_batch_of, of_hook};
 use crate::rows::places::{TokenPlace, TokenPositions};
@@ -96,7 +97,7 @@ impl Stages<'_> {
         for (at, describe) in stage.iter().zip(&describes) {
             let simple = &self.hooks.members[at.0];
             let merging = &simple.merging[at.1];
-            let all = self.layout.rows(self.batch, simple.number);
+            let all = self.layout.rows(self.batch.all(), simple.number);
             let rows = match self.places(*at) {
                 None => Cow::Borrowed(all),
                 Some(places) => Cow::Owned(all.at(&places).ok_or_else(|| {

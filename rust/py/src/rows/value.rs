@@ -13,7 +13,9 @@ use crate::call::stop::Stop;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
 use crate::hooks::site::is_fault;
-use crate::rows::batch::{BatchBase, Layout, Member};
+use crate::rows::batch::BatchBase;
+use crate::rows::layout::Layout;
+use crate::rows::member::Member;
 use crate::rows::merging::{InBatch, of_hook};
 use crate::rows::numbers::Rows;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
@@ -72,7 +74,7 @@ impl<'a, 'py> Value<'a, 'py> {
     }
 
     fn rows(&self, member: usize) -> &'a Rows {
-        self.layout.rows(self.batch, member)
+        self.layout.rows(self.batch.all(), member)
     }
 
     /// Drops the changes of a member.

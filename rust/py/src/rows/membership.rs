@@ -1,0 +1,189 @@
+//! Membership of a frame in batches.
+
+use std::any::Any;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use parking_lot::Mutex;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+
+use crate::contexts::frame::Frame;
+use crate::contexts::slot::Slot;
+use crate::error::rows_error;
+use crate::rows::at::Masks;
+use crate::rows::remembered::Remembered;
+
+/// What is kept with a frame of its rows: of the batches that it was a member of, and of the tokens of
+/// its forwards.
+#[derive(Default)]
+pub struct Membership(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// True while the frame is a member of an entered batch.
+    joined: bool,
+    /// True while sites serve that batch.
+    served: bool,
+    closed: bool,
+    /// Merged hooks of the last batch whose first member it was.
+    remembered: Option<Box<Remembered>>,
+    /// Lengths of its prompts, as the last batch that was given some had them; none if not known.
+    prompts: Arc<[i64]>,
+    /// Tokens at the positions of its plan in the running forward.
+    masks: Option<Arc<Masks>>,
+}
+
+const SERVED: &str =
+    "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
+
+impl Membership {
+    /// Returns that of a frame that joined a batch before.
+    pub fn of(frame: &Frame) -> Option<&Self> {
+        (frame.slot()? as &dyn Any).downcast_ref()
+    }
+
+    /// Returns that of any frame but a batch.
+    fn of_any(frame: &Frame) -> Option<&Self> {
+        let slot: &dyn Any = frame.slot_or(|| Box::new(Self::default()));
+        slot.downcast_ref()
+    }
+
+    /// Sets the tokens at the positions of a plan in the forwards from now on; None: not known.
+    pub fn set_masks(frame: &Frame, masks: Option<Masks>) {
+        let former = Self::of_any(frame).and_then(|membership| {
+            mem::replace(&mut membership.0.lock().masks, masks.map(Arc::new))
+        });
+        drop(former); // runs Python code
+    }
+
+    /// Forgets the tokens at the positions of a plan: the call of the model says which they are.
+    pub fn forget_masks(frame: &Frame) {
+        if Self::of(frame).is_some() {
+            Self::set_masks(frame, None);
+        }
+    }
+
+    /// Tokens at the positions of a plan in the running forward; None if they are not known.
+    pub fn masks(frame: &Frame) -> Option<Arc<Masks>> {
+        Self::of(frame)?.0.lock().masks.clone()
+    }
+
+    pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {
+        if let Some(membership) = Self::of_any(frame) {
+            membership.0.lock().prompts = lengths;
+        }
+    }
+
+    /// Lengths of the frame's prompts; none if they are not known.
+    pub fn prompts(frame: &Frame) -> Arc<[i64]> {
+        let membership = Self::of(frame);
+        membership.map_or_else(Arc::default, |it| Arc::clone(&it.0.lock().prompts))
+    }
+
+    /// Makes a frame a member of an entered batch; `epoch` counts the changes of its hooks from now
+    /// on.
+    pub fn join(frame: &Bound<'_, Frame>, epoch: &Arc<AtomicU64>) -> PyResult<()> {
+        let (py, this) = (frame.py(), frame.get());
+        let refused = |message: &str| Err(rows_error(py, message.to_owned()));
+        if this.closed() {
+            return refused("a closed request is in no batch");
+        }
+        if this.shared_closed() {
+            return refused("the plan of a request was closed, and its hooks with it");
+        }
+        if this.entered(py).is_some() {
+            return refused(
+                "a request that is entered by `with` sees whole calls: give a batch requests that \
+                 are not entered",
+            );
+        }
+        if this.needs_gradients() {
+            return refused(
+                "backward hooks and captures of gradients get those of the whole batch: a request \
+                 in a batch has none",
+            );
+        }
+        let Some(membership) = Self::of_any(this) else {
+            return refused("a batch is no member of another");
+        };
+        {
+            let mut state = membership.0.lock();
+            if state.joined {
+                drop(state);
+                return refused("a request is in one batch at a time, and this one is in another");
+            }
+            state.joined = true;
+        }
+        this.changes().count_for(Some(epoch));
+        Ok(())
+    }
+
+    /// Has sites serve the plan of a member, which gets no hook of its own until it parts.
+    pub fn serve(py: Python<'_>, frame: &Frame) -> PyResult<()> {
+        if let Some(membership) = Self::of(frame) {
+            membership.0.lock().served = true;
+        }
+        if frame.has_own_hooks() {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Ends the membership of a batch.
+    pub fn part(frame: &Frame) {
+        frame.changes().count_for(None);
+        if let Some(membership) = Self::of(frame) {
+            let mut state = membership.0.lock();
+            (state.joined, state.served) = (false, false);
+        }
+    }
+
+    /// Takes the merged hooks of the last batch whose first member it was.
+    pub fn take_remembered(&self) -> Option<Box<Remembered>> {
+        self.0.lock().remembered.take()
+    }
+
+    /// Keeps the merged hooks of a batch whose first member it was, unless the frame is closed.
+    pub fn keep_remembered(&self, remembered: Box<Remembered>) {
+        let mut state = self.0.lock();
+        let dropped = if state.closed {
+            Some(remembered)
+        } else {
+            state.remembered.replace(remembered)
+        };
+        drop(state);
+        drop(dropped); // runs Python code
+    }
+}
+
+impl Slot for Membership {
+    fn check_hook(&self, py: Python<'_>, gradients: bool) -> PyResult<()> {
+        let (joined, served) = {
+            let state = self.0.lock();
+            (state.joined, state.served)
+        };
+        if served {
+            return Err(rows_error(py, SERVED.to_owned()));
+        }
+        if joined && gradients {
+            let message = "this request is in a batch, whose backward hooks get the gradients of \
+                           all rows: it takes none";
+            return Err(rows_error(py, message.to_owned()));
+        }
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.0.lock().closed = true;
+        drop(self.take_remembered());
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match &self.0.lock().remembered {
+            Some(remembered) => remembered.traverse(visit),
+            None => Ok(()),
+        }
+    }
+}

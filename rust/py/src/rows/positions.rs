@@ -1,0 +1,82 @@
+//! Positions of the rows of a batch, and of the tokens of each member.
+
+use std::sync::{Arc, OnceLock};
+
+use pyo3::prelude::*;
+
+use crate::error::rows_error;
+use crate::rows::at::Masks;
+use crate::rows::member::Member;
+use crate::rows::membership::Membership;
+use crate::rows::places::{BatchRow, Position};
+
+/// Positions of the rows of a batch.
+pub struct Positions {
+    /// Those of the first row, then those of the next.
+    pub values: Vec<Position>,
+    /// Number of columns of a padded batch; None if each row is one token.
+    pub columns: Option<usize>,
+    /// Those of each member, made when first needed.
+    members: Box<[OnceLock<Arc<[Position]>>]>,
+    /// Lengths of each member's prompts, if they were given with the positions.
+    prompts: Box<[Option<Arc<[i64]>>]>,
+}
+
+impl Positions {
+    /// `prompts`: for each member of the batch.
+    pub fn new(
+        values: Vec<Position>,
+        columns: Option<usize>,
+        prompts: Box<[Option<Arc<[i64]>>]>,
+    ) -> Self {
+        Self {
+            values,
+            columns,
+            members: prompts.iter().map(|_| OnceLock::new()).collect(),
+            prompts,
+        }
+    }
+
+    /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan, if
+    /// its rows are single tokens.
+    pub fn place(
+        &self,
+        py: Python<'_>,
+        number: usize,
+        member: &Member,
+        dim: usize,
+    ) -> PyResult<()> {
+        let frame = member.frame.get();
+        if let Some(lengths) = &self.prompts[number] {
+            Membership::set_prompts(frame, Arc::clone(lengths));
+        }
+        if self.columns.is_some() {
+            return Ok(());
+        }
+        let prompt = || match *Membership::prompts(frame) {
+            [] => Ok(None),
+            [length] => Ok(Some(length)),
+            _ => Err(rows_error(
+                py,
+                "a request whose rows are single tokens has one prompt: lengths has one int for it"
+                    .to_owned(),
+            )),
+        };
+        let own = || self.of(number, member).unwrap_or_default();
+        if let Some(masks) = Masks::of_rows(py, frame, own, prompt, dim)? {
+            Membership::set_masks(frame, Some(masks));
+        }
+        Ok(())
+    }
+
+    /// Returns the positions of a member's tokens; None for several padded rows.
+    pub fn of(&self, number: usize, member: &Member) -> Option<Arc<[Position]>> {
+        if let Some(columns) = self.columns {
+            let BatchRow(row) = member.rows.single()?;
+            let found = || self.values[row * columns..(row + 1) * columns].into();
+            return Some(Arc::clone(self.members[number].get_or_init(found)));
+        }
+        let found = || member.rows.iter().map(|row| self.values[row.0]).collect();
+        Some(Arc::clone(self.members[number].get_or_init(found)))
+    }
+}
