@@ -34,7 +34,10 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(llama: Any) -> Iterator[Any]:
-    """Its end kills all children of this process, so it has a file of its own."""
+    """Comes behind all that use the scheduler of this process, whose settings it replaces.
+
+    Its end kills all children of this process, so it has a file of its own.
+    """
     os.environ.update(ENVIRONMENT)
     from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 (reads the environment)
 
