@@ -32,7 +32,7 @@ def main() -> None:
     if arguments.system is None:
         play_all(arguments.scene)
         return
-    # What a system warns of, scenes look at.
+    # Scenes record the warnings themselves.
     warnings.simplefilter("ignore")
     system = system_of(arguments.system)
     names = SCENES if arguments.scene in {None, "all"} else [arguments.scene]

@@ -29,15 +29,21 @@ SECONDS: Final = 1_200
 
 def environment_of(system: str) -> Path:
     """Returns the interpreter of a system's environment; makes the environment."""
-    folder, packages = ENVIRONMENTS.get(system, (_TOGETHER, PACKAGES))
-    python = ROOT / folder / "bin" / "python"
     if system == "ferrohook":
         return Path(sys.executable)
-    uv = ROOT / ".venv" / "bin" / "uv"
-    if not python.exists():
-        made: list[Any] = [uv, "venv", "--quiet", "--python", sys.executable, folder]
-        subprocess.run(made, cwd=ROOT, check=True)  # noqa: S603 (ours)
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *packages], check=True)  # noqa: S603 (by name)
+    folder, packages = ENVIRONMENTS.get(system, (_TOGETHER, PACKAGES))
+    python = ROOT / folder / "bin" / "python"
+    # Written last, so that an environment that was cut off is made again.
+    stamp = ROOT / folder / "installed"
+    if not stamp.exists() or stamp.read_text() != " ".join(packages):
+        print(f"{system}: installing {', '.join(packages)}", file=sys.stderr, flush=True)
+        uv = ROOT / ".venv" / "bin" / "uv"
+        for command in (
+            ["venv", "--quiet", "--clear", "--python", sys.executable, folder],
+            ["pip", "install", "--quiet", "--python", python, *packages],
+        ):
+            subprocess.run([uv, *command], cwd=ROOT, check=True)  # noqa: S603 (by name)
+        stamp.write_text(" ".join(packages))
     return python
 
 
@@ -60,7 +66,9 @@ def play_all(scene: str | None) -> None:
 
 def play(system: str, scene: str) -> list[dict[str, Any]]:
     """Plays scenes with one system, in its environment."""
-    command: list[Any] = [environment_of(system), "-m", "benches.rivals", scene, system, "--json"]
+    python = environment_of(system)
+    print(f"{system}: playing {scene}", file=sys.stderr, flush=True)
+    command: list[Any] = [python, "-m", "benches.rivals", scene, system, "--json"]
     ran = subprocess.run(  # noqa: S603 (ours)
         command,
         cwd=ROOT,

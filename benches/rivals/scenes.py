@@ -39,7 +39,7 @@ class Scene:
 
     name: str
     title: str
-    """What is counted, as the table has it."""
+    """Answers that are counted, as the table has them."""
     found: str
     """Where it was published or found."""
     play: Callable[[type[System]], Outcome]
@@ -388,7 +388,7 @@ def generated_position(system: type[System], outcome: Outcome) -> None:
     "TransformerLens#909, nnbench: names that mean another tensor in another model",
 )
 def contributions(system: type[System], outcome: Outcome) -> None:
-    """What is called a contribution is one."""
+    """Sums contributions up to the stream behind a layer."""
     for kind, number in itertools.product(FAMILIES, range(2)):
         try:
             found = system(folder_of(kind)).contributions(ids_of(number))

@@ -114,6 +114,23 @@ def test_attribution_is_the_gradient_times_the_change(case: Case, frozen: bool, 
         torch.testing.assert_close(estimate[name], expected.double(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_attribution_in_batches_is_that_of_all_texts(case: Case, batch_size: int) -> None:
+    def estimate(clean: Tensor, corrupted: Tensor, batch_size: int | None) -> Any:
+        return analysis.attribution_patching(
+            case.model, clean, corrupted, case.metric, case.layers, batch_size=batch_size
+        )
+
+    clean, corrupted = (torch.cat([ids, ids.flip(1)])[:3] for ids in (case.clean, case.corrupted))
+    whole, batched = (estimate(clean, corrupted, size) for size in (None, batch_size))
+    torch.testing.assert_close(batched.values, whole.values, rtol=1e-4, atol=1e-6)
+    assert batched.scores == pytest.approx(whole.scores, rel=1e-5)
+    with pytest.raises(ValueError, match="batch_size"):
+        estimate(clean, corrupted, 0)
+    with pytest.raises(fh.HookTypeError, match="2 clean texts and 3 corrupted ones"):
+        estimate(clean[:2], corrupted, 2)
+
+
 def test_estimates_of_heads_sum_up_to_those_of_positions(case: Case) -> None:
     def estimate(over: Any) -> Tensor:
         arguments = (case.model, case.clean, case.corrupted, case.metric, case.layers)

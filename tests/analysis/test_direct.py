@@ -101,6 +101,29 @@ def test_heads_are_columns_of_the_projection(kind: str) -> None:
         torch.testing.assert_close(own, expected.detach(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("over", ["position", "head"])
+def test_batches_add_up_to_all_texts(kind: str, over: Any) -> None:
+    case = cases(kind)
+    ids = torch.cat([case.clean, case.clean.flip(1)])[:3]
+    places = PROJECTIONS[kind] if over == "head" else PARTS[kind][0]
+    whole, batched = (
+        analysis.direct_logit_attribution(
+            case.model,
+            ids,
+            case.metric,
+            places,
+            norm=PARTS[kind][1],
+            over=over,
+            heads=HEADS if over == "head" else None,
+            batch_size=size,
+        )
+        for size in (None, 2)
+    )
+    torch.testing.assert_close(batched.values, whole.values, rtol=1e-4, atol=1e-6)
+    assert batched.names == whole.names
+    assert batched.scores == pytest.approx(whole.scores, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("width", [WIDTH, 7])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
 import ferrohook as fh
+from ferrohook.rows import operators as sites_operators
 from support.compiling import compiles
 
 if TYPE_CHECKING:
@@ -35,6 +36,20 @@ def test_inductor_leaves_captures_out_of_cuda_graphs() -> None:
         compiled(x)
     assert torch.equal(acts["0"], model[0](x))
     assert left == ["ferrohook.record.default"] * 2
+
+
+def test_operators_that_act_on_the_host_are_left_out_of_cuda_graphs() -> None:
+    """`steer` and `tap` alone are made to be replayed: they read and write tables alone."""
+    sites_operators.define()
+    names = [
+        name.removeprefix("ferrohook::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("ferrohook::")
+    ]
+    tags = {name: getattr(torch.ops.ferrohook, name).default.tags for name in names}
+    replayed = {name for name, own in tags.items() if torch.Tag.cudagraph_unsafe not in own}
+    assert {"record", "steer", "tap"} <= tags.keys()
+    assert replayed == {"steer", "tap"}
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from benches.rivals import page
+from benches.rivals import children, page
 from benches.rivals.scenes import SCENES
 from benches.rivals.systems import SYSTEMS, system_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benches.rivals.outcomes import Outcome
 
 
@@ -64,3 +67,28 @@ def test_the_control_is_right_for_both() -> None:
     for outcome in played("alone"):
         assert (outcome.wrong, outcome.told) == (0, 0)
         assert re.fullmatch(r"0 of \d+", outcome.cell)
+
+
+def test_an_environment_that_was_cut_off_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    fails = [False, True, False, False]
+
+    def run(command: list[object], **_options: object) -> None:
+        words = [str(word) for word in command]
+        commands.append(words[1:3])
+        if "venv" in words:
+            (tmp_path / words[-1] / "bin").mkdir(parents=True, exist_ok=True)
+            (tmp_path / words[-1] / "bin" / "python").touch()
+        if fails.pop(0):
+            raise subprocess.CalledProcessError(1, words)
+
+    monkeypatch.setattr(children, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(subprocess.CalledProcessError):
+        children.environment_of("torch")
+    python = children.environment_of("torch")
+    assert python == tmp_path / ".venv-rivals" / "bin" / "python"
+    assert children.environment_of("nnsight") == python  # there, and nothing runs
+    assert commands == [["venv", "--quiet"], ["pip", "install"]] * 2

@@ -10,9 +10,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines.transformers import generate_batch
+from ferrohook.engines import capabilities
+from ferrohook.engines.planned import EnginePlans
+from ferrohook.engines.transformers import attach, generate_batch
+from ferrohook.engines.transformers_steps import ROWS
 from support.engines import batching
-from support.quantity_plans import PROMPTS, WIDTH, alone, check, texts
+from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
 
 SIZES = {
     "vocab_size": 64,
@@ -42,7 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-NEW = 4
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -54,8 +56,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     return cls(config).eval().requires_grad_(requires_grad=False)
 
 
-def generate(model: Any, plans: list[fh.Plan]) -> list[tuple[list[int], Any]]:
-    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(plans))]
+def generate(model: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
+    prompts = [prompt for prompt, _ in asked]
+    plans = [fh.Plan.from_json(text) for _, text in asked]
     settings = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -75,10 +78,7 @@ def generate(model: Any, plans: list[fh.Plan]) -> list[tuple[list[int], Any]]:
 
 
 def test_twelve_plans_at_once_give_what_each_gives_alone(model: Any) -> None:
-    served = generate(model, [fh.Plan.from_json(text) for text in texts().values()])
-    for number, (name, text) in enumerate(texts().items()):
-        prompt = PROMPTS[number % len(PROMPTS)]
-        check(name, served[number], alone(model, fh.Plan.from_json(text), prompt, NEW))
+    assert wrong_plans(model, lambda asked: generate(model, asked)) == {}
 
 
 def test_the_plans_do_something(model: Any) -> None:
@@ -91,6 +91,42 @@ def test_the_plans_do_something(model: Any) -> None:
         assert not torch.allclose(acts["end:@final_norm"], plain["@final_norm"]), name
 
 
-def test_the_pattern_is_refused_with_the_reason(model: Any) -> None:
-    with pytest.raises(fh.HookError, match="keys of all requests are in pages"):
-        generate(model, [fh.Plan(fh.keep("@pattern.1"))])
+def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any) -> None:
+    plan = fh.Plan(fh.keep("@pattern.1"))
+    refused = r"entry 0 .* @pattern.1: the keys of all requests are in pages.*call of the model"
+    with pytest.raises(fh.HookError, match=refused):
+        generate_batch(model, [PROMPTS[0]], plans=[plan])
+    manager = model.init_continuous_batching(continuous_batching_config=batching(num_blocks=96))
+    with attach(manager) as attached:
+        with pytest.raises(fh.HookError, match=refused):
+            attached.add_request(PROMPTS[0], plan=plan)
+        assert not attached._states()
+
+
+def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: Any) -> None:
+    found = capabilities("transformers", model)
+    plain = capabilities("transformers")
+    assert (found.served, found.refused) == (plain.served, plain.refused)
+    assert not plain.quantities
+    table = fh.quantities(model)
+    assert found.quantities["@attn_out.1"] == {
+        "place": table["@attn_out.1"].place,
+        "equation": table["@attn_out.1"].equation,
+        "residual": table["@attn_out.1"].residual,
+        "writable": True,
+    }
+    assert {*found.quantities} == {*table} | {f"@{name}" for name in table.missing}
+    # What the list refuses, a plan is refused for; what it has, a plan may keep.
+    for name, each in found.quantities.items():
+        plan = fh.Plan(fh.keep(name))
+        if "refused" not in each:
+            EnginePlans(model, dim=ROWS).serve(plan)
+            continue
+        with pytest.raises(fh.HookError) as error:
+            EnginePlans(model, dim=ROWS).serve(plan)
+        assert each["refused"] in str(error.value)
+
+
+def test_only_transformers_takes_a_model() -> None:
+    with pytest.raises(ValueError, match="vllm loads its model itself"):
+        capabilities("vllm", torch.nn.Linear(1, 1))

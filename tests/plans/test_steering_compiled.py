@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._pytree import tree_leaves
 
 import ferrohook as fh
@@ -84,6 +85,38 @@ def test_another_vector_needs_no_other_trace(kind: str, way: str) -> None:
                         y = call(x)
             assert torch.equal(y, expected(plain, intervention, x))
         assert backend.graphs == 1
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["add", "ablate", "clamp", "replace"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["own", "other"])
+def test_a_vector_of_the_models_type_and_device_is_not_copied_in_a_graph(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """One of another is converted by each layer in each call."""
+    copies: list[str] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        copies.extend(name for name in names if "_to_copy" in name or "device_put" in name)
+        return graph.forward
+
+    model = Net(WIDTH)
+    plain = copy.deepcopy(model)
+    vector = torch.ones(WIDTH, dtype=dtype)
+    classes: dict[str, Any] = {
+        "add": fh.Add,
+        "ablate": fh.Ablate,
+        "clamp": lambda direction: fh.Clamp(direction, 0.0, 1.0),
+        "replace": fh.Replace,
+    }
+    intervention = classes[kind](vector)
+    x = torch.randn(2, WIDTH)
+    call = torch.compile(model, backend=aot_autograd(fw_compiler=compile_graph), fullgraph=True)
+    with torch.no_grad(), fh.register(model, ["embed", "head"], intervention):
+        assert torch.allclose(call(x), expected(plain, intervention, x))
+    used = 1 if kind == "replace" else 2  # nothing is left of what the second one replaces
+    assert len(copies) == (0 if dtype == torch.float32 else used)
 
 
 @compiled

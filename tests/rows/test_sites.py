@@ -418,3 +418,29 @@ def test_the_model_runs_on_another_stream_than_the_batch(
             assert torch.allclose(outs[number].cpu(), expected[-1], atol=1e-5)
             for at, kept in enumerate(expected):
                 assert torch.allclose(request.acts[f"layers.{at}"].cpu(), kept[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_bytes_of_the_tables_are_logged_before_they_are_taken(
+    model: Model, fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+    for name in ("full", "full_like", "zeros"):
+        plain = getattr(torch, name)
+
+        def make(*args: Any, plain: Any = plain, **kwargs: Any) -> Tensor:
+            assert "the tables of" in caplog.text
+            if fails:
+                raise torch.OutOfMemoryError
+            taken.append(plain(*args, **kwargs))
+            return taken[-1]
+
+        monkeypatch.setattr(torch, name, make)
+    with caplog.at_level("INFO", "ferrohook"), contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(torch.OutOfMemoryError))
+        fh.rows.sites(model, "layers.*", max_requests=3, max_rows=1234, width=WIDTH).close()
+    assert "3 sites" in caplog.text
+    assert "on cpu: 3 requests and 1,234 rows of width 8 in torch.float32" in caplog.text
+    if not fails:
+        assert f"take {sum(it.nbytes for it in taken):,} bytes" in caplog.text

@@ -66,7 +66,6 @@ class PlannedServer:
         self.app.post("/v1/completions")(self.completions)
         self.app.post("/v1/chat/completions")(self.chats)
         self.app.get("/v1/ferrohook/capabilities")(self.capabilities)
-        self.app.get("/server_info")(self.server_info)
         self.app.get("/v1/ferrohook/vectors")(self.list_vectors)
         self.app.put("/v1/ferrohook/vectors")(self.put_vectors)
         self.app.delete("/v1/ferrohook/vectors/{name:path}")(self.drop_vector)
@@ -83,12 +82,7 @@ class PlannedServer:
         ):
             yield url
 
-    def server_info(self) -> dict[str, Any]:
-        return {"version": "0.0"}
-
     def capabilities(self) -> dict[str, Any]:
-        if self.engine == "sglang":
-            raise HTTPException(404)
         modules: dict[str, dict[str, Any]] = {
             name: {"width": WIDTH, "refused": None} for name, _ in self.model.named_modules()
         }

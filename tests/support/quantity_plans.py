@@ -10,11 +10,12 @@ import torch
 import ferrohook as fh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
 WIDTH, HEAD = 64, 32
+NEW = 4
 PROMPTS = ([5, 9, 22, 31, 4, 17, 8], [40, 3, 12], [7, 7, 19, 60, 2, 33, 28, 15, 9])
 
 
@@ -79,3 +80,23 @@ def check(
         size = tensor.abs().max().clamp(min=1e-6)
         error = float((acts[key] - tensor).abs().max() / size)
         assert error < 1e-4, (name, key, error)
+
+
+def wrong_plans(
+    model: Any,
+    serve: Callable[[list[tuple[list[int], str]]], list[tuple[list[int], Mapping[str, Tensor]]]],
+) -> dict[str, str]:
+    """Serves the plans at once; returns what is wrong with each that is not as alone.
+
+    Args:
+        model: of transformers.
+        serve: takes prompts with plans as JSON; returns texts of `NEW` tokens, with captures.
+    """
+    asked = [(PROMPTS[n % len(PROMPTS)], text) for n, text in enumerate(texts().values())]
+    wrong = {}
+    for name, (prompt, text), found in zip(texts(), asked, serve(asked), strict=True):
+        try:
+            check(name, found, alone(model, fh.Plan.from_json(text), prompt, NEW))
+        except AssertionError as error:
+            wrong[name] = str(error)
+    return wrong

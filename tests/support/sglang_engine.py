@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
 from ferrohook.engines.wire import FIELD, NAME
+from support.quantity_plans import NEW
 from support.serving import Answer, Arrivals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
     from ferrohook.engines.sglang.worker import Worker
     from support.engines import Job
@@ -195,6 +198,22 @@ def serve(
         number: answer_of(found[f"{name}."], jobs[number])
         for name, number in arrivals.running.items()
     }
+
+
+def serve_plans(
+    local: Local, asked: Sequence[tuple[list[int], str]]
+) -> list[tuple[list[int], Mapping[str, Tensor]]]:
+    """Serves requests of `quantity_plans` at once; returns their texts and captures."""
+    params = {"ignore_eos": True}
+    sent = [
+        request(f"{number}.", prompt, text, NEW, params=params)
+        for number, (prompt, text) in enumerate(asked)
+    ]
+    answered = local.run([sent])
+    for each in answered.values():
+        assert each["finish"]["type"] != "abort", each["finish"]
+    found = [answered[each.rid] for each in sent]
+    return [(each["tokens"], activations(each).acts) for each in found]
 
 
 def answer_of(found: Mapping[str, Any], job: Job) -> Answer:

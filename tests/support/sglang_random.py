@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import support.engines
+from support.quantity_plans import wrong_plans
 from support.serving import EOS, random_jobs, save_model, wrong_answers
 
 NEW = 12
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={})
     found = parser.parse_args()
 
-    from support.sglang_engine import Local, serve  # noqa: PLC0415 (imports SGLang)
+    from support.sglang_engine import Local, serve, serve_plans  # noqa: PLC0415 (imports SGLang)
 
     support.engines.EOS = EOS
     folder = Path(tempfile.mkdtemp())
@@ -54,6 +55,7 @@ def main() -> None:
             if ended is not None
         ),
         "steps": local.worker.steps,
+        "wrong_plans": wrong_plans(model, lambda asked: serve_plans(local, asked)),
         "open": len(local.worker.loaded_model().planned),
     }
     print(json.dumps(numbers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benches.rivals.models import load
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class System:
+class System(ABC):
     """A library that hooks, and one model that it was given.
 
     Args:
@@ -27,7 +28,7 @@ class System:
     way: ClassVar[str]
     """The documented way that is used."""
     caveats: ClassVar[Mapping[str, str]] = {}
-    """What its documentation says about a scene, by the scene's name."""
+    """Limits that its documentation names, by the scene's name."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -44,29 +45,29 @@ class System:
 
     # --- of a language model -----------------------------------------------------------------
 
+    @abstractmethod
     def logits(self, ids: Tensor) -> Tensor:
         """Returns the logits of a request without hooks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """Returns the logits of a request with a vector added to the output of a layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def captured(self, ids: Tensor, layer: int) -> Tensor:
         """Returns the output of a layer for a request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept_then_steered(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """Returns a layer's output as it was before the same request adds a vector to it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generated(self, ids: Tensor, layer: int, vector: Tensor, tokens: int) -> Tensor:
         """Returns the greedy text of a request, with a vector at its first position alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failing(self, ids: Tensor, layer: int) -> None:
         """Runs a request whose hook raises `ValueError`."""
-        raise NotImplementedError
 
     def contributions(self, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:  # noqa: ARG002 (of those that have it)
         """Returns for each layer: the stream before it, of attention and MLP, and behind it."""

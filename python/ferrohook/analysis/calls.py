@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrohook.arguments import at_least_one
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.tensors import leaves_by_path, map_tensors, tensors_in
 
@@ -60,6 +61,27 @@ class Call(NamedTuple):
             return self
         args, kwargs = map_tensors(repeat, (self.args, self.kwargs))
         return Call(args, kwargs, self.rows * times)
+
+    def batches(self, size: int | None) -> list[Call]:
+        """Splits the call by its rows into calls of at most `size`; None for one of all rows.
+
+        Raises:
+            ValueError: `size` is less than 1.
+        """
+        if size is None:
+            return [self]
+
+        def part(start: int, stop: int) -> Call:
+            def own(tensor: Tensor) -> Tensor:
+                if not tensor.dim() or len(tensor) != self.rows:
+                    return tensor  # as position ids that all rows share
+                return tensor[start:stop]
+
+            args, kwargs = map_tensors(own, (self.args, self.kwargs))
+            return Call(args, kwargs, stop - start)
+
+        starts = range(0, self.rows, at_least_one("batch_size", size))
+        return [part(start, min(start + size, self.rows)) for start in starts]
 
     def run(self, model: nn.Module) -> Any:
         """Calls the model."""

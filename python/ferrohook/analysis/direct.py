@@ -13,6 +13,7 @@ from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.patching import dimensions_of
 from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     output_index: int | str | None = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
 ) -> Effects:
     """Splits a logit into what each place adds to it directly, by the residual stream.
 
@@ -60,12 +63,16 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         output_index: part of the places' outputs, see `capture`; None for the first tensor.
         heads: number of heads that lie side by side in the inputs of the projections.
         tokens: labels of the positions.
+        batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
+            many, and its values are averaged over the texts.
+        progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Raises:
         SelectionError: `what` or `norm` matches nothing.
         HookTypeError: an argument has the wrong type, or a place has not the shape of the stream.
         HookError: `norm` is neither a layer norm nor an RMS norm, a place is not linear in its
             heads, a module runs more or less than once, or the metric has no gradient.
+        ValueError: `batch_size` is less than 1.
 
     Examples:
         >>> logit = lambda out: out.logits[:, -1, token]
@@ -78,12 +85,47 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         projected, targets = _projections(model, what or "@z.*", heads, output_index)
     else:
         targets = Targets(model, what or PARTS, output_index=output_index)
-    parts, _ = targets.read(call, cloned)
     path = _path(Targets(model, norm), norm)
-    (stream,) = Targets(model, path, inputs=True).read(call, cloned)[0].values()
-    found, value = Targets(model, path).gradients(call, metric)
+    batches = call.batches(batch_size)
+    found, scores = [], []
+    with progress_bar("logit attribution", len(batches), "batch", shown=progress) as advance:
+        for each in batches:
+            names, values, value = _attributed(targets, projected, each, metric, (norm, path))
+            found.append(values.cpu() * each.rows / call.rows)
+            scores.append(float(value) * each.rows / call.rows)
+            advance()
+    values = torch.stack(found).sum(0)
+    values = values if "position" in dimensions else values.sum(1)
+    total = sum(scores)
+    rest = {"metric": total, "rest": total - float(values.sum())}
+    return Effects(values, names, dimensions, "attribution", rest, tokens)
+
+
+def _attributed(
+    targets: Targets,
+    projected: Targets | None,
+    call: Call,
+    metric: Callable[[Any], Any],
+    norm: tuple[str, str],
+) -> tuple[list[str], Tensor, Tensor]:
+    """Attributes the metric of one call.
+
+    Args:
+        targets: what is added to the stream.
+        projected: what heads are parts of; None to leave them together.
+        call: the texts.
+        metric: maps the output to a number.
+        norm: name and path of the last norm.
+
+    Returns:
+        The names of the places, their attributions by position (and head), and the metric.
+    """
+    parts, _ = targets.read(call, cloned)
+    name, path = norm
+    (stream,) = Targets(targets.model, path, inputs=True).read(call, cloned)[0].values()
+    found, value = Targets(targets.model, path).gradients(call, metric)
     ((normed, gradient),) = found.values()
-    linear = _Frozen.of(norm, model.get_submodule(path), stream, normed)
+    linear = _Frozen.of(name, targets.model.get_submodule(path), stream, normed)
 
     def given(name: str, part: Tensor) -> Tensor:
         """Returns what a tensor in the stream adds to the metric, by position."""
@@ -97,18 +139,15 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
             raise HookTypeError(msg) from None
         return (linear(added) * gradient.double()).sum((0, -1))
 
-    if projected is not None:
+    if projected is None:
+        values = torch.stack([given(name, part) for name, part in parts.items()])
+    else:
         by_head = [
             torch.stack([given(name, part) for name, part in each.items()])
             for each in _by_head(targets, projected, call, parts)
         ]
         values = torch.stack(by_head, dim=-1)  # places, positions, heads
-    else:
-        values = torch.stack([given(name, part) for name, part in parts.items()])
-    values = (values if "position" in dimensions else values.sum(1)).cpu()
-    metric_value = float(value)
-    scores = {"metric": metric_value, "rest": metric_value - float(values.sum())}
-    return Effects(values, [*parts], dimensions, "attribution", scores, tokens)
+    return [*parts], values, value
 
 
 def _path(norm: Targets, name: str) -> str:

@@ -12,6 +12,7 @@ from ferrohook.analysis.effects import Effects
 from ferrohook.analysis.sweeps import BATCH_SIZE, sweep
 from ferrohook.analysis.targets import Targets, cloned
 from ferrohook.errors import HookError, HookTypeError
+from ferrohook.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,8 +112,10 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     output_index: int | str | None = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
 ) -> Effects:
-    """Estimates the effects of `activation_patching` by two forwards and one backward.
+    """Estimates the effects of `activation_patching` by two forwards and one backward a batch.
 
     The estimate of a cell is the change that the patch would make times the gradient of the score,
     exact where the model is linear. The gradients of parameters stay as they are, and parameters
@@ -129,27 +132,42 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
         output_index: part of the output.
         heads: number of heads.
         tokens: labels of the positions.
+        batch_size: texts of a forward; None for all at once. The metric gets the outputs of so
+            many, and its values are averaged over the texts.
+        progress: show a progress bar, if stderr is a terminal and rich or tqdm is installed.
 
     Raises:
         SelectionError: `what` matches nothing.
         HookTypeError: see `activation_patching`.
         HookError: both inputs have the same score, a module runs more or less than once, or the
             metric has no gradient.
+        ValueError: `batch_size` is less than 1.
     """
     dimensions = dimensions_of(over)
     targets = Targets(model, what, inputs=inputs, output_index=output_index, heads=heads)
     source, target = Call.of(clean, "clean"), Call.of(corrupted, "corrupted")
-    sources, clean_output = targets.read(source, cloned)
-    reached, low = targets.gradients(target, metric)
-    _check_shapes(sources, {name: tensor.shape for name, (tensor, _) in reached.items()})
-    ends = _ends(score(metric, clean_output), low)
-    cells, estimates = [], []
-    for name, (tensor, gradient) in reached.items():
-        own = targets.cells(name, tensor.shape, dimensions)
-        changes = targets.view(name, ((sources[name] - tensor) * gradient).double())
-        cells += own
-        estimates += [changes[targets.index(cell, changes)].sum() for cell in own]
-    values = torch.stack(estimates).cpu() / (ends["clean"] - ends["corrupted"])
+    if source.rows != target.rows:
+        msg = f"there are {source.rows} clean texts and {target.rows} corrupted ones"
+        raise HookTypeError(msg)
+    pairs = [*zip(source.batches(batch_size), target.batches(batch_size), strict=True)]
+    parts, scores = [], []
+    with progress_bar("attribution patching", len(pairs), "batch", shown=progress) as advance:
+        for one, other in pairs:
+            sources, clean_output = targets.read(one, cloned)
+            reached, low = targets.gradients(other, metric)
+            _check_shapes(sources, {name: tensor.shape for name, (tensor, _) in reached.items()})
+            cells, estimates = [], []
+            for name, (tensor, gradient) in reached.items():
+                own = targets.cells(name, tensor.shape, dimensions)
+                changes = targets.view(name, ((sources[name] - tensor) * gradient).double())
+                cells += own
+                estimates += [changes[targets.index(cell, changes)].sum() for cell in own]
+            share = one.rows / source.rows
+            parts.append(torch.stack(estimates).cpu() * share)
+            scores.append(torch.stack([score(metric, clean_output).detach(), low]).cpu() * share)
+            advance()
+    ends = _ends(*torch.stack(scores).sum(0))
+    values = torch.stack(parts).sum(0) / (ends["clean"] - ends["corrupted"])
     return as_effects(values, cells, dimensions, label="estimate", scores=ends, tokens=tokens)
 
 

@@ -92,19 +92,6 @@ def service_info(body: Mapping[str, Any]) -> ServerInfo:
     )
 
 
-def sglang_info(body: Mapping[str, Any]) -> ServerInfo:
-    """Reads what SGLang tells of itself, which is its version."""
-    return ServerInfo(
-        engine="sglang",
-        version=body["version"],
-        served=(),
-        refused=MappingProxyType({}),
-        capture_bytes=None,
-        modules=MappingProxyType({}),
-        raw=MappingProxyType(dict(body)),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Generated:
     """Text of one request, with its captures."""

@@ -26,7 +26,6 @@ from ferrohook.client.answers import (
     embedded,
     engine_info,
     service_info,
-    sglang_info,
 )
 from ferrohook.client.errors import (
     PlanFailedError,
@@ -88,10 +87,9 @@ class Calls:
         if self._info is None:
             response = yield self._http.build_request("GET", f"{ROUTES}/capabilities")
             read = engine_info
-            for path, other in (("/capabilities", service_info), ("/server_info", sglang_info)):
-                if response.status_code == httpx.codes.NOT_FOUND:
-                    response = yield self._http.build_request("GET", path)
-                    read = other
+            if response.status_code == httpx.codes.NOT_FOUND:
+                response = yield self._http.build_request("GET", "/capabilities")
+                read = service_info
             if response.status_code == httpx.codes.NOT_FOUND:
                 msg = (
                     "the server serves no plans: it has no routes of ferrohook. vLLM has them if "

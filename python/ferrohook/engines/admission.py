@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
@@ -88,7 +89,7 @@ class Admission:
             plan = Plan.from_json(text, vectors)
         except HookTypeError as error:
             raise ValueError(str(error)) from error
-        return ReadPlan(self._modules.rewritten(plan), text, used, _digest(text, used))
+        return ReadPlan(rewritten(plan, self._modules), text, used, _digest(text, used))
 
     def check_captures(self, plan: Plan, prompt_length: int, new_tokens: int) -> None:
         """Checks that the captures of a request keep within `capture_bytes`.

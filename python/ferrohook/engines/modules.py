@@ -1,7 +1,7 @@
 """Modules of a model in an engine: which can be hooked, and which tensor of their output is meant.
 
-The worker observes one forward of a few tokens as it loads the model. The front end, which has no
-model, validates plans by the table; the worker rewrites them by it.
+The worker makes the table as it loads the model. The front end, which has no model, validates plans
+by it; the worker rewrites them by it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ferrohook.engines.step_values import check_slice, check_width, observed
-from ferrohook.errors import HookError, HookTypeError, SelectionError
+from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.operations import SUM
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.needs import CHANGES, Judge
 from ferrohook.quantity import Quantities
 from ferrohook.quantity_names import SIGN, as_lens, from_lens
 from ferrohook.selection import select
-from ferrohook.steering import Add, Replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
     from ferrohook.quantity import Quantity
-    from ferrohook.steering import Intervention
 
 Tokens: TypeAlias = tuple[int, int]
 """Width and bytes per token of a tensor."""
@@ -38,17 +34,6 @@ Kind: TypeAlias = Literal["tensor", "stream", "first", "other"]
 
 OBSERVED_ROWS: Final = 7
 """Tokens of the observed forward. A prime: no other dimension is a multiple by chance."""
-_CROSSING: Final = {
-    "at function": "at is a function, and a plan crosses processes as JSON",
-    "cut rows": "slice of keep in an engine begins with ... or slice(None): all tokens",
-    "gradients": "an engine computes no gradients",
-    "not finite": "its hook has NaN or infinities",
-    "python": "a Python function or object is no JSON, in which a plan crosses processes",
-    "table": "a vector in an engine has one dimension, as tokens come in chunks",
-}
-_KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
-EAGER: Final = Judge(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
-COMPILED: Final = Judge(_KEPT | {"add"}, _CROSSING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +53,83 @@ class ModuleInfo:
     """Those of each part of an output that is no single tensor."""
     place: str | None = None
     """Name of a hook point that is hooked in its stead: it sees the stream behind a layer."""
+
+    def index(self, name: str, index: Any) -> Any:
+        """Returns the `output_index` that an entry means.
+
+        Args:
+            name: of the module, for errors.
+            index: of the entry; None without one.
+
+        Raises:
+            ValueError: the output has no such part, or several that may be meant.
+        """
+        if index is not None:
+            self.part(name, index)
+            return index
+        if self.kind == "tensor":
+            return index
+        if self.kind == "other":
+            msg = f"{name!r} returns several tensors: name one by output_index"
+            raise ValueError(msg)
+        return SUM if self.kind == "stream" else 0
+
+    def part(self, name: str, index: Any) -> Tokens:
+        """Returns width and bytes of the part of an output that is named.
+
+        Raises:
+            ValueError: the output has no such part.
+        """
+        if index == "sum" and self.kind == "stream":
+            return self.width, self.row_bytes
+        found: Tokens | None = None
+        if isinstance(index, int) and -len(self.outputs) <= index < len(self.outputs):
+            found = self.outputs[index]
+        if found is None:
+            places = [place for place, each in enumerate(self.outputs) if each is not None]
+            there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
+            msg = f"output_index={index!r}: {name!r} {there}"
+            raise ValueError(msg)
+        return found
+
+    def input(self, name: str, index: Any) -> Tokens:
+        """Returns width and bytes per token of the positional argument that is meant.
+
+        Raises:
+            ValueError: there is none, or several.
+        """
+        inputs = self.inputs
+        if isinstance(index, int) and index >= 0:
+            inputs = inputs[index : index + 1]
+        if len(inputs) != 1 or (found := inputs[0]) is None:
+            places = [place for place, each in enumerate(self.inputs) if each is not None]
+            advice = (
+                f"name one of {places} by output_index"
+                if places
+                else "the engine calls it by keywords, or not at all as one that is fused; take "
+                "the output of the module before it, or its own"
+            )
+            msg = (
+                "inputs=True and phase='forward_pre' take a positional argument with a row per "
+                f"token, and {name!r} has {'several' if places else 'none'}: {advice}"
+            )
+            raise ValueError(msg)
+        return found
+
+    def captured(self, name: str, options: Mapping[str, Any]) -> Tokens:
+        """Returns width and bytes per token of the tensor that a capture means.
+
+        Args:
+            name: of the module, for errors.
+            options: of the capture.
+
+        Raises:
+            ValueError: there is none, or several.
+        """
+        index = options.get("output_index")
+        if options.get("inputs"):
+            return self.input(name, index)
+        return (self.width, self.row_bytes) if index is None else self.part(name, index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +152,11 @@ class NamedTensors:
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns each with its place and proof, and the reason of each that is refused."""
-        shown: dict[str, dict[str, Any]] = {
-            name: {
-                "place": each.place,
-                "equation": each.equation,
-                "residual": each.residual,
-                "writable": each.writable,
-                "heads": self.heads.get(name),
-            }
-            for name, each in self.table.items()
+        shown = described(self.table)
+        return {
+            name: each if "refused" in each else each | {"heads": self.heads.get(name)}
+            for name, each in shown.items()
         }
-        return shown | {f"{SIGN}{name}": {"refused": it} for name, it in self.table.missing.items()}
 
     def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
         """Returns those that stand at the sites of a compiled engine; others are missing."""
@@ -115,6 +171,20 @@ class NamedTensors:
                     "additional_config"
                 )
         return NamedTensors(Quantities(served, missing, self.table.model), {})
+
+
+def described(table: Quantities) -> dict[str, dict[str, Any]]:
+    """Returns each quantity with its place and proof, and the reason of each that is refused."""
+    shown: dict[str, dict[str, Any]] = {
+        name: {
+            "place": each.place,
+            "equation": each.equation,
+            "residual": each.residual,
+            "writable": each.writable,
+        }
+        for name, each in table.items()
+    }
+    return shown | {f"{SIGN}{name}": {"refused": it} for name, it in table.missing.items()}
 
 
 class ModuleTable:
@@ -189,7 +259,7 @@ class ModuleTable:
             NEVER_RAN, refused="it is no site of this compiled engine, see additional_config"
         )
         table = {name: found.get(name, refused) for name in self.table}
-        index = _index(info, name, None)
+        index = info.index(name, None)
         named = self.named.at_sites(found, index)
         return ModuleTable(table, self._fused, compiled=True, named=named), [*found], index
 
@@ -217,11 +287,11 @@ class ModuleTable:
         """
         if isinstance(what, list):
             what = [self._owners.get(it, it) if isinstance(it, str) else it for it in what]
-        names, rest = self._split(what)
-        found = {name: self._named_info(name) for name in names}
+        names, rest = self.split(what)
+        found = {name: self.quantity_info(name) for name in names}
         return found if names and rest is None else found | self._selected(rest)
 
-    def _split(self, what: Any) -> tuple[list[str], Any]:
+    def split(self, what: Any) -> tuple[list[str], Any]:
         """Splits a selector into names of quantities, globs resolved, and the rest, None if empty.
 
         Raises:
@@ -241,7 +311,7 @@ class ModuleTable:
         names: list[str] = []
         rest = []
         for each in what:
-            found_names, left = self._split(each)
+            found_names, left = self.split(each)
             names += found_names
             rest += [] if found_names else [left]
         return names, rest or None
@@ -253,22 +323,28 @@ class ModuleTable:
         found = name if name.startswith(SIGN) else from_lens(name)
         return None if found is None else self.named.table[found]
 
+    def path_of(self, name: str) -> str:
+        """Returns the path of the module that is hooked for a module or a quantity."""
+        quantity = self.quantity(name)
+        return self.place_of(name) if quantity is None else quantity.path
+
     def shaped(self, name: str, rows: Tensor) -> Tensor:
         """Returns rows of a capture as the quantity has them: heads in a dimension of their own."""
         quantity = self.quantity(name)
         heads = None if quantity is None else self.named.heads.get(quantity.name)
         return rows if heads is None else rows.unflatten(-1, heads)
 
-    def _named_info(self, name: str) -> ModuleInfo:
+    def quantity_info(self, name: str) -> ModuleInfo:
+        """Returns a quantity as a module that returns it."""
         quantity = self.named.table[from_lens(name) or name]
-        info = self.table[quantity.path]
+        info = self.table[self._owners.get(quantity.path, quantity.path)]
         part: Any = quantity.part
         if quantity.phase == "forward_pre":
-            width, size = _input(info, quantity.path, part)
+            width, size = info.input(quantity.path, part)
         elif part is None or part == SUM:
             width, size = info.width, info.row_bytes
         else:
-            width, size = _part(info, quantity.path, part)
+            width, size = info.part(quantity.path, part)
         return ModuleInfo("tensor", width, size)
 
     def _selected(self, what: Any) -> dict[str, ModuleInfo]:
@@ -316,239 +392,21 @@ class ModuleTable:
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
-    def rewritten(self, plan: Plan) -> Plan:
-        """Rewrites a plan for the outputs of the engine's modules, and validates it.
-
-        An entry without an `output_index` means the stream of a layer that returns
-        (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
-
-        Raises:
-            ValueError: the plan has what an engine does not serve; names the entry.
-        """
-        entries: list[HookEntry | KeepEntry] = []
-        names: set[str] = set()
-        for number, entry in enumerate(plan.entries):
-            try:
-                entries += self._rewritten(entry)
-                if isinstance(entry, KeepEntry):
-                    kept = {*map(entry.name_of, self.selected(entry.what))}
-                    _check_names(names & kept)
-                    names |= kept
-            except ValueError as error:
-                msg = f"entries[{number}]: {error}"
-                raise ValueError(msg) from None
-        if self.compiled:
-            self._check_positions(entries)
-        return Plan(*entries)
-
-    def _rewritten(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
-        names, rest = self._split(entry.what)
-        if not names:
-            return self._at_modules(entry)
-        if (reason := (COMPILED if self.compiled else EAGER).refusal(entry)) is not None:
-            raise ValueError(reason)
-        moved = [self._at_quantity(entry, name) for name in names]
-        if rest is not None:
-            moved += self._at_modules(dataclasses.replace(entry, what=rest))
-        return moved
-
-    def _at_quantity(self, entry: HookEntry | KeepEntry, name: str) -> HookEntry | KeepEntry:
-        """Rewrites an entry for one quantity, which the worker's table places.
-
-        Raises:
-            ValueError: the entry does not fit it.
-        """
-        quantity = self.named.table[from_lens(name) or name]
-        heads = self.named.heads.get(quantity.name)
-        if isinstance(entry, KeepEntry):
-            if entry.options.keys() & {"inputs", "output_index"}:
-                msg = f"{name} is one tensor at a place of its own: leave out inputs, output_index"
-                raise ValueError(msg)
-            if heads is not None and "slice" in entry.options:
-                msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
-                raise ValueError(msg)
-            width = self._named_info(name).width
-            check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
-            copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
-            return dataclasses.replace(entry, what=[name], options=entry.options | copy)
-        if entry.phase != "forward" or entry.hook.output_index is not None:
-            msg = f"{name} is one tensor at a place of its own: leave out phase and output_index"
-            raise ValueError(msg)
-        if not quantity.writable:
-            msg = f"{name} can be read and not written: what is written does not arrive"
-            raise ValueError(msg)
-        hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
-        check_width(hook, name, self._named_info(name).width)
-        return dataclasses.replace(entry, what=[name], hook=hook)
-
-    def _at_modules(self, entry: HookEntry | KeepEntry) -> list[HookEntry | KeepEntry]:
-        found = self.selected(entry.what)
-        if (reason := (COMPILED if self.compiled else EAGER).refusal(entry)) is not None:
-            raise ValueError(reason)
-        if isinstance(entry, KeepEntry):
-            index = entry.options.get("output_index")
-            for name, info in found.items():
-                width = _width(info, name, entry.options)
-                check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
-            if entry.options.get("inputs"):
-                # A buffer of the runner may be one of them.
-                return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
-        else:
-            index = entry.hook.output_index
-            if entry.phase != "forward":
-                for name, info in found.items():
-                    check_width(entry.hook, f"input of {name!r}", _input(info, name, index)[0])
-                return [entry]
-        groups: dict[Any, list[str]] = {}
-        for name, info in found.items():
-            if isinstance(entry, HookEntry):
-                width = info.width if index is None else _part(info, name, index)[0]
-                check_width(entry.hook, f"output of {name!r}", width)
-            groups.setdefault(_index(info, name, index), []).append(name)
-        return [_with_index(entry, names, index) for index, names in groups.items()]
-
-    def _check_positions(self, entries: Sequence[HookEntry | KeepEntry]) -> None:
-        ats: dict[str, Any] = {}
-        kept: set[str] = set()
-        for entry in entries:
-            at: Any = entry.at
-            listed: Any = entry.what  # a list, as rewritten
-            names = [name if (it := self.quantity(name)) is None else it.path for name in listed]
-            if isinstance(entry, KeepEntry):
-                kept.update(names)
-                continue
-            for name in names:
-                if name in kept:
-                    msg = (
-                        f"the plan keeps {name!r} before it changes it: a compiled engine keeps "
-                        "last"
-                    )
-                    raise ValueError(msg)
-                if ats.setdefault(name, at) != at:
-                    msg = (
-                        f"the plan changes {name!r} at several positions: a compiled engine at one"
-                    )
-                    raise ValueError(msg)
-
     def row_bytes(self, plan: Plan | Prepared) -> list[tuple[KeepEntry, int]]:
         """Returns for each capture of a rewritten plan the bytes per token."""
         sizes = []
         for entry in plan.entries:
             if isinstance(entry, KeepEntry):
                 found = self.selected(entry.what)
-                size = sum(_bytes(info, name, entry.options) for name, info in found.items())
+                size = sum(_row_bytes(info, name, entry) for name, info in found.items())
                 sizes.append((entry, size))
         return sizes
 
 
-def _check_names(twice: Collection[str]) -> None:
-    if twice:
-        msg = f"it keeps {min(twice)!r} again: give one of the two a label"
-        raise ValueError(msg)
-
-
-def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> Intervention:
-    """Returns the intervention on all heads side by side that does to each what `hook` does.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if hook.vector is None:
-        return hook
-    check_width(hook, f"head of {name}", head_dim)
-    if isinstance(hook, Add):
-        vector, scale = hook.values
-        return Add(vector.repeat(heads), scale) if hook.width == head_dim else hook
-    if isinstance(hook, Replace):
-        (vector,) = hook.values
-        return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
-    msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
-    raise ValueError(msg)
-
-
-def _index(info: ModuleInfo, name: str, index: Any) -> Any:
-    """Returns the `output_index` that is meant at a module."""
-    if index is not None:
-        _part(info, name, index)
-        return index
-    if info.kind == "tensor":
-        return index
-    if info.kind == "other":
-        msg = f"{name!r} returns several tensors: name one by output_index"
-        raise ValueError(msg)
-    return SUM if info.kind == "stream" else 0
-
-
-def _part(info: ModuleInfo, name: str, index: Any) -> Tokens:
-    """Returns width and bytes of the part of an output that is named.
-
-    Raises:
-        ValueError: the output has no such part.
-    """
-    if index == "sum" and info.kind == "stream":
-        return info.width, info.row_bytes
-    found: Tokens | None = None
-    if isinstance(index, int) and -len(info.outputs) <= index < len(info.outputs):
-        found = info.outputs[index]
-    if found is None:
-        places = [place for place, each in enumerate(info.outputs) if each is not None]
-        there = f"has the outputs {places}" if places else "returns one tensor: leave it out"
-        msg = f"output_index={index!r}: {name!r} {there}"
-        raise ValueError(msg)
-    return found
-
-
-def _width(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
-    """Returns the width of the tensor that a capture means."""
-    index = options.get("output_index")
-    if options.get("inputs"):
-        return _input(info, name, index)[0]
-    return info.width if index is None else _part(info, name, index)[0]
-
-
-def _with_index(
-    entry: HookEntry | KeepEntry, names: list[str], index: Any
-) -> HookEntry | KeepEntry:
-    if isinstance(entry, KeepEntry):
-        options = {name: it for name, it in entry.options.items() if name != "output_index"}
-        if index is not None:
-            options["output_index"] = index
-        return dataclasses.replace(entry, what=names, options=options)
-    hook = entry.hook
-    if hook.output_index != index:
-        hook = type(hook)(*hook.values, output_index=index)
-    return dataclasses.replace(entry, what=names, hook=hook)
-
-
-def _input(info: ModuleInfo, name: str, index: Any) -> Tokens:
-    """Returns width and bytes per token of the positional argument that is meant."""
-    inputs = info.inputs
-    if isinstance(index, int) and index >= 0:
-        inputs = inputs[index : index + 1]
-    if len(inputs) != 1 or (found := inputs[0]) is None:
-        places = [place for place, each in enumerate(info.inputs) if each is not None]
-        advice = (
-            f"name one of {places} by output_index"
-            if places
-            else "the engine calls it by keywords, or not at all as one that is fused; take the "
-            "output of the module before it, or its own"
-        )
-        msg = (
-            "inputs=True and phase='forward_pre' take a positional argument with a row per token, "
-            f"and {name!r} has {'several' if places else 'none'}: {advice}"
-        )
-        raise ValueError(msg)
-    return found
-
-
-def _bytes(info: ModuleInfo, name: str, options: Mapping[str, Any]) -> int:
-    width, size = info.width, info.row_bytes
-    index = options.get("output_index")
-    if options.get("inputs"):
-        width, size = _input(info, name, index)
-    elif index is not None:
-        width, size = _part(info, name, index)
-    dtype: torch.dtype | None = options.get("dtype")
+def _row_bytes(info: ModuleInfo, name: str, entry: KeepEntry) -> int:
+    """Returns the bytes per token of a capture."""
+    width, size = info.captured(name, entry.options)
+    dtype: torch.dtype | None = entry.options.get("dtype")
     return size if dtype is None else width * dtype.itemsize
 
 
@@ -579,65 +437,3 @@ def _skeleton(table: Mapping[str, ModuleInfo]) -> nn.Module:
 
 
 NEVER_RAN: Final = ModuleInfo("other", refused="it never runs in the forward of the engine's model")
-
-
-def observe(model: nn.Module, forward: Callable[[], object]) -> ModuleTable:
-    """Observes the outputs of all modules in one forward of `OBSERVED_ROWS` tokens.
-
-    Raises:
-        HookError: no module ran.
-    """
-    with observed(model) as calls:
-        forward()
-    if not calls:
-        msg = "no module of the engine's model ran in the observed forward"
-        raise HookError(msg)
-    table = {}
-    for name, module in model.named_modules():
-        own = calls.get(module, [])
-        info = _info(module, [_shapes(call.output) for call in own])
-        inputs = _shapes(own[-1].args) if own else []
-        table[name] = dataclasses.replace(info, inputs=tuple(map(_row, inputs)))
-    return ModuleTable(table, getattr(model, "packed_modules_mapping", None) or {})
-
-
-def _shapes(output: Any) -> Any:
-    """Returns shape and dtype in place of tensors."""
-    if isinstance(output, Tensor):
-        return output.shape, output.element_size()
-    if isinstance(output, tuple | list):
-        return [_shapes(each) for each in output]
-    return None
-
-
-def _row(shapes: Any) -> Tokens | None:
-    """Returns width and bytes per token of a tensor by what `_shapes` has for it, or None."""
-    if not isinstance(shapes, tuple):
-        return None
-    shape, size = shapes
-    has_rows = len(shape) > 1 and shape[0] == OBSERVED_ROWS
-    return (shape[-1], shape[1:].numel() * size) if has_rows else None
-
-
-def _info(module: nn.Module, calls: list[Any]) -> ModuleInfo:
-    if not calls:
-        return NEVER_RAN
-    if len(calls) > 1:
-        return ModuleInfo(
-            "other", refused=f"it runs {len(calls)} times in a forward, for several layers"
-        )
-    (output,) = calls
-    parts = output if isinstance(output, list) else [output]
-    tensors = [part for part in parts if isinstance(part, tuple)]
-    if not tensors or any(len(shape) < 1 or shape[0] != OBSERVED_ROWS for shape, _ in tensors):
-        return ModuleInfo("other", refused="its output is no tensor of a row per token")
-    shape, size = tensors[0]
-    info = ModuleInfo("tensor", shape[-1], shape[1:].numel() * size)
-    if output is not parts:
-        return info
-    info = dataclasses.replace(info, outputs=tuple(map(_row, parts)))
-    norm = "Norm" in type(module).__name__
-    if len(tensors) == 1 or norm:
-        return dataclasses.replace(info, kind="first")
-    layer = len(tensors) == 2 and tensors[0] == tensors[1] and any(True for _ in module.children())  # noqa: PLR2004 (hidden, residual)
-    return dataclasses.replace(info, kind="stream" if layer else "other")

@@ -12,9 +12,11 @@ class EngineOptions:
 
     Args:
         capture_bytes: most bytes that one request captures.
+        vectors_bytes: most bytes of all uploaded vectors.
     """
 
     capture_bytes: int = 64 * 2**20
+    vectors_bytes: int = 2**30
 
     @classmethod
     def read(cls, found: Any, place: str) -> Self:

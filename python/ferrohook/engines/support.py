@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Any
+
+    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.options import EngineOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +28,12 @@ class Capabilities:
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
+    quantities: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Place and proof of each quantity of a model, or why it is refused; empty without a model."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "refused", MappingProxyType(dict(self.refused)))
+        for name in ("refused", "quantities"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def works(self) -> bool:
@@ -51,6 +58,26 @@ class Capabilities:
         """Returns the error of an engine that uses features among `refused`."""
         reasons = "; ".join(f"{feature} ({self.refused[feature]})" for feature in used)
         return f"this engine of {self.engine} serves no plans, as it uses {reasons}"
+
+    def described(self, modules: ModuleTable, options: EngineOptions) -> dict[str, Any]:
+        """Returns what plans may do in a running engine, as its server answers it.
+
+        Args:
+            modules: modules and quantities of its model.
+            options: of the engine.
+        """
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "served": [*self.served],
+            "refused": {**self.refused},
+            "capture_bytes": options.capture_bytes,
+            "modules": {
+                name: {"width": info.width, "refused": info.refused}
+                for name, info in modules.table.items()
+            },
+            "quantities": modules.named.described(),
+        }
 
     def refuse(self, feature: str) -> None:
         """Raises the error for a feature among `refused`.

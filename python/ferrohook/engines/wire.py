@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NAME: Final = "ferrohook"
 """Key of a plan in the parameters of a request, and of the options of an engine."""
+VECTORS: Final = "ferrohook_vectors"
+"""Key of the uploaded vectors that a plan names, where they travel with it."""
 FIELD: Final = "ferrohook_captures"
 """Key of the token of a request's captures: in its parameters, and in the engine's answer."""
 HEADER: Final = "X-Ferrohook-Captures"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
@@ -45,6 +46,7 @@ JUDGE: Final = Judge(
         "trained": "sites add vectors that are not trained",
     },
 )
+_LOG: Final = logging.getLogger("ferrohook")
 _OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
 NOBODY = -0.0
 """Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
@@ -529,7 +531,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     than the batch is entered on. Nothing is known of a replayed graph's stream: have the two wait
     for each other before and behind the replay, inside the batch.
 
-    Several vectors that a request adds at a site are added up first.
+    Several vectors that a request adds at a site are added up first. The bytes of the tables are
+    logged, as information, before they are taken.
 
     Args:
         model: the model, as plans are prepared for it.
@@ -569,9 +572,17 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
     if parameter is not None:
         dtype, device = dtype or parameter.dtype, device or parameter.device
-    like = {"dtype": dtype or torch.get_default_dtype(), "device": device or "cpu"}
+    dtype, device = dtype or torch.get_default_dtype(), device or "cpu"
+    like = {"dtype": dtype, "device": device}
     with torch.inference_mode(mode=False):
         width = at_least_one("width", width)
+        size = bytes_of_tables(len(modules), max_requests, max_rows, width, dtype)
+        _LOG.info(
+            "ferrohook: the tables of %d sites take %s bytes on %s: %s requests and %s rows of "
+            "width %s in %s",
+            *(len(modules), f"{size:,}", device, f"{max_requests:,}", f"{max_rows:,}"),
+            *(f"{width:,}", dtype),
+        )
         form = _Form(max_requests, max_rows, width, dim, output_index, like)
         return Sites(model, [*modules], form)
 

@@ -52,4 +52,5 @@ def test_random_requests(
     assert found["wrong"] == []
     assert found["answered"] == number
     assert found["retractions"] > 0
+    assert found["wrong_plans"] == {}
     assert found["open"] == 0

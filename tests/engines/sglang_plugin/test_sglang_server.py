@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +17,10 @@ import ferrohook as fh
 import support.engines
 from ferrohook.client import Client, PlanFailedError, RequestRefusedError
 from ferrohook.engines import sglang
+from ferrohook.engines.wire import VECTORS
+from support.engine_scenes import check_fuzzed, spoilt_plans
 from support.engines import Change, Job
 from support.serving import EOS, WIDTH, Answer, random_jobs
-from support.sglang_engine import ENVIRONMENT, OPTIONS
 from support.sglang_server import NEW, Server, custom, serving
 
 if TYPE_CHECKING:
@@ -145,19 +144,10 @@ def test_a_plan_that_fails_is_500_with_the_reason(server: Server) -> None:
     assert "max_bytes" in response.text
 
 
-def spoilt(rng: random.Random) -> str:
-    """A plan with a part cut out, replaced or repeated."""
-    text = JOB.plan.to_json() if JOB.plan is not None else ""
-    first, last = sorted(rng.randrange(len(text)) for _ in range(2))
-    junk = rng.choice(["", "NaN", "1e999", '"', "[" * 5000, "null", "\\ud800", "-1", "{}", "\x00"])
-    return rng.choice([text[:first] + junk + text[last:], junk, text[:first] + text])
-
-
 def test_fuzzed_plans_end_no_server(
     llama: Any, server: Server, request: pytest.FixtureRequest
 ) -> None:
-    rng = random.Random(5)  # noqa: S311 (tests)
-    plans = [spoilt(rng) for _ in range(request.config.getoption("requests") or 60)]
+    plans = spoilt_plans(request.config.getoption("requests") or 60)
 
     def status(plan: str) -> int:
         params = {"max_new_tokens": 1, **custom(plan)}
@@ -165,9 +155,7 @@ def test_fuzzed_plans_end_no_server(
         return server.post("/generate", body).status_code
 
     with ThreadPoolExecutor(8) as pool:
-        found = [*pool.map(status, plans)]
-    assert {*found} <= {httpx.codes.OK, httpx.codes.BAD_REQUEST}, sorted({*found})
-    assert found.count(httpx.codes.BAD_REQUEST) > 0.8 * len(plans)
+        check_fuzzed([*pool.map(status, plans)])
     given = generate(server, JOB).json()
     JOB.check(llama[1], answer(given, JOB), NEW)
 
@@ -180,29 +168,6 @@ def test_a_client_that_goes_leaves_nothing(llama: Any, server: Server) -> None:
             next(stream.iter_lines())
     given = generate(server, JOB).json()
     JOB.check(llama[1], answer(given, JOB), NEW)
-
-
-def test_an_engine_in_processes_of_its_own(llama: Any) -> None:
-    os.environ.update(ENVIRONMENT)
-    from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 (reads the environment)
-
-    engine = Engine(model_path=str(llama[0]), **OPTIONS)
-    try:
-        plain = Job(PROMPT)
-        params = [
-            {"temperature": 0, "max_new_tokens": NEW, **custom(job.plan)} for job in (JOB, plain)
-        ]
-        given = engine.generate(input_ids=[PROMPT, PROMPT], sampling_params=params)
-        for job, each in zip((JOB, plain), given, strict=True):
-            job.check(llama[1], answer(each, job), NEW)
-        with pytest.raises(ValueError, match="closest names"):
-            engine.generate(input_ids=PROMPT, sampling_params=custom(BAD))
-        with pytest.raises(Exception, match="max_bytes"):
-            engine.generate(input_ids=PROMPT, sampling_params=custom(FAILS))
-        *_, last = engine.generate(input_ids=PROMPT, sampling_params=params[0], stream=True)
-        JOB.check(llama[1], answer(last, JOB), NEW)
-    finally:
-        engine.shutdown()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -224,8 +189,68 @@ def test_the_client(llama: Any, server: Server, job: Job, streamed: bool) -> Non
 
 def test_errors_of_the_client(server: Server) -> None:
     with Client(server.address) as client:
-        assert client.info().engine == "sglang"
         with pytest.raises(RequestRefusedError, match="closest names"):
             client.generate(PROMPT, BAD, max_tokens=NEW)
         with pytest.raises(PlanFailedError, match="max_bytes"):
             client.generate(PROMPT, FAILS, max_tokens=NEW)
+
+
+def named(name: str) -> dict[str, Any]:
+    """A plan that steers by an uploaded vector."""
+    hook = {"type": "Add", "vector": {"tensor": name}}
+    return {
+        "version": 1,
+        "entries": [{"type": "on", "what": "model.layers.1", "hook": hook}],
+    }
+
+
+STEERED = Job(PROMPT, JOB.changes)
+
+
+def test_vectors_are_uploaded_once(llama: Any, server: Server) -> None:
+    """A name means the vector that it has as its plan comes in."""
+    other = Job(PROMPT, (Change(1, fh.Add(VECTOR.flip(0)), None),))
+    with Client(server.address) as client:
+        for vector, job in ((VECTOR, STEERED), (VECTOR.flip(0), other), (VECTOR, STEERED)):
+            client.put_vectors({"calm/1": vector, "unused": torch.ones(3)})
+            assert client.vectors() == {"calm/1": (WIDTH,), "unused": (3,)}
+            text = json.dumps(named("calm/1"))
+            params = {"temperature": 0, "max_new_tokens": NEW, **custom(text)}
+            asked = {"input_ids": [PROMPT, PROMPT], "sampling_params": [params, {**params}]}
+            for each in server.post("/generate", asked).json():
+                job.check(llama[1], answer(each, job), NEW)
+            response = server.post(*openai(Job(PROMPT), chat=False, **custom(text)))
+            given = tokens(response.json()["choices"][0]["text"])
+            job.check(llama[1], Answer(given + [EOS] * (len(given) < NEW), {}), NEW)
+        client.drop_vectors(["calm/1"])
+        with pytest.raises(KeyError):
+            client.drop_vectors(["calm/1"])
+        with pytest.raises(RequestRefusedError, match="no vector 'calm/1' was uploaded; there: un"):
+            client.generate(PROMPT, named("calm/1"), max_tokens=NEW)
+    path = f"{server.address}/v1/ferrohook/vectors"
+    assert httpx.put(path, content=b"no safetensors").status_code == 422
+
+
+@pytest.mark.parametrize("data", ["", "none", "AAAA", 5, ["a"], {"calm": 1.0}])
+def test_vectors_that_a_client_made_up_are_400(server: Server, data: Any) -> None:
+    params = custom(json.dumps(named("made up")))
+    params["custom_params"][VECTORS] = data
+    response = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert response.status_code == httpx.codes.BAD_REQUEST, response.text
+
+
+def test_capabilities(server: Server) -> None:
+    with Client(server.address) as client:
+        found = client.info()
+    assert found.engine == "sglang"
+    assert found.capture_bytes == 64 * 2**20
+    assert found.module("model.layers.1").width == WIDTH
+    assert "never runs" in (found.modules["lm_head"].refused or "")
+    assert "tensor parallelism" in found.refused
+    stream = found.raw["quantities"]["@resid_post.1"]
+    assert stream["equation"] == "resid_pre + attn_out + mlp_out = resid_post"
+    assert stream["writable"]
+    assert found.raw["quantities"]["@q.0"]["heads"] == [2, WIDTH // 2]
+    assert "no pattern" in found.raw["quantities"]["@pattern.0"]["refused"]
+    told = httpx.get(f"{server.address}/server_info").json()
+    assert not [each for each in told["internal_states"] if "ferrohook" in each]

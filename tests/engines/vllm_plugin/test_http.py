@@ -19,6 +19,7 @@ import httpx
 import safetensors.torch
 
 import ferrohook as fh
+from ferrohook.engines import routes, uploads
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.vllm import http, plugin, requests, supported
@@ -108,10 +109,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 async def asked(engine: Engine, method: str, path: str, **sent: Any) -> httpx.Response:
     """Asks the routes of a server that has the engine, with the token of its requests."""
     sent.setdefault("headers", {HEADER: OWN})
-    routes = http.Routes()
-    await routes.init_state(engine, None, None)
+    served = http.Routes()
+    await served.init_state(engine, None, None)
     app = fastapi.FastAPI()
-    routes.attach_router(app)
+    served.attach_router(app)
     return await request(app, method, path, **sent)
 
 
@@ -277,10 +278,10 @@ def test_a_vector_that_gets_a_second_name_while_the_first_is_dropped(engine: Eng
             await asyncio.sleep(0)
 
     async def run() -> None:
-        routes = http.Routes()
-        await routes.init_state(engine, None, None)
+        served = http.Routes()
+        await served.init_state(engine, None, None)
         app = fastapi.FastAPI()
-        routes.attach_router(app)
+        served.attach_router(app)
         await request(app, "PUT", "vectors", content=data["a"])
         reached = asyncio.Event()
         called = engine.collective_rpc
@@ -363,7 +364,7 @@ def test_ids_alone_do_where_the_operator_asks_for_it(engine: Engine) -> None:
 def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, in bytes and in the length of names; a list of names in an error is short."""
     engine.vllm_config.additional_config = {"ferrohook": {"vectors_bytes": 400}}
-    monkeypatch.setattr(requests, "_MOST_VECTORS", 14)
+    monkeypatch.setattr(uploads, "_MOST_VECTORS", 14)
 
     def body(*names: str, numbers: int = 5) -> bytes:
         return safetensors.torch.save({name: torch.rand(numbers) for name in names})
@@ -391,15 +392,15 @@ def test_uploads_are_limited(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone is short enough: memory is taken by all whose bodies have not ended."""
-    monkeypatch.setattr(http, "_MOST_BYTES", 1000)
-    monkeypatch.setattr(http, "_MOST_ARRIVING", 2000)
+    monkeypatch.setattr(routes, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(routes, "_MOST_ARRIVING", 2000)
     body = safetensors.torch.save({"a": torch.rand(5)})
 
     async def run() -> None:
-        routes = http.Routes()
-        await routes.init_state(engine, None, None)
+        served = http.Routes()
+        await served.init_state(engine, None, None)
         app = fastapi.FastAPI()
-        routes.attach_router(app)
+        served.attach_router(app)
         goes_on = asyncio.Event()
 
         async def slow() -> AsyncIterator[bytes]:
@@ -413,7 +414,7 @@ def test_uploads_at_a_time_have_a_budget(engine: Engine, monkeypatch: pytest.Mon
         assert (await request(app, "PUT", "vectors", content=body)).is_success
         goes_on.set()
         assert sorted([(await task).status_code for task in held]) == [422, 422, 503]
-        assert routes._arriving == 0
+        assert served._arriving == 0
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ import psutil
 
 import ferrohook as fh
 from ferrohook.engines.modules import ModuleInfo, ModuleTable
+from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm import plugin, runners, supported
 from ferrohook.engines.vllm import worker as worker_module
 from ferrohook.engines.vllm.requests import VllmOptions
@@ -149,8 +150,8 @@ def test_a_module_kept_twice_under_one_name_is_refused_at_the_door(again: Any) -
     for label in (None, "x"):
         first = fh.keep("a", label=label)
         with pytest.raises(ValueError, match=r"entries\[1\]: it keeps '(x:)?a' again: .* a label"):
-            modules.rewritten(fh.Plan(first, fh.keep(again, label=label)))
-        assert modules.rewritten(fh.Plan(first, fh.keep(again, label="other")))
+            rewritten(fh.Plan(first, fh.keep(again, label=label)), modules)
+        assert rewritten(fh.Plan(first, fh.keep(again, label="other")), modules)
 
 
 def test_captures_travel_as_safetensors() -> None:
@@ -325,11 +326,11 @@ def test_the_model_runner_v2_by_recorded_shapes(monkeypatch: pytest.MonkeyPatch)
         (fh.keep("pair", output_index="sum"), r"has the outputs \[0\]"),
         (fh.on("layer", fh.Zero(output_index=7)), r"has the outputs \[0, 1\]"),
         (fh.on("layer", fh.Add(torch.ones(3), output_index=1)), "width of 3"),
-        (fh.keep("tensor", slice=(..., WIDTH)), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), [0, WIDTH])), "does not fit 'tensor'"),
-        (fh.keep("tensor", slice=(slice(None), 0, 0)), "does not fit 'tensor'"),
-        (fh.keep("layer", inputs=True, slice=(..., WIDTH)), "does not fit 'layer'"),
+        (fh.keep("tensor", slice=(..., WIDTH)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), -WIDTH - 1)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), [0, WIDTH])), "does not fit the tensor at 'tensor'"),
+        (fh.keep("tensor", slice=(slice(None), 0, 0)), "does not fit the tensor at 'tensor'"),
+        (fh.keep("layer", inputs=True, slice=(..., WIDTH)), "does not fit the tensor at 'layer'"),
     ],
 )
 def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> None:
@@ -343,14 +344,14 @@ def test_parts_and_slices_are_checked_at_the_door(entry: Any, reason: str) -> No
     }
     modules = ModuleTable.from_json(ModuleTable(table, {}).to_json())
     with pytest.raises(ValueError, match=rf"entries\[0\].*{reason}"):
-        modules.rewritten(fh.Plan(entry))
+        rewritten(fh.Plan(entry), modules)
     for right in (
         fh.keep("layer", output_index=-1, slice=(..., slice(2))),
         fh.keep("layer", label="sum", output_index="sum", slice=(..., [0, -1])),
         fh.keep("pair", output_index=0),
         fh.on("layer", fh.Add(torch.ones(WIDTH), output_index=1)),
     ):
-        modules.rewritten(fh.Plan(right))
+        rewritten(fh.Plan(right), modules)
 
 
 def test_an_engine_that_does_not_start_leaves_no_process(

@@ -15,14 +15,13 @@ import ferrohook as fh
 from ferrohook.engines import vllm
 from ferrohook.engines.vllm.plugin import connect
 from support import serving
-from support.quantity_plans import HEAD, PROMPTS, WIDTH, alone, check, texts
+from support.quantity_plans import HEAD, NEW, PROMPTS, WIDTH, alone, check, wrong_plans
 from support.vllm_engine import sampling, start, start_compiled, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NEW = 4
 CONFIGS = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": HEAD}),
     "gemma2": (
@@ -55,19 +54,16 @@ def engine(
     stop(llm)
 
 
-def serve(llm: Any, plans: list[str]) -> list[tuple[list[int], Any]]:
-    prompts = [{"prompt_token_ids": PROMPTS[n % len(PROMPTS)]} for n in range(len(plans))]
-    params = [sampling(plan, NEW, ignore_eos=True) for plan in plans]
+def serve(llm: Any, asked: list[tuple[list[int], str]]) -> list[tuple[list[int], Any]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+    params = [sampling(plan, NEW, ignore_eos=True) for _, plan in asked]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [([*each.outputs[0].token_ids], vllm.activations(llm, each).acts) for each in outputs]
 
 
 def test_twelve_plans_at_once_give_what_transformers_gives_for_each(engine: Any) -> None:
     llm, model = engine
-    served = serve(llm, [*texts().values()])
-    for number, (name, text) in enumerate(texts().items()):
-        prompt = PROMPTS[number % len(PROMPTS)]
-        check(name, served[number], alone(model, fh.Plan.from_json(text), prompt, NEW))
+    assert wrong_plans(model, lambda asked: serve(llm, asked)) == {}
 
 
 def test_what_does_not_fit_is_refused_at_the_door_with_the_reason(engine: Any) -> None:
@@ -108,9 +104,9 @@ def test_a_compiled_engine_serves_those_at_its_sites(tmp_path: Path) -> None:
     plan = fh.Plan(fh.on("@resid_post.1", fh.Add(torch.ones(WIDTH))), fh.keep("@resid_post.2"))
     llm = start_compiled(tmp_path, additional_config={"ferrohook": {"sites": "model.layers.*"}})
     try:
-        (served,) = serve(llm, [plan.to_json()])
+        (served,) = serve(llm, [(PROMPTS[0], plan.to_json())])
         check("sites", served, alone(model, plan, PROMPTS[0], NEW))
         with pytest.raises(ValueError, match="no site of this compiled engine"):
-            serve(llm, [fh.Plan(fh.keep("@z.1")).to_json()])
+            serve(llm, [(PROMPTS[0], fh.Plan(fh.keep("@z.1")).to_json())])
     finally:
         stop(llm)

@@ -25,7 +25,7 @@ import httpx
 
 import support.engines
 from ferrohook.engines.wire import HEADER, unpacked
-from support.vllm_engine import ENVIRONMENT, EOS, Answer, random_jobs
+from support.vllm_engine import ENVIRONMENT, EOS, Answer, patience, random_jobs
 from support.vllm_server import TEMPLATE
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 NEW = 24
 IN_FLIGHT = 12
+RAY_IS_LATE = "The current node timed out during startup"
 LOST = "was lost: the text is not whole", "does not answer; it had"
 
 
@@ -68,29 +69,32 @@ def service(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command += [f"--{name}={value}" for name, value in options.items()]
     ray = {"RAY_TMPDIR": sockets, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     log = folder / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **ray, "PYTHONPATH": str(ROOT)},
-        )
+    environment = {**os.environ, **ENVIRONMENT, **ray, "PYTHONPATH": str(ROOT)}
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("w") as out:
+            return subprocess.Popen(
+                command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
+
     address = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 480
+    deadline = time.monotonic() + 0.8 * patience()
+    process = start()
     try:
         while replicas(address) != {"vllm-0": True, "vllm-1": True}:
-            assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
+            if process.poll() is not None:
+                # Ray gives a node 30 seconds to start, on any machine.
+                assert RAY_IS_LATE in log.read_text(), log.read_text()[-4000:]
+                end_processes_in(folder)
+                process = start()
             time.sleep(0.2)
         yield address
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        for pid in processes_in(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end_processes_in(folder)
         process.wait()
         shutil.rmtree(sockets, ignore_errors=True)
 
@@ -111,6 +115,13 @@ def processes_in(folder: Path) -> list[int]:
             if (process / "cwd").readlink() == folder:
                 found.append(int(process.name))
     return found
+
+
+def end_processes_in(folder: Path) -> None:
+    """Kills the processes of the service."""
+    for pid in processes_in(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def server_process(replica: str) -> int:

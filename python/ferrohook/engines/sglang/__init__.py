@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from ferrohook.engines.sglang.clients import activations as activations
 from ferrohook.engines.sglang.clients import custom_params as custom_params
+from ferrohook.engines.sglang.clients import drop_vectors as drop_vectors
+from ferrohook.engines.sglang.clients import put_vectors as put_vectors
 from ferrohook.engines.sglang.supported import CAPABILITIES as CAPABILITIES
 from ferrohook.engines.wire import Captured as Captured
 
-__all__ = ["CAPABILITIES", "Captured", "activations", "custom_params"]
+__all__ = [
+    "CAPABILITIES",
+    "Captured",
+    "activations",
+    "custom_params",
+    "drop_vectors",
+    "put_vectors",
+]

@@ -5,9 +5,15 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
+from ferrohook.engines.sglang.front_end import vectors_of
+from ferrohook.engines.uploads import packed_vectors
 from ferrohook.engines.wire import FIELD, NAME, unpacked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
     from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
 
@@ -37,3 +43,33 @@ def activations(answer: Any) -> Captured:
         msg = "the answer has no captures: its request keeps nothing, or is not finished"
         raise KeyError(msg)
     return unpacked(base64.b64decode(found))
+
+
+def put_vectors(engine: Any, vectors: Mapping[str, Tensor]) -> None:
+    """Uploads vectors that plans name, as in `{"tensor": "joy"}`.
+
+    A name that was used before means the new vector in the requests to come.
+
+    Args:
+        engine: an `Engine`.
+        vectors: by name.
+
+    Raises:
+        HookTypeError: a vector is no tensor.
+        ValueError: there would be too many, too many bytes of them (`vectors_bytes`), or a name is
+            too long.
+    """
+    uploaded = vectors_of(engine.tokenizer_manager)
+    _, digests = packed_vectors(vectors)
+    uploaded.check_room(vectors)
+    uploaded.put(vectors, digests)
+
+
+def drop_vectors(engine: Any, names: Iterable[str]) -> None:
+    """Drops uploaded vectors.
+
+    Raises:
+        KeyError: no vector has the name.
+    """
+    for name in names:
+        vectors_of(engine.tokenizer_manager).drop(name)

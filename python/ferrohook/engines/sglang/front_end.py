@@ -1,34 +1,80 @@
-"""Front end of SGLang: captures in the answers of `/generate`, `Engine` and the OpenAI routes.
+"""Front end of SGLang: vectors that plans name, and captures in the answers to their requests.
 
-They come with the last output of a request, on SGLang's own way of additional fields, so that
-nobody but its client gets them.
+Uploaded vectors stay here; a plan that names some takes them along. Captures come with the last
+output of a request, on SGLang's own way of additional fields, so that nobody but its client gets
+them: of `/generate`, `Engine` and the OpenAI routes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import importlib
 import json
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrohook.engines.wire import FIELD, NAME
+import safetensors.torch
+
+from ferrohook.engines.sglang.options import SglangOptions
+from ferrohook.engines.uploads import Vectors, VectorsOfPlan
+from ferrohook.engines.wire import FIELD, NAME, VECTORS
+from ferrohook.errors import HookTypeError
+from ferrohook.plans import Plan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _END: Final = "data: [DONE]"
+_LARGE: Final = 2**16
+"""Characters of a plan from which it is read in a thread: about a millisecond."""
+_vectors: weakref.WeakKeyDictionary[Any, Vectors] = weakref.WeakKeyDictionary()
+"""Uploaded vectors, by `TokenizerManager`."""
+
+
+def vectors_of(manager: Any) -> Vectors:
+    """Returns the vectors that were uploaded to a `TokenizerManager`.
+
+    Raises:
+        ValueError: the options of the engine are bad.
+    """
+    if manager not in _vectors:
+        _vectors[manager] = Vectors(SglangOptions.of_environment().vectors_bytes)
+    return _vectors[manager]
+
+
+async def ask_description(manager: Any) -> dict[str, Any]:
+    """Asks the scheduler of a `TokenizerManager` what plans may do."""
+    manager.auto_create_handle_loop()
+    question = importlib.import_module("sglang.srt.managers.io_struct").GetInternalStateReq
+    answers = await manager.get_internal_state_communicator(question(rid=NAME))
+    described: dict[str, Any] = answers[0].internal_state[NAME]
+    return described
 
 
 def generating(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `TokenizerManager.generate_request`."""
     if _has_plan(getattr(obj, "sampling_params", None)):
-        return _noting(original(manager, obj, *args, **kwargs), obj)
+        return _serving(original, manager, obj, *args, **kwargs)
     return original(manager, obj, *args, **kwargs)
 
 
-async def _noting(outputs: Any, obj: Any) -> AsyncIterator[Any]:
-    """Yields the outputs of a request, its captures in place of a list of one for each token."""
+async def _serving(
+    original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    """Yields the outputs of a request, its captures in place of a list of one for each token.
+
+    Raises:
+        ValueError: its plan names a vector that was not uploaded.
+    """
+    if vectors := _vectors.get(manager):
+        several = isinstance(obj.sampling_params, list)
+        found = obj.sampling_params if several else [obj.sampling_params]
+        taken = [await _with_vectors(each, vectors) for each in found]
+        obj.sampling_params = taken if several else taken[0]
     obj.ferrohook_captures = {}
+    outputs = original(manager, obj, *args, **kwargs)
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             for number, each in enumerate(output if isinstance(output, list) else [output]):
@@ -67,6 +113,26 @@ async def streaming(
                 choices = [{"index": index, FIELD: it} for index, it in sorted(found.items())]
                 yield f"data: {json.dumps({'object': FIELD, 'choices': [], FIELD: choices})}\n\n"
             yield event
+
+
+async def _with_vectors(params: Any, vectors: Vectors) -> Any:
+    """Returns the parameters of a request with the vectors that its plan names."""
+    custom: Any = params.get("custom_params") if isinstance(params, dict) else None
+    text = custom.get(NAME) if isinstance(custom, dict) else None
+    if not isinstance(text, str) or '"tensor"' not in text:
+        return params
+
+    def read() -> str:
+        named = VectorsOfPlan(vectors)
+        try:
+            Plan.from_json(text, named)
+        except HookTypeError as error:
+            raise ValueError(str(error)) from error
+        found = {name: vectors[name] for name in named.used}
+        return base64.b64encode(safetensors.torch.save(found)).decode()
+
+    data = await asyncio.to_thread(read) if len(text) > _LARGE else read()
+    return {**params, "custom_params": {**custom, VECTORS: data}}
 
 
 def _has_plan(params: Any) -> bool:

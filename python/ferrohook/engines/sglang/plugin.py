@@ -2,10 +2,10 @@
 
 Few names of SGLang are used, all through its own registry of hooks, the same in all releases that
 were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
-`abort_request` and `process_batch_result`, `Req._compute_max_prefix_len`, `ForwardBatch.init_new`,
-`ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the front end:
-`TokenizerManager.__init__` and `generate_request`, and of the OpenAI routes the methods that build
-an answer or a stream.
+`abort_request`, `process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
+`ForwardBatch.init_new`, `ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the
+front end: `TokenizerManager.__init__` and `generate_request`, and of the OpenAI routes the methods
+that build an answer or a stream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final
 from ferrohook.engines.sglang.front_end import answered, generating, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import Worker
+from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookError
 
 _LOG: Final = logging.getLogger("ferrohook")
@@ -36,6 +37,7 @@ def register() -> None:
         ("managers.scheduler.Scheduler._add_request_to_queue", _queueing, "AROUND"),
         ("managers.scheduler.Scheduler.abort_request", _aborting, "AROUND"),
         ("managers.scheduler.Scheduler.process_batch_result", _processing, "BEFORE"),
+        ("managers.scheduler.Scheduler.get_internal_state", _describing, "AFTER"),
         ("managers.schedule_batch.Req._compute_max_prefix_len", _limiting, "AFTER"),
         ("model_executor.forward_batch_info.ForwardBatch.init_new", _batched, "AFTER"),
         ("model_executor.model_runner.ModelRunner.forward", _forwarding, "AROUND"),
@@ -68,7 +70,8 @@ def _made(_none: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     except HookError as error:
         worker.refuse(str(error))
     except Exception as error:  # noqa: BLE001 (of a release that nobody tried: it serves without plans)
-        worker.refuse(f"sglang {CAPABILITIES.version} is another: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        worker.refuse(f"no plans with this model in sglang {CAPABILITIES.version}: {reason}")
 
 
 def _queueing(original: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +105,12 @@ def _processing(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None
         worker.end_failed(batch.reqs)
 
 
+def _describing(state: Any, scheduler: Any, question: Any) -> None:
+    """Tells what plans may do, where the front end asks for that."""
+    if question.rid == NAME:
+        state.internal_state[NAME] = _workers[scheduler].describe()
+
+
 def _limiting(limit: int, req: Any, *_args: Any) -> int:
     return 0 if getattr(req, "ferrohook_rereads", False) else limit
 
@@ -131,8 +140,12 @@ def _answering(_streamer: Any, reqs: Any, *_args: Any, **_kwargs: Any) -> None:
             worker.answer(reqs)
 
 
-def _serving(_none: None, *_args: Any, **_kwargs: Any) -> None:
-    """Registers the hooks of the OpenAI routes where a server has imported them."""
+def _serving(_none: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Adds routes, and registers the hooks of the OpenAI routes, where there is a server."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is not None:
+        routes = importlib.import_module("ferrohook.engines.sglang.http").Routes(manager)
+        server.app.include_router(routes.router())
     routes = "entrypoints.openai.serving"
     if f"sglang.srt.{routes}_completions" in sys.modules:
         completion = f"{routes}_completions.OpenAIServingCompletion"

@@ -7,25 +7,28 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-import json
 import logging
-import os
 import secrets
+import sys
 import weakref
 from array import array
 from collections import deque
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+import safetensors
+import safetensors.torch
 import torch
 
 from ferrohook.engines.admission import Admission, check_salt, text_of
-from ferrohook.engines.modules import OBSERVED_ROWS, observe
-from ferrohook.engines.options import EngineOptions
+from ferrohook.engines.modules import OBSERVED_ROWS
+from ferrohook.engines.observing import observe
 from ferrohook.engines.planned import PlannedRequests
+from ferrohook.engines.proofs import Heads, look_at
+from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.streams import StreamPoints, stream_layers
 from ferrohook.engines.sglang.supported import CAPABILITIES, refusals
-from ferrohook.engines.wire import FIELD, NAME, packed, unpacked
+from ferrohook.engines.wire import FIELD, NAME, VECTORS, digest_of, packed, unpacked
 from ferrohook.engines.worker import EngineWorker, Served, reason_of
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan
@@ -35,29 +38,16 @@ from ferrohook.steering import Add
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.modules import ModuleTable, NamedTensors
     from ferrohook.engines.planned import Result
     from ferrohook.engines.worker import Admitted
     from ferrohook.plans import Prepared
 
 _LOG: Final = logging.getLogger("ferrohook")
-OPTIONS: Final = "FERROHOOK_SGLANG"
-"""Environment variable with the options of an engine, as JSON."""
 _MOST_PLANS: Final = 256
 _names: Final = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class SglangOptions(EngineOptions):
-    """Options of an engine: JSON in the environment variable `FERROHOOK_SGLANG`.
-
-    Args:
-        plan_bytes: most characters of a plan. Others wait while the scheduler reads it.
-    """
-
-    plan_bytes: int = 2**23
 
 
 class _Failed(NamedTuple):
@@ -105,7 +95,7 @@ class Worker(EngineWorker):
         if refused := refusals(self._scheduler, context.get_server_args()):
             raise HookError(CAPABILITIES.explain(refused))
         try:
-            self._options = SglangOptions.read(json.loads(os.environ.get(OPTIONS, "{}")), OPTIONS)
+            options = SglangOptions.of_environment()
         except ValueError as error:
             raise HookError(str(error)) from error
         model = self._runner.model
@@ -116,22 +106,43 @@ class Worker(EngineWorker):
         layers = stream_layers(model, self._run_alone)
         modules = observe(model, self._run_alone)
         self._points = StreamPoints(model, layers)
-        modules = modules.with_places(self._points.places)
-        self._admission = Admission(modules, self._options, secrets.token_bytes(32))
+        modules = modules.with_places(self._points.places).with_quantities(self._look(model))
         processor.register_forward_pre_hook(self._checking, with_kwargs=True)
         self.served = Served(modules, PlannedRequests(model, size=_MOST_PLANS))
+        secret = secrets.token_bytes(32)
+        # Its requests are within no limits but their own.
+        self._options = SglangOptions(capture_bytes=sys.maxsize)
+        self._admission = Admission(modules, self._options, secret)
         self._test_itself(modules)
+        self._options = options
+        self._admission = Admission(modules, options, secret)
 
     def refuse(self, reason: str) -> None:
         """Serves no plans, for a reason."""
         self.refusal, self.served = reason, None
         _LOG.warning("ferrohook: %s", reason)
 
+    def _look(self, model: nn.Module) -> NamedTensors:
+        """Proves the model's quantities, with the hook points of all layers in use."""
+        places = self._points.places
+        self._points.wanted = places.values()
+        try:
+            return look_at(model, self._run_alone, _heads_of, places)
+        finally:
+            self._points.wanted = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what plans may do, or the reason of a refusal."""
+        if self.served is None:
+            return {"refusal": self.refusal}
+        return CAPABILITIES.described(self.served.modules, self._options)
+
     def _test_itself(self, modules: ModuleTable) -> None:
         """Runs known requests through the scheduler, and compares the rows that they capture.
 
         Two in one batch, one of them changed at some positions; then the second one unchanged,
-        which must not find what the first wrote of the same tokens.
+        which must not find what the first wrote of the same tokens. All capture the stream behind
+        a layer, and a quantity of each kind.
 
         Raises:
             HookError: they are not the rows of the requests.
@@ -140,24 +151,30 @@ class Worker(EngineWorker):
         if not names:
             msg = "no layer of the model was recognized, behind which a plan sees the stream"
             raise HookError(msg)
-        keep_it = keep(names[0])
-        change = on(names[0], Add(torch.ones(1)), at=slice(1, 4))
+        stream = names[0]
+        kinds = {name.partition(".")[0]: name for name in modules.named.table}
+        plain = Plan(keep([stream, *kinds.values()]))
+        changing = Plan(on(stream, Add(torch.ones(1)), at=slice(1, 4)), *plain.entries)
         first, second = range(1, 1 + OBSERVED_ROWS), range(2, 2 + OBSERVED_ROWS)
-        alone = [self._captured(names[0], (each, Plan(keep_it)))[0] for each in (first, second)]
-        both = self._captured(names[0], (first, Plan(keep_it)), (second, Plan(change, keep_it)))
-        again = self._captured(names[0], (second, Plan(keep_it)))[0]
-        alone.append(alone[1])
-        alone[1] = alone[1].clone()
-        alone[1][1:4] += 1
-        for found, expected in zip((*both, again), alone, strict=True):
-            if found.shape != expected.shape or not torch.allclose(
-                found.float(), expected.float(), rtol=1e-2, atol=1e-2
-            ):
-                msg = f"the self-test failed: a request captured other rows of {names[0]!r}"
-                raise HookError(msg)
+        alone = [self._captured((each, plain))[0] for each in (first, second)]
+        both = self._captured((first, plain), (second, changing))
+        (again,) = self._captured((second, plain))
+        changed = alone[1][stream].clone()
+        changed[1:4] += 1
+        for found, expected in (
+            (both[0], alone[0]),
+            (both[1], {stream: changed}),
+            (again, alone[1]),
+        ):
+            for name, right in expected.items():
+                if found[name].shape != right.shape or not torch.allclose(
+                    found[name].float(), right.float(), rtol=1e-2, atol=1e-2
+                ):
+                    msg = f"the self-test failed: a request captured other rows of {name!r}"
+                    raise HookError(msg)
 
-    def _captured(self, name: str, *asked: tuple[Iterable[int], Plan]) -> list[Tensor]:
-        """Runs requests with plans; returns what each captured of a module."""
+    def _captured(self, *asked: tuple[Iterable[int], Plan]) -> list[dict[str, Tensor]]:
+        """Runs requests with plans; returns what each captured."""
         reqs = []
         for tokens, plan in asked:
             reqs.append(_request(tokens))
@@ -169,7 +186,7 @@ class Worker(EngineWorker):
                 msg = f"the self-test failed: {req.finished_reason}"
                 raise HookError(msg)
             data = base64.b64decode(req.customized_info[FIELD][-1])
-            found.append(unpacked(data).acts[name])
+            found.append(unpacked(data).acts)
         return found
 
     def _run_alone(self) -> None:
@@ -213,16 +230,16 @@ class Worker(EngineWorker):
             return
         req.ferrohook = None
         params = getattr(req.sampling_params, "custom_params", None)
-        value = params.get(NAME) if isinstance(params, dict) else None
+        custom = params if isinstance(params, dict) else {}
         check_salt(req.cache_salt)
-        if value is None or req.to_finish is not None:
+        if custom.get(NAME) is None or req.to_finish is not None:
             return
         try:
-            self._open(req, value)
+            self._open(req, custom[NAME], custom.get(VECTORS, ""))
         except HookError as error:
             raise ValueError(str(error)) from error
 
-    def _open(self, req: Any, value: Any) -> None:
+    def _open(self, req: Any, value: Any, vectors: Any) -> None:
         if self.served is None:
             raise ValueError(self.refusal)
         for feature, is_used in (
@@ -233,13 +250,16 @@ class Worker(EngineWorker):
             if is_used:
                 CAPABILITIES.refuse(feature)
         text = text_of(value)
-        if len(text) > self._options.plan_bytes:
+        size = len(text) + (len(vectors) if isinstance(vectors, str) else 0)
+        if size > self._options.plan_bytes:
             msg = (
-                f"the plan has {len(text):,} characters, more than "
+                f"the plan has {size:,} characters, more than "
                 f"plan_bytes={self._options.plan_bytes:,}"
             )
             raise ValueError(msg)
-        read = self._admission.read(text, {}, {})
+        named = _vectors(vectors)
+        used = {name: digest_of(vector) for name, vector in named.items()}
+        read = self._admission.read(text, named, used)
         prompt = len(req.origin_input_ids)
         if read.captures:
             self._admission.check_captures(read.plan, prompt, req.sampling_params.max_new_tokens)
@@ -295,7 +315,8 @@ class Worker(EngineWorker):
             places = self._points.places.values()
             entries = [entry for plan in plans for entry in plan.entries]
             names = [name for entry in entries for name in cast("list[str]", entry.what)]
-            wanted = frozenset(name for name in names if name in places)
+            paths = map(self.loaded_model().modules.path_of, names)
+            wanted = frozenset(path for path in paths if path in places)
             self._wanted_by = plans, wanted
         return self._wanted_by[1]
 
@@ -360,6 +381,21 @@ class Worker(EngineWorker):
             req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 
 
+def _vectors(data: Any) -> dict[str, Tensor]:
+    """Reads the vectors that travel with a plan.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if data == "":
+        return {}
+    try:
+        return safetensors.torch.load(base64.b64decode(data, validate=True))
+    except (safetensors.SafetensorError, TypeError, ValueError) as error:
+        msg = f"{VECTORS} are safetensors in base64: {error}"
+        raise ValueError(msg) from error
+
+
 def _abort(reason: str, status: HTTPStatus) -> Any:
     """Makes the end of a request with an error."""
     finish = importlib.import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
@@ -373,6 +409,14 @@ def _request(tokens: Iterable[int]) -> Any:
     params = sampling.SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     params.normalize(None)
     return batches.Req("ferrohook-test", "", array("q", tokens), params)
+
+
+def _heads_of(module: nn.Module) -> Heads | None:
+    """Returns the heads of what SGLang calls as attention(q, k, v), None for any other module."""
+    attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
+    if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
+        return None
+    return Heads(module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
 
 
 class _Nowhere:

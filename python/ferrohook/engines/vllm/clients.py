@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
-from torch import Tensor
-
-from ferrohook.arguments import expect
+from ferrohook.engines.uploads import packed_vectors
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import connect, front_end_of
-from ferrohook.engines.wire import digest_of, unpacked
+from ferrohook.engines.wire import unpacked
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ferrohook.engines.vllm.requests import FrontEnd, Ticket
+    from torch import Tensor
+
+    from ferrohook.engines.vllm.requests import Ticket
     from ferrohook.engines.wire import Captured
     from ferrohook.plans import Plan
 
@@ -68,9 +67,9 @@ def put_vectors(llm: Any, vectors: Mapping[str, Tensor]) -> None:
     engine = getattr(llm, "llm_engine", llm)
     front_end = connect(engine)
     data, digests = packed_vectors(vectors)
-    front_end.vectors.check_room(vectors, front_end.options)
+    front_end.vectors.check_room(vectors)
     engine.collective_rpc("ferrohook_put", args=(data,))
-    for digest in name_vectors(front_end, vectors, digests):
+    for digest in front_end.vectors.put(vectors, digests):
         engine.collective_rpc("ferrohook_drop", args=(digest,))
 
 
@@ -97,26 +96,3 @@ def tokens_of(ticket: Ticket) -> int:
         msg = f"the request {ticket.request_id!r} is not finished, or was cancelled"
         raise HookError(msg)
     return ticket.tokens
-
-
-def packed_vectors(vectors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
-    """Returns vectors as safetensors, and their digests by name.
-
-    Raises:
-        HookTypeError: a vector is no tensor.
-    """
-    for name, vector in vectors.items():
-        expect(vector, Tensor, f"the vector {name!r} is a tensor")
-    plain = {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}
-    digests = {name: digest_of(vector) for name, vector in plain.items()}
-    by_digest = {digests[name]: vector.clone() for name, vector in plain.items()}
-    return safetensors.torch.save(by_digest), digests
-
-
-def name_vectors(
-    front_end: FrontEnd, vectors: Mapping[str, Tensor], digests: Mapping[str, str]
-) -> list[str]:
-    """Names vectors that the worker has; returns the digests of those that it is to drop."""
-    for name, vector in vectors.items():
-        front_end.vectors.put(name, vector.detach().cpu().clone(), digests[name])
-    return front_end.vectors.surplus(front_end.options)

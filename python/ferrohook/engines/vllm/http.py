@@ -6,18 +6,15 @@ Loaded if VLLM_PLUGINS names it. The paths begin with /v1, which vLLM's API key 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
-import safetensors
-import safetensors.torch
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import MutableHeaders
 
-from ferrohook.engines.vllm.clients import name_vectors, packed_vectors
+from ferrohook.engines.routes import EngineRoutes
 from ferrohook.engines.vllm.metrics import fetched
 from ferrohook.engines.vllm.plugin import call, connect_async
 from ferrohook.engines.vllm.supported import CAPABILITIES
@@ -29,29 +26,23 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-    from torch import Tensor
 
+    from ferrohook.engines.uploads import Vectors
     from ferrohook.engines.vllm.requests import FrontEnd, Ticket
 
 _BINARY: Final = "application/octet-stream"
-_MOST_BYTES: Final = 2**28
-_MOST_ARRIVING: Final = 2 * _MOST_BYTES
-"""Bytes of all bodies that are on their way or being read at a time."""
 _PAUSE: Final = 0.05
 
 
-class Routes:
+class Routes(EngineRoutes):
     """Routes of an API server, as vLLM loads them."""
 
     name = "ferrohook"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
-        self._changing_vectors = asyncio.Lock()
-        """Held while a name and the worker's vector of its digest change together."""
-        self._arriving = 0
-        """Bytes of bodies that are on their way or being read."""
 
     async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
         """Takes the engine, once the server has it."""
@@ -59,11 +50,7 @@ class Routes:
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes to a server."""
-        router = APIRouter(prefix="/v1/ferrohook")
-        router.get("/capabilities")(self.capabilities)
-        router.get("/vectors")(self.vectors)
-        router.put("/vectors")(self.put_vectors)
-        router.delete("/vectors/{name:path}")(self.drop_vector)
+        router = self.router()
         router.get("/captures/{response_id}")(self.captures)
         router.get("/captures/{response_id}/stream")(self.stream)
         app.include_router(router)
@@ -82,74 +69,16 @@ class Routes:
     async def capabilities(self) -> dict[str, Any]:
         """Tells what plans may do here; 501 if they are refused, with the reason."""
         front_end = await self._front_end()
-        return {
-            "engine": CAPABILITIES.engine,
-            "version": CAPABILITIES.version,
-            "served": CAPABILITIES.served,
-            "refused": dict(CAPABILITIES.refused),
-            "capture_bytes": front_end.options.capture_bytes,
-            "modules": {
-                name: {"width": info.width, "refused": info.refused}
-                for name, info in front_end.modules.table.items()
-            },
-            "quantities": front_end.modules.named.described(),
-        }
+        return CAPABILITIES.described(front_end.modules, front_end.options)
 
-    async def vectors(self) -> dict[str, list[int]]:
-        """Lists the uploaded vectors, with their shapes."""
-        vectors = (await self._front_end()).vectors
-        return {name: list(vectors[name].shape) for name in vectors}
+    async def _uploaded(self) -> Vectors:
+        return (await self._front_end()).vectors
 
-    async def put_vectors(self, request: Request) -> dict[str, list[int]]:
-        """Takes vectors as a safetensors body.
+    async def _send(self, data: bytes) -> None:
+        await self._call("ferrohook_put", data)
 
-        422 for any other, 413 for too many or too long, 503 while too many others arrive.
-        """
-        front_end = await self._front_end()
-        async with self._body(request) as body:
-            # In a thread: seconds, in which the engine's texts would stand still.
-            vectors, data, digests = await asyncio.to_thread(_vectors, body)
-            async with self._changing_vectors:
-                try:
-                    front_end.vectors.check_room(vectors, front_end.options)
-                except ValueError as error:
-                    raise HTTPException(413, str(error)) from error
-                await self._call("ferrohook_put", data)
-                for digest in name_vectors(front_end, vectors, digests):
-                    await self._call("ferrohook_drop", digest)
-        return {name: list(vector.shape) for name, vector in vectors.items()}
-
-    @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """Takes the body of a request; refuses one that is too long before it has come."""
-        refused = HTTPException(413, f"vectors have at most {_MOST_BYTES:,} bytes at a time")
-        told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > _MOST_BYTES:
-            raise refused
-        parts, size = [], 0
-        try:
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                self._arriving += len(part)
-                if size > _MOST_BYTES:
-                    raise refused
-                if self._arriving > _MOST_ARRIVING:
-                    raise HTTPException(503, "too many vectors arrive: send them again")
-            yield b"".join(parts)
-        finally:
-            self._arriving -= size
-
-    async def drop_vector(self, name: str) -> None:
-        """Drops a vector; 404 without one of the name."""
-        front_end = await self._front_end()
-        async with self._changing_vectors:
-            try:
-                digest = front_end.vectors.drop(name)
-            except KeyError:
-                raise HTTPException(404, f"no vector {name!r} was uploaded") from None
-            if digest is not None:
-                await self._call("ferrohook_drop", digest)
+    async def _discard(self, digest: str) -> None:
+        await self._call("ferrohook_drop", digest)
 
     async def captures(self, request: Request, response_id: str, index: int = 0) -> Response:
         """Returns what a finished request captured, as safetensors, once.
@@ -227,15 +156,6 @@ class Routes:
     async def _call(self, name: str, *args: Any) -> bytes:
         (answer, *_) = await call(self._engine, name, *args)
         return answer
-
-
-def _vectors(body: bytes) -> tuple[dict[str, Tensor], bytes, dict[str, str]]:
-    """Reads vectors; returns them, what the worker takes, and their digests."""
-    try:
-        vectors = safetensors.torch.load(body)
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise HTTPException(422, f"the body is no safetensors: {error}") from error
-    return vectors, *packed_vectors(vectors)
 
 
 def _framed(data: bytes) -> bytes:

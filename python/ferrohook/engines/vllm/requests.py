@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ferrohook.engines.admission import Admission, ReadPlan
 from ferrohook.engines.options import EngineOptions
+from ferrohook.engines.uploads import Vectors, VectorsOfPlan
 from ferrohook.engines.vllm import metrics
 from ferrohook.engines.vllm.supported import CAPABILITIES
 from ferrohook.engines.wire import FIELD, NAME
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
     from ferrohook.engines.modules import ModuleTable
 
 _MOST_TICKETS: Final = 10_000
-_MOST_VECTORS: Final = 10_000
-_LONGEST_NAME: Final = 200
 _LARGE: Final = 2**16
 """Characters of a plan from which it is read in a thread: about a millisecond."""
-_SHOWN: Final = 10
-"""Names in an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +37,6 @@ class VllmOptions(EngineOptions):
         sites: selector of the modules that a compiled engine serves, laid before it compiles;
             None for none.
         sites_bytes: most bytes of the tables of the sites, on the device of the model.
-        vectors_bytes: most bytes of all uploaded vectors.
         captures_by_id: give captures over HTTP to whoever knows the id of the response, which
             clients choose, instead of its token.
     """
@@ -50,7 +44,6 @@ class VllmOptions(EngineOptions):
     results_bytes: int = 2**30
     sites: Any = None
     sites_bytes: int = 8 * 2**30
-    vectors_bytes: int = 2**30
     captures_by_id: bool = False
 
     @classmethod
@@ -83,115 +76,6 @@ class Ticket:
     """Failure of its plan."""
 
 
-class Vectors(Mapping[str, "Tensor"]):
-    """Vectors that were uploaded, by name."""
-
-    def __init__(self) -> None:
-        self._named: dict[str, tuple[Tensor, str]] = {}
-        self._replaced: dict[str, int] = {}
-        """Bytes of vectors whose names mean others by now, by digest, the oldest first."""
-
-    def check_room(self, vectors: Mapping[str, Tensor], options: VllmOptions) -> None:
-        """Checks that more vectors may be named.
-
-        Raises:
-            ValueError: there would be too many, or too many bytes of them; or a name is too long.
-        """
-        if any(len(name) > _LONGEST_NAME for name in vectors):
-            msg = f"names of vectors have at most {_LONGEST_NAME} characters"
-            raise ValueError(msg)
-        named = {name: tensor for name, (tensor, _) in self._named.items()} | {**vectors}
-        if len(named) > _MOST_VECTORS:
-            msg = f"there are at most {_MOST_VECTORS:,} vectors, got {len(named):,}: drop some"
-            raise ValueError(msg)
-        size = _bytes_of(named.values())
-        if size > options.vectors_bytes:
-            msg = (
-                f"the vectors would take {size:,} bytes, more than "
-                f"vectors_bytes={options.vectors_bytes:,}: drop some"
-            )
-            raise ValueError(msg)
-
-    def put(self, name: str, tensor: Tensor, digest: str) -> None:
-        """Names a vector. Requests on their way still need the one that had the name."""
-        if (former := self._named.get(name)) is not None:
-            self._replaced[former[1]] = former[0].nbytes
-        self._named[name] = tensor, digest
-
-    def surplus(self, options: VllmOptions) -> list[str]:
-        """Returns the digests of replaced vectors beyond the limit, and forgets them."""
-        named = {digest for _, digest in self._named.values()}
-        for digest in named & self._replaced.keys():
-            del self._replaced[digest]
-        size = _bytes_of(tensor for tensor, _ in self._named.values())
-        gone = []
-        while self._replaced and size + sum(self._replaced.values()) > options.vectors_bytes:
-            gone.append(next(iter(self._replaced)))
-            del self._replaced[gone[-1]]
-        return gone
-
-    def drop(self, name: str) -> str | None:
-        """Drops a name; returns its digest if no other name has it.
-
-        Raises:
-            KeyError: no vector has the name.
-        """
-        _, digest = self._named.pop(name)
-        kept = any(digest == other for _, other in self._named.values())
-        return None if kept else digest
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.find(name)[0]
-
-    def find(self, name: str) -> tuple[Tensor, str]:
-        """Returns a vector and its digest.
-
-        Raises:
-            ValueError: no vector has the name.
-        """
-        if (found := self._named.get(name)) is None:
-            there = ", ".join(itertools.islice(self._named, _SHOWN)) or "none"
-            more = ", ..." if len(self._named) > _SHOWN else ""
-            msg = f"no vector {name[:_LONGEST_NAME]!r} was uploaded; there: {there}{more}"
-            raise ValueError(msg)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._named])
-
-    def __len__(self) -> int:
-        return len(self._named)
-
-    def __bool__(self) -> bool:
-        return True  # asked for names, although it has none
-
-
-def _bytes_of(vectors: Iterable[Tensor]) -> int:
-    return sum(vector.nbytes for vector in vectors)
-
-
-class _Named(Mapping[str, "Tensor"]):
-    """Vectors for one plan, whose names are noted."""
-
-    def __init__(self, vectors: Vectors) -> None:
-        self._vectors = vectors
-        self.used: dict[str, str] = {}
-        """Digests of those that were looked up, by name."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        vector, self.used[name] = self._vectors.find(name)
-        return vector
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._vectors)
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def __bool__(self) -> bool:
-        return True  # asked for names, although it may have none
-
-
 _SEVERAL: Final = "the plans of several requests of this id failed: choose ids that differ"
 
 
@@ -210,7 +94,7 @@ class FrontEnd:
     ) -> None:
         self.modules = modules
         self.options = options
-        self.vectors = Vectors()
+        self.vectors = Vectors(options.vectors_bytes)
         self._admission = Admission(modules, options, secret)
         self._servers = servers
         self._lock = threading.Lock()
@@ -225,7 +109,7 @@ class FrontEnd:
         """Engine's ids of requests with a plan."""
 
     def _read(self, value: Any) -> ReadPlan:
-        named = _Named(self.vectors)
+        named = VectorsOfPlan(self.vectors)
         return self._admission.read(value, named, named.used)
 
     async def read_large(self, params: Any) -> None:

@@ -15,9 +15,11 @@ import psutil
 import safetensors.torch
 import torch
 
-from ferrohook.engines.modules import OBSERVED_ROWS, observe
+from ferrohook.engines.modules import OBSERVED_ROWS
+from ferrohook.engines.observing import observe
 from ferrohook.engines.planned import PlannedRequests
 from ferrohook.engines.proofs import Heads, look_at
+from ferrohook.engines.rewriting import rewritten
 from ferrohook.engines.vllm.ranks import Ranks, fill
 from ferrohook.engines.vllm.requests import VllmOptions
 from ferrohook.engines.vllm.supported import CAPABILITIES, refusals
@@ -206,7 +208,7 @@ class Worker(EngineWorker):
             msg = f"vectors were dropped before the request ran: {missing}"
             raise HookError(msg)
         vectors = {name: self._vectors[it] for name, it in payload["vectors"].items()}
-        plan = self.loaded_model().modules.rewritten(Plan.from_json(payload["plan"], vectors))
+        plan = rewritten(Plan.from_json(payload["plan"], vectors), self.loaded_model().modules)
         if self._ranks is not None and self._ranks.rank:  # the first one captures
             return Plan(*(each for each in plan.entries if isinstance(each, HookEntry)))
         return plan

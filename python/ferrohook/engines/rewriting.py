@@ -1,0 +1,190 @@
+"""Plans of clients, judged and rewritten for the modules of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrohook.engines.step_values import check_slice, check_width
+from ferrohook.plans import Plan
+from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.needs import CHANGES, Judge
+from ferrohook.quantity_names import from_lens
+from ferrohook.steering import Add, Replace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.steering import Intervention
+
+_CROSSING: Final = {
+    "at function": "at is a function, and a plan crosses processes as JSON",
+    "cut rows": "slice of keep in an engine begins with ... or slice(None): all tokens",
+    "gradients": "an engine computes no gradients",
+    "not finite": "its hook has NaN or infinities",
+    "python": "a Python function or object is no JSON, in which a plan crosses processes",
+    "table": "a vector in an engine has one dimension, as tokens come in chunks",
+}
+_KEPT: Final = frozenset({"at", "dtype", "max_bytes", "slice"})
+_EAGER: Final = Judge(_KEPT | CHANGES | {"inputs", "output_index"}, _CROSSING)
+_COMPILED: Final = Judge(_KEPT | {"add"}, _CROSSING)
+
+
+def rewritten(plan: Plan, modules: ModuleTable) -> Plan:
+    """Rewrites a plan for the outputs of the engine's modules, and validates it.
+
+    An entry without an `output_index` means the stream of a layer that returns
+    (hidden, residual), and the first tensor of a linear or norm layer that returns a tuple.
+
+    Raises:
+        ValueError: the plan has what an engine does not serve; names the entry.
+    """
+    entries: list[HookEntry | KeepEntry] = []
+    names: set[str] = set()
+    for number, entry in enumerate(plan.entries):
+        try:
+            entries += _rewritten(entry, modules)
+            if isinstance(entry, KeepEntry):
+                kept = {*map(entry.name_of, modules.selected(entry.what))}
+                _check_names(names & kept)
+                names |= kept
+        except ValueError as error:
+            msg = f"entries[{number}]: {error}"
+            raise ValueError(msg) from None
+    if modules.compiled:
+        _check_positions(entries, modules)
+    return Plan(*entries)
+
+
+def _rewritten(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
+    names, rest = modules.split(entry.what)
+    if not names:
+        return _at_modules(entry, modules)
+    if (reason := _judge(modules).refusal(entry)) is not None:
+        raise ValueError(reason)
+    moved = [_at_quantity(entry, name, modules) for name in names]
+    if rest is not None:
+        moved += _at_modules(dataclasses.replace(entry, what=rest), modules)
+    return moved
+
+
+def _at_quantity(
+    entry: HookEntry | KeepEntry, name: str, modules: ModuleTable
+) -> HookEntry | KeepEntry:
+    """Rewrites an entry for one quantity, which the worker's table places.
+
+    Raises:
+        ValueError: the entry does not fit it.
+    """
+    quantity = modules.named.table[from_lens(name) or name]
+    heads = modules.named.heads.get(quantity.name)
+    if isinstance(entry, KeepEntry):
+        if entry.options.keys() & {"inputs", "output_index"}:
+            msg = f"{name} is one tensor at a place of its own: leave out inputs, output_index"
+            raise ValueError(msg)
+        if heads is not None and "slice" in entry.options:
+            msg = f"{name} is captured whole in an engine, where it has no dimension of heads"
+            raise ValueError(msg)
+        width = modules.quantity_info(name).width
+        check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
+        copy = {"copy": "clone"} if quantity.phase == "forward_pre" else {}
+        return dataclasses.replace(entry, what=[name], options=entry.options | copy)
+    if entry.phase != "forward" or entry.hook.output_index is not None:
+        msg = f"{name} is one tensor at a place of its own: leave out phase and output_index"
+        raise ValueError(msg)
+    if not quantity.writable:
+        msg = f"{name} can be read and not written: what is written does not arrive"
+        raise ValueError(msg)
+    hook = entry.hook if heads is None else _for_all_heads(entry.hook, name, *heads)
+    check_width(hook, name, modules.quantity_info(name).width)
+    return dataclasses.replace(entry, what=[name], hook=hook)
+
+
+def _at_modules(entry: HookEntry | KeepEntry, modules: ModuleTable) -> list[HookEntry | KeepEntry]:
+    found = modules.selected(entry.what)
+    if (reason := _judge(modules).refusal(entry)) is not None:
+        raise ValueError(reason)
+    if isinstance(entry, KeepEntry):
+        index = entry.options.get("output_index")
+        for name, info in found.items():
+            width, _ = info.captured(name, entry.options)
+            check_slice(entry.options.get("slice"), f"tensor at {name!r}", (1, width))
+        if entry.options.get("inputs"):
+            # A buffer of the runner may be one of them.
+            return [dataclasses.replace(entry, options={**entry.options, "copy": "clone"})]
+    else:
+        index = entry.hook.output_index
+        if entry.phase != "forward":
+            for name, info in found.items():
+                check_width(entry.hook, f"input of {name!r}", info.input(name, index)[0])
+            return [entry]
+    groups: dict[Any, list[str]] = {}
+    for name, info in found.items():
+        if isinstance(entry, HookEntry):
+            width = info.width if index is None else info.part(name, index)[0]
+            check_width(entry.hook, f"output of {name!r}", width)
+        groups.setdefault(info.index(name, index), []).append(name)
+    return [_with_index(entry, names, index) for index, names in groups.items()]
+
+
+def _check_positions(entries: Sequence[HookEntry | KeepEntry], modules: ModuleTable) -> None:
+    ats: dict[str, Any] = {}
+    kept: set[str] = set()
+    for entry in entries:
+        at: Any = entry.at
+        listed: Any = entry.what  # a list, as rewritten
+        names = [*map(modules.path_of, listed)]
+        if isinstance(entry, KeepEntry):
+            kept.update(names)
+            continue
+        for name in names:
+            if name in kept:
+                msg = f"the plan keeps {name!r} before it changes it: a compiled engine keeps last"
+                raise ValueError(msg)
+            if ats.setdefault(name, at) != at:
+                msg = f"the plan changes {name!r} at several positions: a compiled engine at one"
+                raise ValueError(msg)
+
+
+def _judge(modules: ModuleTable) -> Judge:
+    return _COMPILED if modules.compiled else _EAGER
+
+
+def _check_names(twice: Collection[str]) -> None:
+    if twice:
+        msg = f"it keeps {min(twice)!r} again: give one of the two a label"
+        raise ValueError(msg)
+
+
+def _for_all_heads(hook: Intervention, name: str, heads: int, head_dim: int) -> Intervention:
+    """Returns the intervention on all heads side by side that does to each what `hook` does.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if hook.vector is None:
+        return hook
+    check_width(hook, f"head of {name}", head_dim)
+    if isinstance(hook, Add):
+        vector, scale = hook.values
+        return Add(vector.repeat(heads), scale) if hook.width == head_dim else hook
+    if isinstance(hook, Replace):
+        (vector,) = hook.values
+        return Replace(vector.repeat(heads)) if hook.width == head_dim else hook
+    msg = f"{type(hook).__name__} on {name} is of each head, which an engine does not take apart"
+    raise ValueError(msg)
+
+
+def _with_index(
+    entry: HookEntry | KeepEntry, names: list[str], index: Any
+) -> HookEntry | KeepEntry:
+    if isinstance(entry, KeepEntry):
+        options = {name: it for name, it in entry.options.items() if name != "output_index"}
+        if index is not None:
+            options["output_index"] = index
+        return dataclasses.replace(entry, what=names, options=options)
+    hook = entry.hook
+    if hook.output_index != index:
+        hook = type(hook)(*hook.values, output_index=index)
+    return dataclasses.replace(entry, what=names, hook=hook)

@@ -1,0 +1,90 @@
+"""SGLang's `Engine`, whose scheduler and detokenizer have processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: run `make sglang`")
+
+import ferrohook as fh
+import support.engines
+from ferrohook.engines import sglang
+from support.engines import Change, Job
+from support.serving import EOS, WIDTH, Answer
+from support.sglang_engine import ENVIRONMENT, OPTIONS
+from support.sglang_server import NEW, custom
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = [*range(10, 60)]
+VECTOR = torch.linspace(-2, 2, WIDTH)
+JOB = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),), ("model.layers.1", "model.norm"))
+
+
+@pytest.fixture(autouse=True)
+def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support.engines, "EOS", EOS)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Any) -> Iterator[Any]:
+    """Its end kills all children of this process, so it has a file of its own."""
+    os.environ.update(ENVIRONMENT)
+    from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 (reads the environment)
+
+    made = Engine(model_path=str(llama[0]), **OPTIONS)
+    yield made
+    made.shutdown()
+
+
+def params(plan: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": NEW, **custom(plan)}
+
+
+def check(llama: Any, job: Job, given: dict[str, Any]) -> None:
+    acts = sglang.activations(given).acts if job.kept else {}
+    job.check(llama[1], Answer([*given["output_ids"]], acts), NEW)
+
+
+def test_plans_and_captures(llama: Any, engine: Any) -> None:
+    jobs = (JOB, Job(PROMPT))
+    asked = [params(job.plan) for job in jobs]
+    given = engine.generate(input_ids=[PROMPT, PROMPT], sampling_params=asked)
+    for job, each in zip(jobs, given, strict=True):
+        check(llama, job, each)
+    *_, last = engine.generate(input_ids=PROMPT, sampling_params=asked[0], stream=True)
+    check(llama, JOB, last)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (fh.keep("model.layers.99"), "closest names"),
+        (fh.keep("model.layers.1", max_bytes=1), "max_bytes"),
+    ],
+)
+def test_plans_that_are_bad_or_fail(engine: Any, entry: Any, reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        engine.generate(input_ids=PROMPT, sampling_params=params(fh.Plan(entry)))
+
+
+def test_vectors_by_name(llama: Any, engine: Any) -> None:
+    sglang.put_vectors(engine, {"calm": VECTOR})
+    hook = {"type": "Add", "vector": {"tensor": "calm"}}
+    entries = [{"type": "on", "what": "model.layers.1", "hook": hook}]
+    asked = params(json.dumps({"version": 1, "entries": entries}))
+    job = Job(PROMPT, JOB.changes)
+    check(llama, job, engine.generate(input_ids=PROMPT, sampling_params=asked))
+    sglang.drop_vectors(engine, ["calm"])
+    with pytest.raises(KeyError):
+        sglang.drop_vectors(engine, ["calm"])
+    with pytest.raises(ValueError, match="no vector 'calm' was uploaded; there: none"):
+        engine.generate(input_ids=PROMPT, sampling_params=asked)
+    with pytest.raises(fh.HookTypeError, match="the vector 'calm' is a tensor"):
+        sglang.put_vectors(engine, {"calm": [1.0]})  # type: ignore[dict-item]
