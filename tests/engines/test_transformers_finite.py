@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -181,7 +182,8 @@ def test_finite_keys_in_float16_are_hidden_too(sign: int) -> None:
 
 
 def test_eager_attention_in_float16_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").half()
+    config = copy.deepcopy(CONFIGS["llama"])  # transformers notes the implementation there
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").half()
     with pytest.raises(HookError, match=r"float16 with eager attention is refused .*sdpa"):
         transformers.generate_batch(model, [[3, 4]], [None], continuous_batching_config=batching())
 
