@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["difference", "logit_lens", "norms", "patching", "steering"]
+__all__ = ["attention", "difference", "logit_lens", "norms", "patching", "steering"]
 
 Numbers: TypeAlias = "Tensor | Sequence[float]"
 
@@ -211,6 +211,35 @@ def patching(
     limit = float(finite.max()) if finite.any() else 1.0
     named = None if names is None else list(names)
     return _heat_map(grid, named, tokens, label, ax, vmin=-limit, vmax=limit, cmap="RdBu")
+
+
+def attention(
+    pattern: Tensor | Sequence[Numbers],
+    *,
+    tokens: Sequence[str] | None = None,
+    queries: Sequence[str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the pattern of one head: a row for each query, by the keys that it looks at.
+
+    Args:
+        pattern: weights by query and key, such as `acts["@pattern.3"][0, 5]`.
+        tokens: labels of the keys.
+        queries: labels of the queries; by default the last of `tokens`.
+        ax: axes to draw into.
+
+    Raises:
+        HookTypeError: `pattern` has not two dimensions, or an argument has the wrong type.
+        HookError: matplotlib is not installed.
+    """
+    grid = _numbers(pattern, "pattern", 2)
+    if queries is None and tokens is not None:
+        keys = list(tokens)[: grid.shape[1]]
+        queries = keys[max(len(keys) - grid.shape[0], 0) :]
+    named = None if queries is None else list(queries)
+    ax = _heat_map(grid, named, tokens, "attention", ax, vmin=0)
+    ax.set_ylabel("query" if named is None else "")
+    return ax
 
 
 def steering(

@@ -23,6 +23,7 @@ KINDS: Final = (
     "cross_out",
     "resid_mid",
     "mlp_in",
+    "router",
     "mlp_act",
     "mlp_out",
     "resid_post",

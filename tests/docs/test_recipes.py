@@ -72,9 +72,10 @@ def attribution_patching(names: Names) -> None:
     assert torch.equal(estimate.argmax(-1), effects.argmax(-1))
     # A small step along the change is what the gradient says.
     model, clean, corrupted = names["model"], names["clean"], names["corrupted"]
-    name, step = "encoder.layer.5", 1e-2
+    name, step = "@resid_post.5", 1e-2
     change = step * (clean[name] - corrupted[name]).detach()
-    with torch.no_grad(), fh.register(model, name, lambda module, args, output: output + change):
+    path = "encoder.layer.5"
+    with torch.no_grad(), fh.register(model, path, lambda module, args, output: output + change):
         moved = names["embed"](names["CORRUPTED"]) @ names["money"] - names["low"]
     total = estimate[-1].sum() * (names["high"] - names["low"]) * step
     torch.testing.assert_close(moved, total.detach(), rtol=0.05, atol=1e-6)
@@ -82,8 +83,20 @@ def attribution_patching(names: Names) -> None:
 
 def logit_lens(names: Names) -> None:
     acts, model, words = names["acts"], names["model"], names["WORDS"]
-    best = [words[model.to_logits(acts[f"layers.{n}"])[0, -1].argmax()] for n in range(4)]
+    with fh.capture(model, "layers.*") as layers:
+        model(names["encode"](names["text"]))
+    assert all(torch.equal(acts[f"@resid_post.{n}"], layers[f"layers.{n}"]) for n in range(4))
+    best = [words[model.to_logits(layers[f"layers.{n}"])[0, -1].argmax()] for n in range(4)]
     assert best[1:] == 3 * ["blue"]
+
+
+def attention(names: Names) -> None:
+    model, patterns = names["model"], names["patterns"]
+    model.set_attn_implementation("eager")
+    returned = torch.stack(model(**names["batch"], output_attentions=True).attentions)[:, 0]
+    torch.testing.assert_close(patterns, returned, rtol=1e-4, atol=1e-5)
+    rows = (returned * returned.clamp(min=1e-30).log()).sum(-1).mean(-1)
+    assert int(rows.argmax()) == names["block"] * patterns.shape[1] + names["head"]
 
 
 def first_nan(names: Names) -> None:
@@ -112,6 +125,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "ablate-head": ablate_head,
     "patch": patch,
     "attribution-patching": attribution_patching,
+    "attention": attention,
     "logit-lens": logit_lens,
     "first-nan": first_nan,
     "watch-service": watch_service,

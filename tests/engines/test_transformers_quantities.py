@@ -10,7 +10,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import ferrohook as fh
-from ferrohook.engines.transformers import generate_batch
+from ferrohook.engines import capabilities
+from ferrohook.engines.planned import EnginePlans
+from ferrohook.engines.transformers import attach, generate_batch
+from ferrohook.engines.transformers_steps import ROWS
 from support.engines import batching
 from support.quantity_plans import NEW, PROMPTS, WIDTH, alone, texts, wrong_plans
 
@@ -88,6 +91,42 @@ def test_the_plans_do_something(model: Any) -> None:
         assert not torch.allclose(acts["end:@final_norm"], plain["@final_norm"]), name
 
 
-def test_the_pattern_is_refused_with_the_reason(model: Any) -> None:
-    with pytest.raises(fh.HookError, match="keys of all requests are in pages"):
-        generate(model, [(PROMPTS[0], fh.Plan(fh.keep("@pattern.1")).to_json())])
+def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any) -> None:
+    plan = fh.Plan(fh.keep("@pattern.1"))
+    refused = r"entry 0 .* @pattern.1: the keys of all requests are in pages.*call of the model"
+    with pytest.raises(fh.HookError, match=refused):
+        generate_batch(model, [PROMPTS[0]], plans=[plan])
+    manager = model.init_continuous_batching(continuous_batching_config=batching(num_blocks=96))
+    with attach(manager) as attached:
+        with pytest.raises(fh.HookError, match=refused):
+            attached.add_request(PROMPTS[0], plan=plan)
+        assert not attached._states()
+
+
+def test_capabilities_list_the_quantities_of_a_model_with_their_proofs(model: Any) -> None:
+    found = capabilities("transformers", model)
+    plain = capabilities("transformers")
+    assert (found.served, found.refused) == (plain.served, plain.refused)
+    assert not plain.quantities
+    table = fh.quantities(model)
+    assert found.quantities["@attn_out.1"] == {
+        "place": table["@attn_out.1"].place,
+        "equation": table["@attn_out.1"].equation,
+        "residual": table["@attn_out.1"].residual,
+        "writable": True,
+    }
+    assert {*found.quantities} == {*table} | {f"@{name}" for name in table.missing}
+    # What the list refuses, a plan is refused for; what it has, a plan may keep.
+    for name, each in found.quantities.items():
+        plan = fh.Plan(fh.keep(name))
+        if "refused" not in each:
+            EnginePlans(model, dim=ROWS).serve(plan)
+            continue
+        with pytest.raises(fh.HookError) as error:
+            EnginePlans(model, dim=ROWS).serve(plan)
+        assert each["refused"] in str(error.value)
+
+
+def test_only_transformers_takes_a_model() -> None:
+    with pytest.raises(ValueError, match="vllm loads its model itself"):
+        capabilities("vllm", torch.nn.Linear(1, 1))

@@ -53,6 +53,7 @@ def drawn(name: str, acts: fh.ActivationCache, ax: Axes | None) -> Axes:
         "norms": (acts,),
         "difference": (acts, acts),
         "logit_lens": (acts, "a", nn.Linear(4, 6)),
+        "attention": (torch.eye(3),),
         "patching": ([[1.0, -2.0]],),
         "steering": ([0, 1], [2, 3]),
     }
@@ -142,6 +143,23 @@ def test_no_effect_of_patching_is_in_the_middle_of_the_colours() -> None:
     for wrong in ([1.0], [[1.0], [1.0, 2.0]], "text"):
         with pytest.raises(fh.HookTypeError, match="effects"):
             fh.plot.patching(wrong)  # type: ignore[arg-type]
+
+
+def test_a_pattern_has_its_queries_down_and_its_keys_across() -> None:
+    words = ["a", "b", "c", "d"]
+    pattern = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.0, 0.25, 0.75]])
+    ax = fh.plot.attention(pattern, tokens=words)
+    assert torch.equal(shown(ax), pattern.double())
+    assert labels(ax.get_xticklabels()) == words
+    assert labels(ax.get_yticklabels()) == ["c", "d"]  # the last, as behind a cache
+    assert ax.images[0].get_clim() == (0, 0.75)
+    other = fh.plot.attention(pattern, tokens=words, queries=["x", "y"])
+    assert labels(other.get_yticklabels()) == ["x", "y"]
+    assert not labels(fh.plot.attention(pattern).get_yticklabels())[0].isalpha()
+    with pytest.raises(fh.HookTypeError, match="names has a label for each row: 2, got 1"):
+        fh.plot.attention(pattern, queries=["x"])
+    with pytest.raises(fh.HookTypeError, match="pattern has 2 dimensions, got 3"):
+        fh.plot.attention(pattern[None])
 
 
 def test_steering_draws_a_line_for_each_label() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,8 +66,90 @@ def test_a_model_without_a_stream_has_no_quantities_and_says_so() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     table = fh.quantities(model, torch.randn(2, 3, 8))
     assert not table
-    with pytest.raises(fh.SelectionError, match=r"block input \+ contributions fails"):
+    with pytest.raises(fh.SelectionError, match=r"no chain of numbered modules adds .* in 0 "):
         fh.capture(model, "@resid_post.0")
+
+
+class Distorted(Block):
+    """Block that adds in its own code what no module returns, and no multiple of that."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.mlp(normed) + self.size * normed.cos()
+
+
+def _distorted(size: float) -> Layers:
+    torch.manual_seed(0)
+    model = Layers()
+    model.layers = nn.ModuleList([Block(), Distorted(size), Block()])
+    return model
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_the_equation_of_the_stream_that_fails_is_told_with_its_residual(size: float) -> None:
+    model = _distorted(size)
+    x = torch.randn(2, 3, 8)
+    table = fh.quantities(model, x)
+    assert "@resid_post.0" in table
+    assert "@resid_post.2" in table
+    for name in ("@resid_post.1", "@mlp_out.1"):
+        with pytest.raises(fh.SelectionError, match=r"resid_post fails by \d\.\de-\d\d") as error:
+            fh.capture(model, name)
+    assert "@mlp_out.1 is not proved in Layers (@resid_post.1): resid_pre" in str(error.value)
+    residual = float(str(error.value).partition(" fails by ")[2].partition(":")[0])
+    # What no multiple of a seen tensor explains is at most all that was added in its own code.
+    block = model.layers[1]
+    with torch.no_grad():
+        taken = model.layers[0](x)
+        largest = block(taken).abs().max()
+        hidden = size * block.norm(taken).cos().abs().max()
+    assert 0.05 * hidden / largest < residual < 1.5 * hidden / largest
+
+
+class Still(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mlp(x)
+        return x
+
+
+class Normed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [(Still, "its output is its input"), (Normed, "a norm of its input, to which it adds nothing")],
+)
+def test_a_block_without_a_sum_has_a_reason_of_its_own(block: type[Block], reason: str) -> None:
+    model = Layers()
+    model.layers = nn.ModuleList([Block(), block(), Block()])
+    with pytest.raises(fh.SelectionError, match=reason):
+        fh.quantities(model, torch.randn(2, 3, 8))["@resid_post.1"]
+
+
+def test_embedding_and_logits_that_fail_are_told_with_their_residual() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.table(input_ids).sin()
+            for layer in self.layers:
+                x = layer(x)
+            logits: Tensor = self.head(x)
+            return logits.square()
+
+    missing = fh.quantities(Odd()).missing
+    assert re.search(r"embed \+ positions = resid_pre.0 fails by \d\.\de[-+]\d\d", missing["embed"])
+    assert re.search(r"unembed\(final_norm\) = logits fails by \d\.\de[-+]\d\d", missing["logits"])
 
 
 def test_a_table_in_json_is_checked_against_a_model() -> None:

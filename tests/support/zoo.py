@@ -186,7 +186,7 @@ def summary(table: Any) -> dict[str, Any]:
     for name, reason in table.missing.items():
         kind, number = _split(name)
         # Residuals are of this machine.
-        plain = re.sub(r"\d\.\de-?\d+", "...", reason)
+        plain = re.sub(r"\d\.\de[-+]\d+", "...", reason)
         missing.setdefault(kind, {}).setdefault(plain, []).append(number)
     return {
         "proved": {kind: " ".join(numbers) for kind, numbers in sorted(proved.items())},

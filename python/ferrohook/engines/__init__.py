@@ -8,28 +8,41 @@ with its engine.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from ferrohook.engines.steps import Span as Span
 from ferrohook.engines.steps import Step as Step
 from ferrohook.engines.support import Capabilities as Capabilities
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Capabilities", "Span", "Step", "capabilities"]
 
 ENGINES = ("transformers", "vllm", "sglang")
 
 
-def capabilities(engine: str) -> Capabilities:
+def capabilities(engine: str, model: nn.Module | None = None) -> Capabilities:
     """Tells the features that an engine serves or refuses under ferrohook.
 
     Args:
         engine: "transformers", "vllm" or "sglang"; it is imported.
+        model: a model of transformers, for `quantities`: it is looked at.
 
     Raises:
-        ValueError: an engine without an adapter.
+        ValueError: an engine without an adapter; or a model for an engine that loads its own.
         ModuleNotFoundError: the engine is not installed.
+        HookError: the model cannot be looked at, see `fh.quantities`.
     """
     if engine not in ENGINES:
         msg = f"an engine is one of {', '.join(ENGINES)}; got {engine!r}"
         raise ValueError(msg)
-    found: Capabilities = importlib.import_module(f"ferrohook.engines.{engine}").CAPABILITIES
+    if model is not None and engine != "transformers":
+        msg = (
+            f"{engine} loads its model itself, and looks at it then: ask its server for "
+            "capabilities, and pass no model here"
+        )
+        raise ValueError(msg)
+    adapter = importlib.import_module(f"ferrohook.engines.{engine}")
+    found: Capabilities = adapter.CAPABILITIES if model is None else adapter.capabilities_of(model)
     return found

@@ -152,17 +152,11 @@ class NamedTensors:
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns each with its place and proof, and the reason of each that is refused."""
-        shown: dict[str, dict[str, Any]] = {
-            name: {
-                "place": each.place,
-                "equation": each.equation,
-                "residual": each.residual,
-                "writable": each.writable,
-                "heads": self.heads.get(name),
-            }
-            for name, each in self.table.items()
+        shown = described(self.table)
+        return {
+            name: each if "refused" in each else each | {"heads": self.heads.get(name)}
+            for name, each in shown.items()
         }
-        return shown | {f"{SIGN}{name}": {"refused": it} for name, it in self.table.missing.items()}
 
     def at_sites(self, sites: Collection[str], index: Any) -> NamedTensors:
         """Returns those that stand at the sites of a compiled engine; others are missing."""
@@ -177,6 +171,20 @@ class NamedTensors:
                     "additional_config"
                 )
         return NamedTensors(Quantities(served, missing, self.table.model), {})
+
+
+def described(table: Quantities) -> dict[str, dict[str, Any]]:
+    """Returns each quantity with its place and proof, and the reason of each that is refused."""
+    shown: dict[str, dict[str, Any]] = {
+        name: {
+            "place": each.place,
+            "equation": each.equation,
+            "residual": each.residual,
+            "writable": each.writable,
+        }
+        for name, each in table.items()
+    }
+    return shown | {f"{SIGN}{name}": {"refused": it} for name, it in table.missing.items()}
 
 
 class ModuleTable:

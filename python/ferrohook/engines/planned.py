@@ -48,6 +48,13 @@ JUDGE: Final = Judge(
 """Of engines whose plans need not cross processes."""
 
 
+NO_PATTERN: Final = (
+    "the keys of all requests are in pages, in one dimension; capture it in a call of the model "
+    "alone, on the tokens of the answer"
+)
+"""Reason why an engine has no pattern."""
+
+
 class EnginePlans(PreparedPlans):
     """Plans prepared for the model of an engine.
 
@@ -114,7 +121,7 @@ class EnginePlans(PreparedPlans):
             if is_point(module):
                 point = cast("AttentionPoint", module)
                 if point.name == "pattern":
-                    return f"{name}: the keys of all requests are in pages, in one dimension"
+                    return f"{name}: {NO_PATTERN}"
                 module = point.points.module
             if self._values is None:
                 continue

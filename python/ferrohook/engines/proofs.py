@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ferrohook.engines.modules import OBSERVED_ROWS, NamedTensors
 from ferrohook.operations import SUM
 from ferrohook.quantity import Quantities, Quantity, remember
-from ferrohook.quantity.equations import fit, rounding
+from ferrohook.quantity.equations import Terms, fit, rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -280,11 +280,14 @@ class _Prover:
         stream = self._first_stream(min(chosen)[1])
         for place, (index, path) in enumerate(sorted(chosen)):
             behind = sorted(chosen)[place + 1][1] if place + 1 < len(chosen) else None
-            block = None if stream is None else self._apart(index, path, stream, behind)
-            if block is None:
-                self._missing[f"resid_post.{index}"] = (
-                    "resid_pre + contributions = resid_post fails for all that its modules return"
-                )
+            block = (
+                "what it takes is not proved: see the blocks before it"
+                if stream is None
+                else self._apart(index, path, stream, behind)
+            )
+            if isinstance(block, str):
+                for kind in ("resid_pre", "resid_post"):
+                    self._missing[f"{kind}.{index}"] = block
                 stream = None
                 continue
             blocks.append(block)
@@ -302,11 +305,12 @@ class _Prover:
 
     def _apart(
         self, index: int, path: str, stream: Callable[[Observed], Tensor], behind: str | None
-    ) -> _Block | None:
-        """Finds the sums by which a block's output follows from its input."""
+    ) -> _Block | str:
+        """Finds the sums by which a block's output follows from its input; the reason if none."""
         look = self._look
         before = stream(look)
         values = self._values(path, before)
+        residuals = []
         for post in self._posts(path, behind):
             total = look.before[post]
             if total.shape != before.shape or torch.equal(total, before):
@@ -315,7 +319,15 @@ class _Prover:
             if found is not None:
                 mid, terms, residual = found
                 return _Block(index, path, stream, post, mid, terms, residual)
-        return None
+            residuals.append(self._nearest(before, total, values))
+        by = f" by {min(residuals):.1e}" if residuals else ""
+        return f"resid_pre + contributions = resid_post fails{by} for all that its modules return"
+
+    def _nearest(self, before: Tensor, total: Tensor, values: Sequence[Site]) -> float:
+        """Returns the residual of the sum that is nearest."""
+        tensors = [self._look.before[site] for site in values]
+        others = [it for it in tensors if not torch.equal(it, total)]
+        return Terms([total, before, *others]).nearest(0, 1)
 
     def _values(self, path: str, like: Tensor) -> list[Site]:
         """Returns a site for each distinct output inside a block: the last, so the outermost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrohook.errors import HookError
 
@@ -28,9 +28,12 @@ class Capabilities:
     served: tuple[str, ...]
     refused: Mapping[str, str]
     """Reason for each feature that is refused."""
+    quantities: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Place and proof of each quantity of a model, or why it is refused; empty without a model."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "refused", MappingProxyType(dict(self.refused)))
+        for name in ("refused", "quantities"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def works(self) -> bool:

@@ -33,15 +33,17 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ferrohook.arguments import expect_module
 from ferrohook.engines.finite import WatchedRows, failure
-from ferrohook.engines.planned import EnginePlans, PlannedRequests
+from ferrohook.engines.modules import described
+from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
 from ferrohook.engines.support import Capabilities
 from ferrohook.engines.transformers_steps import ROWS, check_row_map, head_rows, read_step
 from ferrohook.errors import HookError
+from ferrohook.quantity import quantities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from ferrohook.engines.steps import Step
     from ferrohook.plans import Plan, Prepared
@@ -77,6 +79,19 @@ CAPABILITIES = Capabilities(
         ),
     },
 )
+
+
+def capabilities_of(model: nn.Module) -> Capabilities:
+    """Returns `CAPABILITIES` with the quantities of a model, see `ferrohook.engines.capabilities`.
+
+    Raises:
+        HookError: the model cannot be looked at.
+    """
+    table = quantities(model)
+    shown = described(table) | {
+        name: {"refused": NO_PATTERN} for name, each in table.items() if each.point == "pattern"
+    }
+    return dataclasses.replace(CAPABILITIES, quantities=shown)
 
 
 def generate_batch(

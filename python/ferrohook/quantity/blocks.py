@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ferrohook.quantity.equations import Terms, fit
+from ferrohook.quantity.equations import ROUNDINGS, Terms, fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,8 @@ _ONE: Final = 1.0
 _TWO: Final = 2.5
 _NORM: Final = 1.2
 """Costs of the steps of an anatomy: of all, the one with the fewest terms is taken."""
+EQUATION: Final = "resid_pre + contributions = resid_post"
+NOTHING_ADDED: Final = "its output is a norm of its input, to which it adds nothing"
 MOST_VALUES: Final = 400
 """Tensors of the stream's size inside a block, at most."""
 
@@ -54,15 +56,17 @@ class Anatomist:
         self.look = look
         self._norms: dict[str, bool] = {}
 
-    def steps(self, block: Block) -> list[Step] | None:
-        """Returns the steps from a block's input to its output; None if there is no such way."""
+    def steps(self, block: Block) -> list[Step] | str:
+        """Returns the steps from a block's input to its output; the reason if there are none."""
         start = self.look.sites[block.before].value
         end = self.look.sites[block.after].value
         if start == end:
-            return None
+            return "its output is its input"
         seen = self._values(block, start, end)
-        if len(seen) > MOST_VALUES or end not in seen:
-            return None
+        if len(seen) > MOST_VALUES:
+            return f"{len(seen)} tensors have the stream's size, too many to search for its sum"
+        if end not in seen:
+            return f"{EQUATION} fails: its output has not the size of its input"
         numbers = [*seen]
         terms = Terms([self.look.values[each] for each in numbers])
         sums = {
@@ -74,14 +78,24 @@ class Anatomist:
         while queue:
             cost, _, state, way = heapq.heappop(queue)
             if state == end:
-                return [*way]
+                return [*way] if any(step.terms for step in way) else NOTHING_ADDED
             if state in done:
                 continue
             done.add(state)
             for extra, step in self._from(state, block, terms, numbers, seen, sums):
                 if step.result not in done:
                     heapq.heappush(queue, (cost + extra, next(order), step.result, (*way, step)))
-        return None
+        return self._failure(terms, numbers.index(start), numbers.index(end))
+
+    def _failure(self, terms: Terms, start: int, end: int) -> str:
+        """Tells by how much the nearest sum fails."""
+        residual = terms.nearest(end, start)
+        if residual <= 2 * ROUNDINGS * terms.eps:
+            return f"{EQUATION} shows nothing: a contribution is too small to be told from rounding"
+        return (
+            f"{EQUATION} fails by {residual:.1e}: its output is no sum of its input and tensors "
+            "that its modules return"
+        )
 
     def _values(self, block: Block, start: int, end: int) -> dict[int, int]:
         """Returns the values of the stream's size in a block, with the times of first use."""

@@ -56,6 +56,8 @@ class Ending(NamedTuple):
     """Paths from the norm to the logits; the last is the unembedding."""
     multiplier: float = 1.0
     cap: float | None = None
+    failure: float | None = None
+    """Least residual of what the model returns, if no logits are among it."""
 
     @property
     def text(self) -> str:
@@ -98,18 +100,20 @@ def beginning(
     ]
     if not embedded:
         return "no module that ran before the first block looks up the token ids"
-    total, modules = stream, list[str]()
+    total, modules, least = stream, list[str](), torch.inf
     for _ in range(_MOST_MODULES):
         for site, value, first in embedded:
             found = _embedded(look, total, value, example)
-            if found is not None:
+            if not isinstance(found, float):
                 return Beginning(site, *found, tuple(modules), first)
+            least = min(least, found)
         inner = _returning(before, total)
         if inner is None:
             break
         modules.insert(0, inner.path)
         (total,) = inner.inputs.values()
-    return "embed + positions = resid_pre.0 fails: what the first block takes is another sum"
+    by = "" if least == torch.inf else f" by {least:.1e}"
+    return f"embed + positions = resid_pre.0 fails{by}: what the first block takes is another sum"
 
 
 def _looks_up(model: nn.Module, look: Look, call: Call, ids: list[Tensor]) -> bool:
@@ -134,18 +138,22 @@ def _looks_up(model: nn.Module, look: Look, call: Call, ids: list[Tensor]) -> bo
 
 def _embedded(
     look: Look, total: int, value: int, example: Example
-) -> tuple[float, Tensor | None] | None:
-    """Fits a value by a factor of the embedding, and by what is the same in each row."""
+) -> tuple[float, Tensor | None] | float:
+    """Fits a value by a factor of the embedding, and by what is the same in each row.
+
+    Returns:
+        Factor and rest; the residual if they do not fit.
+    """
     if total == value:
         return 1.0, None
     one, other = look.values[total], look.values[value]
     if one.numel() != other.numel():
-        return None
+        return torch.inf
     alone = fit(one, [other])
     if alone.holds:
         return alone.multipliers[0], None
     if example.shape is None or example.shape[0] < 2:  # noqa: PLR2004 (rows to compare)
-        return None
+        return alone.residual
     rows, batch = one.double().reshape(example.shape[0], -1), example.shape[0]
     embedded = other.double().reshape(batch, -1)
     apart = embedded - embedded.mean(0)
@@ -154,9 +162,8 @@ def _embedded(
     factor = 1.0 if abs(factor - 1) <= 64 * eps else factor
     rest = rows - factor * embedded
     size = float(rows.abs().max())
-    if float((rest - rest.mean(0)).abs().max()) > 8 * eps * size:
-        return None
-    return factor, rest.mean(0)
+    residual = float((rest - rest.mean(0)).abs().max()) / size
+    return (factor, rest.mean(0)) if residual <= 8 * eps else residual
 
 
 def _passed(calls: list[Call], value: int) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -206,6 +213,7 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
         site = site if site in look.sites else None
     root = next(call for call in look.calls if not call.path)
     modules: list[str] = []
+    failures: list[float] = []
     for _ in range(_MOST_MODULES):
         call = next(
             (it for it in after if [*it.inputs.values()] == [value] and _other(it, value)), None
@@ -219,9 +227,11 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
             if logits not in look.sites or not _by_position(look, logits, value, stream):
                 continue
             found = _as_logits(look, returned, value)
-            if found is not None and not isinstance(part, Hidden):
+            if isinstance(found, float):
+                failures += [found] if found < torch.inf else []
+            elif not isinstance(part, Hidden):
                 return Ending(site, logits, tuple(modules), *found)
-    return Ending(site, None, ())
+    return Ending(site, None, (), failure=min(failures, default=None))
 
 
 def _by_position(look: Look, logits: Site, value: int, stream: int) -> bool:
@@ -239,13 +249,17 @@ def _other(call: Call, value: int) -> bool:
     return len(call.outputs) == 1 and value not in call.outputs.values()
 
 
-def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | None] | None:
-    """Fits what the model returns by a factor and a softcap of a projection."""
+def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | None] | float:
+    """Fits what the model returns by a factor and a softcap of a projection.
+
+    Returns:
+        Factor and cap; the residual if they do not fit.
+    """
     if returned == value:
         return 1.0, None
     one, other = look.values[returned].reshape(-1), look.values[value].reshape(-1)
     if one.numel() != other.numel():
-        return None
+        return torch.inf
     alone = fit(one, [other])
     if alone.holds:
         return alone.multipliers[0], None
@@ -255,7 +269,7 @@ def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | No
     size = float(y.abs()[place])
     low, high = size, size * 2**20
     if not 0 < low < float(x.abs()[place]):
-        return None
+        return alone.residual
     cap = high
     for _ in range(200):
         cap = (low + high) / 2
@@ -268,4 +282,4 @@ def _as_logits(look: Look, returned: int, value: int) -> tuple[float, float | No
     for fitted in (float(f"{cap:.2g}"), float(f"{cap:.3g}"), cap):
         if float((fitted * torch.tanh(x / fitted) - y).abs().max()) <= limit:
             return 1.0, fitted
-    return None
+    return alone.residual

@@ -14,6 +14,8 @@ ROUNDINGS: Final = 4
 """Roundings of the terms, by which the two sides of an equation may differ."""
 SIGNIFICANT: Final = 8
 """Least size of a term in such differences: a smaller one could be left out, or be another one."""
+ALIKE: Final = 0.02
+"""Largest relative difference of two looks of one call, and of an average from its parts."""
 LEAST_ELEMENTS: Final = 24
 """Elements in which a term has to be significant; of a smaller tensor, half of them."""
 
@@ -105,22 +107,24 @@ class Terms:
         self._rows = torch.stack([each.double().reshape(-1) for each in tensors])
         self._gram = self._rows @ self._rows.T
 
-    def ones(self, total: int, start: int | None) -> list[tuple[float, int]]:
-        """Finds v such that `total = start + c v`; returns pairs of residual and v, best first.
+    def twos(self, total: int, start: int | None) -> list[tuple[float, int, int]]:
+        """Finds v and w such that `total = start + c v + d w`; v stands before w.
 
         Args:
             total: place of the sum.
             start: place of the term with a multiplier of 1; None for none.
-        """
-        gram = self._gram
-        difference = gram[total] - (0 if start is None else gram[start])
-        size = difference[total] - (0 if start is None else difference[start])
-        norms = gram.diagonal()
-        left = size - difference.square() / norms.clamp(min=1e-300)
-        return self._ranked(left, size, total, start)
 
-    def twos(self, total: int, start: int | None) -> list[tuple[float, int, int]]:
-        """Finds v and w such that `total = start + c v + d w`, as `ones`; v stands before w."""
+        Returns:
+            Triples of residual, v and w, best first.
+        """
+        left, size = self._left(total, start)
+        limit = self._limit(size, total)
+        places = (left <= limit).nonzero().tolist()
+        ranked = sorted((float(left[a, b] / size.clamp(min=1e-300)), a, b) for a, b in places)
+        return [each for each in ranked if not {total, start} & {*each[1:]}]
+
+    def _left(self, total: int, start: int | None) -> tuple[Tensor, Tensor]:
+        """Returns squared residuals of the sums with each pair, and their size without any."""
         gram = self._gram
         along = gram[total] - (0 if start is None else gram[start])
         size = along[total] - (0 if start is None else along[start])
@@ -133,19 +137,17 @@ class Terms:
             fine, torch.ones_like(determinant)
         )
         left = (size - explained).where(fine, size)
-        left = left.where(torch.ones_like(left).triu(1) > 0, size)
-        limit = self._limit(size, total)
-        places = (left <= limit).nonzero().tolist()
-        ranked = sorted((float(left[a, b] / size.clamp(min=1e-300)), a, b) for a, b in places)
-        return [each for each in ranked if not {total, start} & {*each[1:]}]
+        return left.where(torch.ones_like(left).triu(1) > 0, size), size
 
-    def _ranked(
-        self, left: Tensor, size: Tensor, total: int, start: int | None
-    ) -> list[tuple[float, int]]:
-        limit = self._limit(size, total)
-        places = (left <= limit).nonzero().flatten().tolist()
-        ranked = sorted((float(left[v] / size.clamp(min=1e-300)), v) for v in places)
-        return [(residual, v) for residual, v in ranked if v not in {total, start}]
+    def nearest(self, total: int, start: int) -> float:
+        """Returns the least residual of `total = start + c v + d w` among all pairs v and w."""
+        left, _ = self._left(total, start)
+        left[[total, start], :] = left[:, [total, start]] = torch.inf
+        one, other = divmod(int(left.argmin()), len(left))
+        if not bool(left[one, other].isfinite()):
+            return fit(self.tensors[total], [self.tensors[start]], (1.0,)).residual
+        terms = [self.tensors[place] for place in (start, one, other)]
+        return fit(self.tensors[total], terms, (1.0,)).residual
 
     def _limit(self, size: Tensor, total: int) -> Tensor:
         """Returns the squared residual that rounding explains; generous, as `fit` decides."""

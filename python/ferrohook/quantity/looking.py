@@ -91,6 +91,15 @@ class Call(NamedTuple):
     outputs: dict[Any, int]
 
 
+class Choice(NamedTuple):
+    """Integers that a module takes, a row for each position: numbers of experts, say."""
+
+    path: str
+    start: int
+    """Time at which its call began."""
+    numbers: Tensor
+
+
 Writes: TypeAlias = "Mapping[Site, Callable[[Tensor], Tensor]]"
 """Changes of tensors, by site."""
 
@@ -114,6 +123,7 @@ class Look:
         """Time at which each was seen first."""
         self.sightings: list[Sighting] = []
         self.calls: list[Call] = []
+        self.choices: list[Choice] = []
         self.written: dict[Site, int] = {}
         """Values at sites after they were changed."""
         self._writes = writes or {}
@@ -141,6 +151,8 @@ class Look:
             self._time += 1
             tensors = dict(_inputs(args, kwargs))
             self._open.append((self._time, self._see(path, tensors, inputs=True)))
+            chosen = filter(_is_choice, (*args, *kwargs.values()))
+            self.choices += [Choice(path, self._time, each.cpu()) for each in chosen]
             changed = self._changed(path, tensors, inputs=True)
             if changed:
                 args = tuple(changed.get(_key(args, n), each) for n, each in enumerate(args))
@@ -205,11 +217,32 @@ class Look:
         return self.values[number].view(sighting.shape)
 
 
+def noise(size: float) -> Callable[[Tensor], Tensor]:
+    """Makes the change that adds noise of a size relative to the tensor's own."""
+
+    def change(tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(_SEED + tensor.numel())
+        drawn = torch.randn(tensor.shape, generator=generator).to(tensor)
+        return tensor + drawn * tensor.std(correction=0).clamp(min=1e-6) * size
+
+    return change
+
+
 def _kept(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
         and value.layout == torch.strided
+        and not value.is_meta
+        and 0 < value.numel() <= LARGEST
+    )
+
+
+def _is_choice(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in {torch.int32, torch.int64}
+        and value.dim() == 2  # noqa: PLR2004 (positions and choices)
         and not value.is_meta
         and 0 < value.numel() <= LARGEST
     )

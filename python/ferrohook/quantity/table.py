@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.quantity.looking import Example
-    from ferrohook.quantity.proving import Proved
+    from ferrohook.quantity.proved import Proved
 
 VERSION: Final = 1
 _COLUMNS: Final = ("quantity", "place", "shape", "write", "equation", "residual")
@@ -126,8 +126,7 @@ class Quantities(Mapping[str, Quantity]):
         plain = name.removeprefix(SIGN)
         reasons = {each: self.missing[each] for each in select_names(self.missing, plain)}
         if not reasons:
-            head = plain.partition(".")[0]
-            reasons = {each: self.missing[each] for each in self.missing if each == head}
+            reasons = {each: self.missing[each] for each in _causes(plain) if each in self.missing}
         msg = f"{SIGN}{plain} is not proved in {self.model}"
         if reasons:
             first = next(iter(reasons))
@@ -209,6 +208,14 @@ class Quantities(Mapping[str, Quantity]):
         return "\n".join([*lines, "</tbody>", "</table>"])
 
 
+def _causes(name: str) -> tuple[str, ...]:
+    """Returns the quantities without which the one of a name is not looked for."""
+    kind, segments = kind_of(name), name.split(".")
+    place = segments.index(kind) if kind in segments else 0
+    stream = [*segments[:place], "resid_post", *segments[place + 1 : place + 2]]
+    return kind, ".".join(stream), "resid_post"
+
+
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
     made = dict(fields)
     for name in ("shape", "dimensions"):
@@ -248,7 +255,12 @@ def _quantity(proved: Proved, example: Example) -> Quantity:
     )
 
 
-_WIDTHS = {"logits": "vocabulary", "mlp_act": "neurons", "z": "heads * head_dim"}
+_WIDTHS = {
+    "logits": "vocabulary",
+    "mlp_act": "neurons",
+    "router": "experts",
+    "z": "heads * head_dim",
+}
 
 
 def _dimensions(proved: Proved, example: Example) -> tuple[str, ...]:

@@ -1,0 +1,215 @@
+"""Routers: logits by which a mixture of experts chooses and weighs its experts."""
+
+# A module that has experts takes their numbers and weights, a row for each position. The router is
+# the first tensor of which these weights are a softmax or sigmoid at these numbers.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.errors import HookError
+from ferrohook.quantity.equations import rounding
+from ferrohook.quantity.looking import Hidden, Look, noise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from ferrohook.quantity.looking import Choice, Example, Site
+
+_ROUNDINGS: Final = 64
+_MOST_EXPERTS: Final = 4096
+_FUSED_DIMS: Final = 3
+
+NO_ROUTER: Final = (
+    "no module takes the numbers and weights of the experts, a row for each position, so that "
+    "weights = f(router) cannot be checked"
+)
+FUSED: Final = "each token goes through experts of its own, in whose code the last projections are"
+
+
+def _softmax(logits: Tensor, numbers: Tensor) -> Tensor:
+    return logits.softmax(-1).gather(-1, numbers)
+
+
+def _softmax_of_chosen(logits: Tensor, numbers: Tensor) -> Tensor:
+    return logits.gather(-1, numbers).softmax(-1)
+
+
+def _sigmoid(logits: Tensor, numbers: Tensor) -> Tensor:
+    return logits.sigmoid().gather(-1, numbers)
+
+
+def _sigmoid_of_chosen(logits: Tensor, numbers: Tensor) -> Tensor:
+    chosen = _sigmoid(logits, numbers)
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
+_FORMS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "softmax(router)[chosen]": _softmax,
+    "softmax(router[chosen])": _softmax_of_chosen,
+    "sigmoid(router)[chosen]": _sigmoid,
+    "sigmoid(router)[chosen] / sum": _sigmoid_of_chosen,
+}
+
+
+class Routed(NamedTuple):
+    """A router, with the equation that proves it."""
+
+    path: str
+    """Module that has the experts."""
+    site: Site
+    form: str
+    """Key of the form of the weights."""
+    multiplier: float
+    residual: float
+
+    @property
+    def equation(self) -> str:
+        """The equation."""
+        times = "" if self.multiplier == 1 else f"{self.multiplier:.6g} * "
+        return f"{times}{self.form} = weights of the experts"
+
+
+def router_of(look: Look, prefix: str) -> Routed | str:
+    """Finds the router of a block; the reason if there is none.
+
+    Args:
+        look: at the model.
+        prefix: path of the block.
+    """
+    choices = [each for each in look.choices if each.path.startswith(f"{prefix}.")]
+    least = torch.inf
+    for choice in choices:
+        weights = _weights(look, choice)
+        if weights is None:
+            continue
+        if float(weights.std()) <= _ROUNDINGS * rounding(weights) * float(weights.abs().max()):
+            return "the weights of its experts are all equal, and tell nothing of their router"
+        for site, logits in _candidates(look, prefix, choice):
+            for form in _FORMS:
+                multiplier, residual = _fit(form, logits, choice.numbers, weights)
+                least = min(least, residual)
+                if residual <= _ROUNDINGS * rounding(weights, logits):
+                    return Routed(choice.path, site, form, multiplier, residual)
+    if least == torch.inf:
+        return NO_ROUTER
+    return f"weights = f(router) fails by {least:.1e} for all that modules return before"
+
+
+def residual_of(look: Look, routed: Routed, *, after: bool = False) -> float:
+    """Returns the residual of a router's equation in another look, after writes if so."""
+    choices = [each for each in look.choices if each.path == routed.path]
+    if len(choices) != 1 or routed.site not in look.sites:
+        return torch.inf
+    weights = _weights(look, choices[0])
+    if weights is None:
+        return torch.inf
+    logits = look.tensor(routed.site, after=after)
+    logits = logits.reshape(len(choices[0].numbers), -1)
+    if int(choices[0].numbers.max()) >= logits.shape[1]:
+        return torch.inf
+    own = _FORMS[routed.form](logits.double(), choices[0].numbers.long()) * routed.multiplier
+    return _difference(weights, own)
+
+
+def tolerance_of(look: Look) -> float:
+    """Returns the residual that rounding explains."""
+    return _ROUNDINGS * max(rounding(each) for each in look.values)
+
+
+def arrive(model: nn.Module, example: Example, found: Mapping[str, Routed]) -> set[str]:
+    """Returns the names of routers to which can be written: weights are those of what is written.
+
+    Args:
+        model: the copy that was looked at.
+        example: arguments of the call.
+        found: routers by name.
+    """
+    try:
+        look = Look(model, example, {each.site: noise(0.5) for each in found.values()})
+    except HookError:
+        return set()
+    limit = tolerance_of(look)
+    return {name for name, it in found.items() if residual_of(look, it, after=True) <= limit}
+
+
+def has_experts(block: nn.Module, apart: Collection[str]) -> bool:
+    """Returns True if a block has experts: parameters of all in one tensor, or a list of them.
+
+    Args:
+        block: the block.
+        apart: paths in it of what mixes tokens, and is left out with all that is inside.
+    """
+    for path, module in block.named_modules():
+        if any(path == each or path.startswith(f"{each}.") for each in apart):
+            continue
+        if isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        if any(it.dim() == _FUSED_DIMS and len(it) > 1 for it in module.parameters(recurse=False)):
+            return True
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            sizes = {sum(it.numel() for it in child.parameters()) for child in module}
+            if len({type(child) for child in module}) == len(sizes) == 1 and sizes != {0}:
+                return True
+    return False
+
+
+def _weights(look: Look, choice: Choice) -> Tensor | None:
+    """Returns the tensor that a module took beside the numbers, of their shape."""
+    call = next(
+        (it for it in look.calls if it.path == choice.path and it.start == choice.start), None
+    )
+    if call is None:
+        return None
+    found = (
+        each
+        for each in look.sightings
+        if each.site.path == choice.path
+        and each.site.inputs
+        and each.time == choice.start
+        and each.shape == tuple(choice.numbers.shape)
+    )
+    sighting = next(found, None)
+    return None if sighting is None else look.values[sighting.value].view(sighting.shape)
+
+
+def _candidates(look: Look, prefix: str, choice: Choice) -> list[tuple[Site, Tensor]]:
+    """Returns outputs with a number for each expert, in the order in which they were seen."""
+    positions, least = len(choice.numbers), int(choice.numbers.max()) + 1
+    found = []
+    for each in look.sightings:
+        value = look.values[each.value]
+        width = value.numel() // positions
+        if (
+            each.time < choice.start
+            and each.site.path.startswith(f"{prefix}.")
+            and not each.site.inputs
+            and each.site in look.sites
+            and not isinstance(each.site.part, Hidden)
+            and each.shape[-1:] == (width,)
+            and width * positions == value.numel()
+            and max(least, 2) <= width <= _MOST_EXPERTS
+        ):
+            found.append((each.site, value.view(positions, width)))
+    return found
+
+
+def _fit(form: str, logits: Tensor, numbers: Tensor, weights: Tensor) -> tuple[float, float]:
+    """Returns multiplier and residual of the weights in one form."""
+    own = _FORMS[form](logits.double(), numbers.long())
+    size = float(own.square().sum())
+    if not size:
+        return 1.0, torch.inf
+    multiplier = float((weights.double() * own).sum()) / size
+    if abs(multiplier - 1) <= _ROUNDINGS * rounding(weights, logits):
+        multiplier = 1.0
+    return multiplier, _difference(weights, own * multiplier)
+
+
+def _difference(weights: Tensor, own: Any) -> float:
+    size = float(weights.double().abs().max()) or 1.0
+    difference = float((weights.double() - own).abs().max()) / size
+    return difference if difference >= 0 else torch.inf

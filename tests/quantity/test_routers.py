@@ -1,0 +1,151 @@
+"""Routers of mixtures of experts, against logits by hand and against the experts that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ferrohook as fh
+from support.zoo import make, token_ids
+
+IDS = token_ids()
+SPARSE: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "mixtral": ({}, "mlp.gate", "softmax(router[chosen])"),
+    "qwen3_moe": ({}, "mlp.gate", "softmax(router)[chosen]"),
+    "gpt_oss": ({}, "mlp.router", "softmax(router[chosen])"),
+    "deepseek_v3": (SPARSE, "mlp.gate", "sigmoid(router)[chosen] / sum"),
+    "afmoe": ({}, "mlp.router.gate", "sigmoid(router)[chosen] / sum"),
+}
+"""Options, the module that has the router's weight, and the form of the weights."""
+
+
+def experts_of(model: Any, block: int) -> nn.Module:
+    found = [
+        module
+        for name, module in model.model.layers[block].named_modules()
+        if name.endswith(".experts")
+    ]
+    return found[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_router_is_the_projection_of_what_the_mlp_takes(kind: str) -> None:
+    options, path, form = KINDS[kind]
+    model = make(kind, **options)
+    table = fh.quantities(model)
+    quantity = table["@router.1"]
+    assert form in quantity.equation
+    assert quantity.dimensions == ("batch * tokens", "experts")
+    with torch.no_grad(), fh.capture(model, ["@router.1", "@mlp_in.1"]) as acts:
+        model(IDS)
+    gate = model.model.layers[1].get_submodule(path)
+    taken = acts["@mlp_in.1"].flatten(0, -2)
+    expected = nn.functional.linear(taken, gate.weight, getattr(gate, "bias", None))
+    torch.testing.assert_close(acts["@router.1"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_written_to_a_router_chooses_and_weighs_the_experts() -> None:
+    model = make("afmoe")
+    taken: list[tuple[Tensor, Tensor]] = []
+
+    def see(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        _, numbers, weights = args
+        taken.append((numbers, weights))
+
+    handle = experts_of(model, 1).register_forward_pre_hook(see)
+    assert fh.quantities(model)["@router.1"].writable
+    bias = model.model.layers[1].mlp.expert_bias
+    for expert in range(4):
+        vector = torch.zeros(4)
+        vector[expert] = -3.0
+        with torch.no_grad():
+            _, acts = fh.run(model, IDS, hooks={"@router.1": fh.Add(vector)}, capture=["@router.1"])
+        scores = acts["@router.1"].sigmoid()
+        numbers = (scores + bias).topk(2, -1).indices
+        chosen = scores.gather(-1, numbers)
+        assert torch.equal(taken[-1][0].sort(-1).values, numbers.sort(-1).values)
+        expected = (chosen / chosen.sum(-1, keepdim=True)).sort(-1).values
+        torch.testing.assert_close(taken[-1][1].sort(-1).values, expected, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    assert len({tuple(numbers.flatten().tolist()) for numbers, _ in taken}) > 1
+
+
+def test_a_router_that_weighs_in_its_own_code_is_read_and_not_written() -> None:
+    model = make("mixtral")
+    assert not fh.quantities(model)["@router.1"].writable
+    with pytest.raises(fh.HookTypeError, match=r"@router.1 can be read and not written"):
+        fh.register(model, "@router.1", fh.Zero())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("llama4_text", r"@router.1 is not proved.*weights = f\(router\) cannot be checked"),
+        ("llama", r"@router.1 is not proved in LlamaForCausalLM; the nearest"),
+    ],
+)
+def test_no_router_has_its_reason(kind: str, reason: str) -> None:
+    with pytest.raises(fh.SelectionError, match=reason):
+        fh.capture(make(kind), "@router.1")
+
+
+def test_neurons_of_fused_experts_have_their_reason() -> None:
+    with pytest.raises(fh.SelectionError, match=r"@mlp_act.1 .*through experts of its own"):
+        fh.capture(make("mixtral"), "@mlp_act.1")
+
+
+class Odd(nn.Module):
+    """Mixture whose weights are no softmax and no sigmoid of what chose the experts."""
+
+    def __init__(self, square: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), Experts()
+        self.square = square
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        logits = self.gate(flat)
+        best = logits.topk(2, -1)
+        weights = best.values.square() if self.square else torch.full_like(best.values, 0.5)
+        mixed: Tensor = self.experts(flat, best.indices, weights)
+        return mixed.view_as(x)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        each = torch.einsum("pd,pkde->pke", x, self.down[numbers]).tanh()
+        return (each * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("square", "reason"),
+    [(True, r"weights = f\(router\) fails by \d\.\de"), (False, "are all equal, and tell nothing")],
+)
+def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(8), Odd(square)
+
+        def forward(self, x: Tensor) -> Tensor:
+            moved: Tensor = x + self.mlp(self.norm(x))
+            return moved
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    table = fh.quantities(model, torch.randn(2, 5, 8))
+    assert "@mlp_out.1" in table
+    with pytest.raises(fh.SelectionError, match=reason):
+        fh.capture(model, "@router.1")
