@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benches.children import Child, answer
+from benches.engine_rows import HEADS, SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,11 +31,10 @@ LENS = ROOT / "target" / "vllm" / "lens"
 PLUGINS = {"ferrohook": "ferrohook", "vllm-lens": "activations"}
 """Their entry points."""
 NEW = 12
-SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 512}
 ROUNDS = 7
 
 
-def main() -> None:
+def main(rounds: int = ROUNDS) -> None:
     """Prints the table."""
     names = [*PLUGINS] if install() else ["ferrohook"]
     path = os.pathsep.join(filter(None, [str(LENS), os.environ.get("PYTHONPATH")]))
@@ -46,7 +46,7 @@ def main() -> None:
             children[name] = stack.enter_context(child)
         report({name: child.receive() for name, child in children.items()})
         for requests in (16, 64):
-            race(children, requests)
+            race(children, requests, rounds)
 
 
 def install() -> bool:
@@ -74,10 +74,10 @@ def report(wrong: dict[str, dict[str, list[int]]]) -> None:
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
 
 
-def race(children: dict[str, Child], requests: int) -> None:
+def race(children: dict[str, Child], requests: int, rounds: int) -> None:
     """Prints CPU times of all requests steered in all layers, rounds of both by turns."""
     spent: dict[str, list[float]] = {name: [] for name in children}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, child in children.items():
             spent[name].append(child.ask(str(requests)))
     shown = {name: found[1:] for name, found in spent.items()}  # the first is a warm-up
@@ -119,8 +119,7 @@ def serve_all(name: str, folder: Path) -> None:
     answers = asyncio.run(prefixes(name, str(folder / "tiny")))
     count("unsteered `userN-chat` beside a steered `userN`", answers)
     answer(wrong)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    save_model("llama", folder / "small", **SIZES, **heads)
+    save_model("llama", folder / "small", **SIZES, **HEADS)
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
     llm = start(folder / "small", **sizes)
     for line in sys.stdin:
@@ -295,7 +294,7 @@ def measure(name: str, llm: Any, requests: int) -> float:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT / "tests"))
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:  # noqa: PLR2004 (a plug-in and a folder)
         serve_all(sys.argv[1], Path(sys.argv[2]))
     else:
-        main()
+        main(*map(int, sys.argv[1:]))

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benches.engines_vllm import LAYERS, NEW, PROMPT, WIDTH, print_ratios, steering
+from benches.engine_rows import HEADS, MODEL, NEW, REQUESTS, ROUNDS, SIZES, print_rows, requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SEAMS = {
     "managers.scheduler.Scheduler": ("_add_request_to_queue",),
@@ -28,33 +28,23 @@ SEAMS = {
 }
 
 
-def main(rounds: int = 11) -> None:
+def main(rounds: int = ROUNDS) -> None:
     """Prints the table."""
-    import ferrohook as fh  # noqa: PLC0415
     from support.serving import save_model  # noqa: PLC0415 (tests' own)
     from support.sglang_engine import Local  # noqa: PLC0415
 
     folder = Path(tempfile.mkdtemp())
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
-    save_model("llama", folder, **sizes, num_attention_heads=4, num_key_value_heads=4)
+    save_model("llama", folder, **SIZES, **HEADS)
     limits = {"max_total_tokens": 8192, "max_running_requests": 64, "chunked_prefill_size": 2048}
     local = Local(folder, **limits)
-    print(f"Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
-    for requests in (16, 64):
-        steered = steering(requests)
-        variants: dict[str, list[Any]] = {
-            "attached, no plans": [None] * requests,
-            "all steered in all layers": steered,
-            "all layers captured for all": [fh.Plan(fh.keep("model.layers.*"))] * requests,
-        }
-        ratios: dict[str, list[float]] = {name: [] for name in variants}
-        measure(local, steered)
-        for _ in range(rounds):
-            with without(local):
-                plain = measure(local, [None] * requests)
-            for name, plans in variants.items():
-                ratios[name].append(measure(local, plans) / plain)
-        print_ratios(requests, ratios)
+    print(f"{MODEL}; CPU time / without ferrohook")
+
+    def plain(run: Callable[[], float]) -> float:
+        with without(local):
+            return run()
+
+    for requests in REQUESTS:
+        print_rows(requests, rounds, lambda plans: measure(local, plans), plain)
 
 
 @contextlib.contextmanager
@@ -88,13 +78,11 @@ def measure(local: Any, plans: list[Any]) -> float:
     from support.sglang_engine import request  # noqa: PLC0415
 
     local.scheduler.flush_cache()
-    texts: dict[Any, Any] = {}
-    asked = []
-    for number, plan in enumerate(plans):
-        text = None if plan is None else texts.setdefault(id(plan), plan.to_json())
-        prompt = [3 + (number * 7 + place) % 500 for place in range(PROMPT)]
-        params = {"ignore_eos": True}
-        asked.append(request(f"{number}.", prompt, text, NEW, params=params))
+    params = {"ignore_eos": True}
+    asked = [
+        request(f"{number}.", prompt, text, NEW, params=params)
+        for number, (prompt, text) in enumerate(requests_of(plans))
+    ]
     begin = time.process_time()
     found = local.run([asked])
     spent = time.process_time() - begin

@@ -13,73 +13,45 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from benches.children import Child, answer
+from benches.engine_rows import (
+    HEADS,
+    MODEL,
+    NEW,
+    REQUESTS,
+    ROUNDS,
+    SIZES,
+    print_ratios,
+    print_rows,
+    requests_of,
+    steering,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LAYERS, WIDTH, PROMPT, NEW = 8, 256, 16, 48
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
 COMPILED = {"no plans": "plain", "all steered in all layers": "steered"}
 SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
 
-def main() -> None:
+def main(rounds: int = ROUNDS, pairs: int = 5) -> None:
     """Prints the table."""
     from support.vllm_engine import save_model, start  # noqa: PLC0415 (tests' own)
 
     folder = Path(tempfile.mkdtemp())
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
-    save_model("llama", folder, **sizes, num_attention_heads=4, num_key_value_heads=4)
+    save_model("llama", folder, **SIZES, **HEADS)
     llm = start(folder, **LIMITS)
-    print(f"Llama of {LAYERS} layers, width {WIDTH}; CPU time / without ferrohook")
-    for requests in (16, 64):
-        print_rows(llm, requests)
-    print("compiled, by Dynamo without Inductor, to an engine without the operators")
-    print_compiled(folder)
-
-
-def print_rows(llm: Any, requests: int, rounds: int = 11) -> None:
-    """Prints medians of paired rounds, and the spread."""
-    import ferrohook as fh  # noqa: PLC0415
-
-    steered = steering(requests)
-    variants: dict[str, list[Any]] = {
-        "attached, no plans": [None] * requests,
-        "all steered in all layers": steered,
-        "all layers captured for all": [fh.Plan(fh.keep("model.layers.*"))] * requests,
-    }
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
-    measure(llm, steered)
-    for _ in range(rounds):
-        plain = without(llm, lambda: measure(llm, [None] * requests))
-        for name, plans in variants.items():
-            ratios[name].append(measure(llm, plans) / plain)
-    print_ratios(requests, ratios)
-
-
-def print_ratios(requests: int, ratios: dict[str, list[float]]) -> None:
-    """Prints medians, and the spread."""
-    for name, found in ratios.items():
-        low, *_, high = sorted(found)
-        print(
-            f"  {requests} requests, {name}: {statistics.median(found):.3f} ({low:.2f}-{high:.2f})",
-            flush=True,
+    print(f"{MODEL}; CPU time / without ferrohook")
+    for requests in REQUESTS:
+        print_rows(
+            requests, rounds, lambda plans: measure(llm, plans), lambda run: without(llm, run)
         )
+    print("compiled, by Dynamo without Inductor, to an engine without the operators")
+    print_compiled(folder, pairs)
 
 
-def steering(requests: int) -> list[Any]:
-    """A plan for each request, that adds a vector of its own in all layers."""
-    import ferrohook as fh  # noqa: PLC0415
-
-    generator = torch.Generator().manual_seed(1)
-    vectors = (torch.randn(WIDTH, generator=generator) * 0.1 for _ in range(requests))
-    return [fh.Plan(fh.on("model.layers.*", fh.Add(vector))) for vector in vectors]
-
-
-def print_compiled(folder: Path, pairs: int = 5, rounds: int = 5) -> None:
+def print_compiled(folder: Path, pairs: int, rounds: int = 5) -> None:
     """Prints ratios of compiled engines with sites to ones without ferrohook, by turns.
 
     A process as a whole is up to a tenth faster or slower than its twin, so there are several
@@ -87,7 +59,7 @@ def print_compiled(folder: Path, pairs: int = 5, rounds: int = 5) -> None:
     """
     env = {"VLLM_CPU_CI_ENV": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
     module = "benches.engines_vllm"
-    found: dict[int, list[list[float]]] = {16: [], 64: []}
+    found: dict[int, list[list[float]]] = {requests: [] for requests in REQUESTS}
     for _ in range(pairs):
         with (
             Child(module, str(folder), env={**env, "VLLM_PLUGINS": "none"}) as plain,
@@ -137,10 +109,7 @@ def measure(llm: Any, plans: list[Any]) -> float:
     from support.vllm_engine import sampling  # noqa: PLC0415
 
     engine = llm.llm_engine
-    texts: dict[Any, Any] = {}
-    for number, plan in enumerate(plans):
-        text = None if plan is None else texts.setdefault(id(plan), plan.to_json())
-        prompt = [3 + (number * 7 + place) % 500 for place in range(PROMPT)]
+    for number, (prompt, text) in enumerate(requests_of(plans)):
         params = sampling(text, NEW, ignore_eos=True)
         engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, params)
     begin = time.process_time()
@@ -160,7 +129,7 @@ def measure(llm: Any, plans: list[Any]) -> float:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and not sys.argv[1].isdigit():
         serve_compiled(Path(sys.argv[1]), has_sites="sites" in sys.argv)
     else:
-        main()
+        main(*map(int, sys.argv[1:]))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
 from ferrohook.engines.wire import NAME
+from support.engine_server import free_port, started
 from support.sglang_engine import ENVIRONMENT, OPTIONS
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -43,9 +40,7 @@ def serving(folder: Path, log: Path, **options: Any) -> Iterator[Server]:
     """Starts a server; ends it and its processes."""
     template = folder / "chat.jinja"
     template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     named: dict[str, Any] = {**OPTIONS, "model_path": folder, "host": "127.0.0.1", "port": port}
     named |= {"chat_template": template, "served_model_name": "tiny", **options}
     flags = {"disable_cuda_graph", "enable_mixed_chunk"} & named.keys()
@@ -54,32 +49,8 @@ def serving(folder: Path, log: Path, **options: Any) -> Iterator[Server]:
     for name, value in named.items():
         if name not in flags | {"skip_tokenizer_init"}:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{address}/health").status_code == httpx.codes.OK:
-                    break
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield Server(address, process, log)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its scheduler and detokenizer
-        process.wait()
+    with started(command, port, log, ENVIRONMENT, PATIENCE) as process:
+        yield Server(f"http://127.0.0.1:{port}", process, log)
 
 
 def custom(plan: fh.Plan | str | None) -> dict[str, Any]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
 import psutil
 
+from support.engine_server import free_port, started
 from support.vllm_engine import ENVIRONMENT, patience
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -38,9 +34,7 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def serving(folder: Path, log: Path) -> Iterator[Server]:
     """Starts a server with the routes of the plug-in; ends it and its processes."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     options = {
         "model": folder,
         "served-model-name": "tiny",
@@ -57,32 +51,9 @@ def serving(folder: Path, log: Path) -> Iterator[Server]:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"},
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 0.8 * patience()
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{address}/health").status_code == httpx.codes.OK:
-                    break
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield Server(address, process)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its engine and worker
-        process.wait()
+    environment = {**ENVIRONMENT, "VLLM_PLUGINS": "ferrohook"}
+    with started(command, port, log, environment, 0.8 * patience()) as process:
+        yield Server(f"http://127.0.0.1:{port}", process)
 
 
 def worker_of(server: Server) -> psutil.Process:

@@ -17,6 +17,17 @@ import support.engines
 from ferrohook.engines import capabilities, sglang
 from ferrohook.engines.sglang.options import SglangOptions
 from ferrohook.engines.sglang.worker import Worker
+from ferrohook.engines.wire import FIELD
+from support import engine_scenes as scenes
+from support.engine_scenes import (
+    HOSTILE,
+    NEW,
+    POSITIONS_FROM_THE_END,
+    PROMPT,
+    VECTOR,
+    Given,
+    steering,
+)
 from support.engines import Change, Job
 from support.serving import EOS, LAYERS, WIDTH, Answer, random_jobs, wrong_answers
 from support.sglang_engine import abort, answer_of, request, serve
@@ -25,10 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support.sglang_engine import Local
-
-NEW = 12
-PROMPT = [*range(10, 110)]
-VECTOR = torch.linspace(-2, 2, WIDTH)
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +64,16 @@ def opened(local: Local) -> int:
     return len(local.worker.loaded_model().planned)
 
 
-def steering(at: Any = None, layer: int = 1) -> Job:
-    return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
+def asker(local: Local) -> scenes.Ask:
+    """Returns how the scenes of all engines ask this one."""
+
+    def asked(prompt: list[int], plan: Any, new_tokens: int) -> Given:
+        found = local.run([[request("one", prompt, plan, new_tokens)]])["one"]
+        assert found["finish"]["type"] != "abort", found["finish"]
+        captured = sglang.activations(found) if FIELD in found else sglang.Captured({}, {})
+        return Given([*found["tokens"]], *captured, found["cached"])
+
+    return asked
 
 
 @pytest.mark.parametrize("aborted", [0.0, 0.2])
@@ -104,14 +119,7 @@ def test_rows_are_those_of_the_tokens(local: Local, monkeypatch: pytest.MonkeyPa
 
 def test_a_cache_is_shared_within_a_plan_only(llama: Any, local: Local) -> None:
     local.scheduler.flush_cache()
-    cached = []
-    for job in (steering(), Job(PROMPT), steering(), steering(layer=2), Job(PROMPT)):
-        given, found = ask(local, job)
-        job.check(llama[1], given, NEW)
-        cached.append(found["cached"])
-    assert cached[0] == cached[1] == cached[3] == 0
-    assert cached[2] > 0
-    assert cached[4] > 0
+    scenes.a_cache_is_shared_within_a_plan_only(llama[1], asker(local))
 
 
 def test_salts_and_keys_of_a_client_count_beside_ours(llama: Any, local: Local) -> None:
@@ -125,38 +133,18 @@ def test_salts_and_keys_of_a_client_count_beside_ours(llama: Any, local: Local) 
                 assert bool(found["cached"]) == bool(expected)
 
 
-@pytest.mark.parametrize("at", [-1, "last_prompt", "generated", "prompt", slice(-4, None)])
+@pytest.mark.parametrize("at", POSITIONS_FROM_THE_END)
 def test_positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
     llama: Any, local: Local, at: Any
 ) -> None:
     local.scheduler.flush_cache()
-    first = Job(PROMPT[:64], (Change(1, fh.Add(VECTOR), at),))
-    given, _ = ask(local, first, 40)
-    longer = Job([*PROMPT[:64], *given.generated_tokens[:-1]], first.changes)
-    again, _ = ask(local, longer)
-    if at == -1 or isinstance(at, slice):
-        absolute = "last_prompt" if at == -1 else slice(len(longer.prompt) - 4, 10**6)
-        longer = Job(longer.prompt, (Change(1, fh.Add(VECTOR), absolute),))
-    longer.check(llama[1], again, NEW)
+    scenes.positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
+        llama[1], asker(local), at
+    )
 
 
 def test_a_capture_runs_cached_positions_again(llama: Any, local: Local) -> None:
-    ask(local, Job(PROMPT))
-    job = Job(PROMPT, (), ("model.layers.2",))
-    given, found = ask(local, job)
-    job.check(llama[1], given, NEW)
-    assert found["cached"] == 0
-    plan = fh.Plan(fh.keep("model.layers.2", at="generated"))
-    found = local.run([[request("one", PROMPT, plan)]])["one"]
-    assert found["cached"] > 0
-    captured = sglang.activations(found)
-    rows = len(given.generated_tokens) - 1
-    torch.testing.assert_close(
-        captured.acts["model.layers.2"], given.acts["model.layers.2"][-rows:], rtol=1e-3, atol=1e-3
-    )
-    assert captured.positions["model.layers.2"].tolist() == [
-        *range(len(PROMPT), len(PROMPT) + rows)
-    ]
+    scenes.a_capture_runs_cached_positions_again(llama[1], asker(local))
 
 
 def test_a_stop_token_cuts_captures_off(local: Local) -> None:
@@ -348,15 +336,6 @@ def test_a_step_that_fails_ahead_of_a_stop_fails_nobody(local: Local) -> None:
     assert found["finish"]["type"] == "stop", found["finish"]
     assert found["tokens"] == ended.generated_tokens
     assert len(sglang.activations(found).acts["model.layers.2"]) == rows
-
-
-HOSTILE = {
-    "scale": fh.on("model.layers.1", fh.Scale(1e38)),
-    "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
-    "add": fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0)),
-    "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
-    "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
-}
 
 
 @pytest.mark.parametrize("hook", [*HOSTILE])

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,18 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, vllm
 from ferrohook.engines.vllm.plugin import connect
+from ferrohook.plans.entries import KeepEntry
+from support import engine_scenes as scenes
+from support.engine_scenes import (
+    NEW,
+    POSITIONS_FROM_THE_END,
+    PROMPT,
+    VECTOR,
+    Given,
+    steering,
+)
 from support.engines import Change, Job
+from support.serving import wrong_answers
 from support.vllm_engine import (
     EOS,
     LAYERS,
@@ -33,11 +44,6 @@ from support.vllm_engine import (
     state,
     stop,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-NEW = 12
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +59,18 @@ def answer(llm: Any, job: Job, new_tokens: int = NEW) -> tuple[Answer, Any]:
     return Answer([*output.outputs[0].token_ids], acts), output
 
 
-def wrong(model: Any, jobs: Sequence[Job], answers: dict[int, Answer]) -> list[tuple[Job, str]]:
-    """Returns the jobs whose answers are not those that they give alone."""
-    found = []
-    for number, given in answers.items():
-        try:
-            jobs[number].check(model, given, NEW)
-        except AssertionError as error:
-            found.append((jobs[number], str(error)))
-    return found
+def asker(llm: Any) -> scenes.Ask:
+    """Returns how the scenes of all engines ask this one."""
+
+    def asked(prompt: list[int], plan: Any, new_tokens: int) -> Given:
+        params = sampling(plan, new_tokens)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        captured = vllm.Captured({}, {})
+        if any(isinstance(entry, KeepEntry) for entry in (plan.entries if plan else ())):
+            captured = vllm.activations(llm, output)
+        return Given([*output.outputs[0].token_ids], *captured, output.num_cached_tokens)
+
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,7 @@ def test_random_requests(  # noqa: PLR0913, PLR0917 (fixtures)
         numbers = state(engine)
     finally:
         stop(engine)
-    assert wrong(model, jobs, answers) == []
+    assert wrong_answers(model, jobs, answers, NEW) == []
     assert len(answers) == len(jobs)
     assert bool(preempted) == preempts
     assert numbers["requests"] <= 1  # the last: vLLM has told nobody that it is finished
@@ -163,7 +172,7 @@ def test_cancelled_requests_leave_nothing(models: Any, llm: Any) -> None:
     _, model = models["llama"]
     jobs = random_jobs(40, seed=23)
     answers = serve(llm, jobs, seed=29, aborted=0.2)
-    assert wrong(model, jobs, answers) == []
+    assert wrong_answers(model, jobs, answers, NEW) == []
     assert 0 < len(answers) < len(jobs)
     answer(llm, Job([5, 6]))
     assert state(llm)["requests"] == 0
@@ -204,63 +213,25 @@ if __name__ == "__main__":
     assert steps > before
 
 
-PROMPT = [*range(10, 110)]
-VECTOR = torch.linspace(-2, 2, WIDTH)
-
-
-def steering(at: Any = None, layer: int = 1) -> Job:
-    return Job(PROMPT, (Change(layer, fh.Add(VECTOR), at),))
-
-
 @pytest.mark.v2
 def test_a_cache_is_shared_within_a_plan_only(models: Any, llm: Any) -> None:
-    _, model = models["llama"]
     llm.reset_prefix_cache()
-    cached = []
-    for job in (steering(), Job(PROMPT), steering(), steering(layer=2), Job(PROMPT)):
-        given, output = answer(llm, job)
-        job.check(model, given, NEW)
-        cached.append(output.num_cached_tokens)
-    assert cached[0] == cached[1] == cached[3] == 0
-    assert cached[2] > 0
-    assert cached[4] > 0
+    scenes.a_cache_is_shared_within_a_plan_only(models["llama"][1], asker(llm))
 
 
-@pytest.mark.parametrize("at", [-1, "last_prompt", "generated", "prompt", slice(-4, None)])
+@pytest.mark.parametrize("at", POSITIONS_FROM_THE_END)
 def test_positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
     models: Any, llm: Any, at: Any
 ) -> None:
-    _, model = models["llama"]
     llm.reset_prefix_cache()
-    first = Job(PROMPT[:64], (Change(1, fh.Add(VECTOR), at),))
-    given, _ = answer(llm, first, 40)
-    longer = Job([*PROMPT[:64], *given.generated_tokens[:-1]], first.changes)
-    again, _ = answer(llm, longer)
-    if at == -1 or isinstance(at, slice):
-        absolute = "last_prompt" if at == -1 else slice(len(longer.prompt) - 4, 10**6)
-        longer = Job(longer.prompt, (Change(1, fh.Add(VECTOR), absolute),))
-    longer.check(model, again, NEW)
+    scenes.positions_from_the_prompts_end_are_not_cached_for_longer_prompts(
+        models["llama"][1], asker(llm), at
+    )
 
 
 @pytest.mark.v2
 def test_a_capture_runs_cached_positions_again(models: Any, llm: Any) -> None:
-    _, model = models["llama"]
-    answer(llm, Job(PROMPT))
-    job = Job(PROMPT, (), ("model.layers.2",))
-    given, output = answer(llm, job)
-    job.check(model, given, NEW)
-    assert output.num_cached_tokens == 0
-    plan = fh.Plan(fh.keep("model.layers.2", at="generated"))
-    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling(plan), use_tqdm=False)
-    assert output.num_cached_tokens > 0
-    captured = vllm.activations(llm, output)
-    rows = len(given.generated_tokens) - 1
-    torch.testing.assert_close(
-        captured.acts["model.layers.2"], given.acts["model.layers.2"][-rows:], rtol=1e-3, atol=1e-3
-    )
-    assert captured.positions["model.layers.2"].tolist() == [
-        *range(len(PROMPT), len(PROMPT) + rows)
-    ]
+    scenes.a_capture_runs_cached_positions_again(models["llama"][1], asker(llm))
 
 
 def test_captures_have_labels_dtypes_and_parts(llm: Any) -> None:

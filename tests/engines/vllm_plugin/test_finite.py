@@ -6,25 +6,18 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: run `make vllm`")
 
 import ferrohook as fh
-from support.vllm_engine import VOCABULARY, WIDTH, sampling, start, start_compiled, stop
+from support.engine_scenes import HOSTILE
+from support.vllm_engine import VOCABULARY, sampling, start, start_compiled, stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUMBER = 72
-HOSTILE = range(0, NUMBER, 9)
-HOOKS = {
-    "scale": fh.on("model.layers.1", fh.Scale(1e38)),
-    "mlp": fh.on("model.layers.2.mlp", fh.Scale(3e38)),
-    "add": fh.on("model.layers.1", fh.Add(torch.full((WIDTH,), 3e38), scale=2.0)),
-    "keys": fh.on("model.layers.1.self_attn.qkv_proj", fh.Scale(1e37)),
-    "generated": fh.on("model.layers.1", fh.Scale(1e38), at="generated"),
-}
+BAD = range(0, NUMBER, 9)
 FEW = 24
 """Blocks, of which the requests are preempted."""
 ON_V2 = FEW, "scale"
@@ -45,7 +38,7 @@ def texts(llm: Any, hostile: fh.Plan | None) -> dict[int, Any]:
     engine = llm.llm_engine
     engine.reset_prefix_cache()
     for number, prompt in enumerate(prompts()):
-        plan = hostile if number in HOSTILE else None
+        plan = hostile if number in BAD else None
         engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling(plan, 12))
     finished = {}
     while engine.has_unfinished_requests():
@@ -70,8 +63,8 @@ def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) ->
     hostile, later = texts(engine, plan), texts(engine, None)
 
     failed = {number for number, text in hostile.items() if text.finish_reason == "error"}
-    assert failed == set(HOSTILE)
-    for number in HOSTILE:
+    assert failed == set(BAD)
+    for number in BAD:
         assert "made its rows NaN, infinite" in hostile[number].stop_reason
     others = plain.keys() - failed
     assert [it for it in others if [*hostile[it].token_ids] != plain[it]] == []
@@ -83,12 +76,12 @@ def check_neighbours(engine: Any, plain: dict[int, list[int]], plan: fh.Plan) ->
     [
         pytest.param(blocks, hook, marks=pytest.mark.v2 if (blocks, hook) == ON_V2 else ())
         for blocks in (None, FEW)
-        for hook in HOOKS
+        for hook in HOSTILE
     ],
     indirect=["engine"],
 )
 def test_neighbours_are_not_reached(engine: Any, plain: dict[int, list[int]], hook: str) -> None:
-    check_neighbours(engine, plain, fh.Plan(HOOKS[hook]))
+    check_neighbours(engine, plain, fh.Plan(HOSTILE[hook]))
 
 
 def test_nor_are_those_in_a_compiled_engine(models: Any) -> None:
@@ -96,6 +89,6 @@ def test_nor_are_those_in_a_compiled_engine(models: Any) -> None:
     engine = start_compiled(models["llama"][0], additional_config=config)
     try:
         plain = {number: [*text.token_ids] for number, text in texts(engine, None).items()}
-        check_neighbours(engine, plain, fh.Plan(HOOKS["add"]))
+        check_neighbours(engine, plain, fh.Plan(HOSTILE["add"]))
     finally:
         stop(engine)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ import safetensors.torch
 import ferrohook as fh
 import support.engines
 from ferrohook.engines.wire import FIELD, HEADER, Captured, error_of, unpacked
+from support.engine_scenes import check_fuzzed, spoilt_plans
 from support.engines import Change, Job
 from support.vllm_engine import EOS, WIDTH, Answer, random_jobs
 from support.vllm_server import KEY, NEW, Server, body, frames_of, serving, worker_of
@@ -237,6 +239,22 @@ def test_beam_search_and_chats_refuse_what_they_would_drop(client: httpx.Client)
     answer = client.post("/v1/completions", json=body(job, use_beam_search=True, n=2))
     assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
     assert "beam search is refused" in answer.text
+
+
+def test_fuzzed_plans_end_no_server(
+    models: Any, client: httpx.Client, request: pytest.FixtureRequest
+) -> None:
+    plans = spoilt_plans(request.config.getoption("requests") or 60)
+
+    def status(plan: str) -> int:
+        sent = body(Job(PROMPT[:4]), max_tokens=1, vllm_xargs={"ferrohook": plan})
+        return client.post("/v1/completions", json=sent).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        check_fuzzed([*pool.map(status, plans)])
+    job = Job(PROMPT, (Change(1, fh.Add(VECTOR), None),))
+    tokens = client.post("/v1/completions", json=body(job)).json()["choices"][0]["token_ids"]
+    job.check(models["llama"][1], Answer(tokens, {}), NEW)
 
 
 def test_vectors_are_uploaded_once(models: Any, client: httpx.Client) -> None:
