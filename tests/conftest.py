@@ -40,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-models", action="store_true", help="look at all types of transformers' models"
     )
     parser.addoption(
+        "--every-case", action="store_true", help="run all cases of tests that by day run some"
+    )
+    parser.addoption(
         "--requests",
         type=int,
         help="number of random requests in each test that counts wrong answers",
@@ -88,12 +91,10 @@ def switch_often() -> Iterator[None]:
 
 
 @pytest.fixture
-def collect_cheaply() -> Iterator[None]:
-    """Freezes existing objects (all of torch), so that collections in a test skip them."""
+def collect_cheaply() -> None:
+    """Has collections in a test skip what is there before it."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -105,6 +106,17 @@ def fresh_dynamo() -> Iterator[None]:
     with torch._dynamo.config.patch(recompile_limit=64):
         yield
     torch._dynamo.reset()
+
+
+def pytest_collection_finish() -> None:
+    """Has collections in tests skip what was imported: a million objects took half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free what was imported, as its extensions look for leaks at exit."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import random
 from typing import Any
 
@@ -78,20 +81,18 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 60) for _ in range(rng.randrange(3, 20))] for _ in range(NUMBER)]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = getattr(torch, request.param)
-    return found
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS])
-def model(request: pytest.FixtureRequest, dtype: torch.dtype) -> Any:
+@functools.cache
+def made(config: str, dtype: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]).to(dtype)
+    model = AutoModelForCausalLM.from_config(CONFIGS[config]).to(getattr(torch, dtype))
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def alone(model: Any, settings: dict[str, Any]) -> dict[int, list[int]]:
+@functools.cache
+def alone(model: Any, **settings: int) -> dict[int, list[int]]:
     """Texts without plans, of the prompts where a rounding decides no token.
 
     The last bits depend on the size of a batch.
@@ -112,11 +113,24 @@ def alone(model: Any, settings: dict[str, Any]) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_batch_tokens": 9, "num_blocks": 12}], ids=["roomy", "preempted"]
-)
-@pytest.mark.parametrize("hook", [*HOOKS])
-def test_neighbours_are_not_reached(model: Any, hook: str, settings: dict[str, Any]) -> None:
+SETTINGS: dict[str, dict[str, int]] = {
+    "roomy": {},
+    "preempted": {"max_batch_tokens": 9, "num_blocks": 12},
+}
+CASES = list(itertools.product(CONFIGS, HOOKS, SETTINGS, DTYPES))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """By day one dtype for each of the others, another one for the next."""
+    if "case" in metafunc.fixturenames:
+        every = metafunc.config.getoption("every_case")
+        cases = CASES if every else [CASES[3 * each + each % 3] for each in range(len(CASES) // 3)]
+        metafunc.parametrize("case", cases, ids=map("-".join, cases))
+
+
+def test_neighbours_are_not_reached(case: tuple[str, str, str, str]) -> None:
+    config, hook, room, dtype = case
+    model, settings = made(config, dtype), SETTINGS[room]
     hostile, seen = fh.Plan(HOOKS[hook](model)), fh.Plan(fh.keep(layer(model, 2)))
     plans = [hostile if each in HOSTILE else (seen, None)[each % 2] for each in range(NUMBER)]
     outputs = transformers.generate_batch(
@@ -127,7 +141,7 @@ def test_neighbours_are_not_reached(model: Any, hook: str, settings: dict[str, A
         continuous_batching_config=batching(**settings),
     )
 
-    expected = alone(model, settings)
+    expected = alone(model, **settings)
     wrong = 0
     for number, output in enumerate(outputs.values()):
         if number in HOSTILE:
@@ -160,7 +174,7 @@ def test_finite_keys_in_float16_are_hidden_too(sign: int) -> None:
         generation_config=greedy(NEW),
         continuous_batching_config=batching(),
     )
-    expected = alone(model, {})
+    expected = alone(model)
     texts = [output.generated_tokens for output in outputs.values()]
     assert [number for number in expected if number not in HOSTILE] == [
         number for number in expected if number not in HOSTILE and texts[number] == expected[number]
@@ -168,7 +182,8 @@ def test_finite_keys_in_float16_are_hidden_too(sign: int) -> None:
 
 
 def test_eager_attention_in_float16_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="eager").half()
+    config = copy.deepcopy(CONFIGS["llama"])  # transformers notes the implementation there
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").half()
     with pytest.raises(HookError, match=r"float16 with eager attention is refused .*sdpa"):
         transformers.generate_batch(model, [[3, 4]], [None], continuous_batching_config=batching())
 
@@ -180,7 +195,7 @@ def test_drawing_and_later_requests_go_on() -> None:
     config = batching(num_blocks=12)
     settings = greedy(NEW)
     settings.do_sample, settings.top_k = True, 1
-    expected = alone(model, {"num_blocks": 12})
+    expected = alone(model, num_blocks=12)
     with (
         torch.no_grad(),
         model.continuous_batching_context_manager(

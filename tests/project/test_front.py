@@ -45,7 +45,7 @@ import sys, ferrohook as fh
 assert "plot" in dir(fh) and "ferrohook.plot" not in sys.modules
 print(fh.plot.__all__, {"matplotlib", "pandas"} & set(sys.modules))
 """
-    names = "['difference', 'logit_lens', 'norms', 'patching', 'steering']"
+    names = "['attention', 'difference', 'logit_lens', 'norms', 'patching', 'steering']"
     assert printed(code) == f"{names} set()"
 
 

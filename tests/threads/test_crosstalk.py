@@ -478,6 +478,7 @@ def references(acts: fh.ActivationCache) -> list[weakref.ref[Any]]:
     return [weakref.ref(value) for calls in values for value in calls]
 
 
+@pytest.mark.usefixtures("collect_cheaply")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_captures_and_scopes_keep_no_tensor_alive(model: Stack, option: str) -> None:
     each = 50

@@ -87,6 +87,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
         targets = Targets(model, what or PARTS, output_index=output_index)
     path = _path(Targets(model, norm), norm)
     batches = call.batches(batch_size)
+    names: list[str] = []
     found, scores = [], []
     with progress_bar("logit attribution", len(batches), "batch", shown=progress) as advance:
         for each in batches:

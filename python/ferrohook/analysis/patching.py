@@ -150,6 +150,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
         msg = f"there are {source.rows} clean texts and {target.rows} corrupted ones"
         raise HookTypeError(msg)
     pairs = [*zip(source.batches(batch_size), target.batches(batch_size), strict=True)]
+    cells: list[Cell] = []
     parts, scores = [], []
     with progress_bar("attribution patching", len(pairs), "batch", shown=progress) as advance:
         for one, other in pairs:
