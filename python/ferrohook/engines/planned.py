@@ -145,11 +145,14 @@ class Result(NamedTuple):
 class _Member:
     """A request with a plan."""
 
+    # Looked for in each step, in caches that the model's weights have emptied.
+    __slots__ = ("_failure", "_prepared", "changes", "parent", "request", "start")
+
     def __init__(self, prepared: Prepared, parent: _Member | None = None) -> None:
         self.request: Request = prepared.open()
         self.parent = parent
         """The request that it is a fork of."""
-        self.start = sys.maxsize
+        self.start = 0 if parent is None else sys.maxsize
         """First position that ran for it; those before are its parent's."""
         self.changes = any(isinstance(entry, HookEntry) for entry in prepared.entries)
         self._prepared = prepared
@@ -313,8 +316,6 @@ class PlannedRequests:
         """Enters the batch of a step; None if no request with a plan is in it."""
         while members := self._members_of(step):
             try:
-                for member, span in members:
-                    member.start = min(member.start, span.position)
                 rows = [(member.request, span) for member, span in members]
                 batch = batch_of_step(rows, self._dim, step.rows, gathered)
                 batch.__enter__()
@@ -326,11 +327,14 @@ class PlannedRequests:
 
     def _members_of(self, step: Step) -> list[tuple[_Member, Span]]:
         """Returns the requests of a step that have a plan and did not fail, and their spans."""
-        return [
-            (member, span)
-            for span in step.spans
-            if (member := self._members.get(span.request_id)) is not None and member.failure is None
-        ]
+        members = []
+        for span in step.spans:
+            member = self._members.get(span.request_id)
+            if member is not None and member.failure is None:
+                if member.parent is not None:
+                    member.start = min(member.start, span.position)
+                members.append((member, span))
+        return members
 
     def failure_of(self, request_id: str) -> BaseException | None:
         """Returns the failure of a request, None without one."""
