@@ -104,7 +104,7 @@ def beginning(
     for _ in range(_MOST_MODULES):
         for site, value, first in embedded:
             found = _embedded(look, total, value, example)
-            if not isinstance(found, float):
+            if isinstance(found, tuple):
                 return Beginning(site, *found, tuple(modules), first)
             least = min(least, found)
         inner = _returning(before, total)
@@ -227,10 +227,11 @@ def ending(anatomist: Anatomist, stream: int, end: int) -> Ending:
             if logits not in look.sites or not _by_position(look, logits, value, stream):
                 continue
             found = _as_logits(look, returned, value)
-            if isinstance(found, float):
-                failures += [found] if found < torch.inf else []
-            elif not isinstance(part, Hidden):
-                return Ending(site, logits, tuple(modules), *found)
+            if isinstance(found, tuple):
+                if not isinstance(part, Hidden):
+                    return Ending(site, logits, tuple(modules), *found)
+            elif found < torch.inf:
+                failures.append(found)
     return Ending(site, None, (), failure=min(failures, default=None))
 
 

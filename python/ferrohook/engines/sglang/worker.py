@@ -411,7 +411,7 @@ def _request(tokens: Iterable[int]) -> Any:
     return batches.Req("ferrohook-test", "", array("q", tokens), params)
 
 
-def _heads_of(module: nn.Module) -> Heads | None:
+def _heads_of(module: Any) -> Heads | None:
     """Returns the heads of what SGLang calls as attention(q, k, v), None for any other module."""
     attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     if not isinstance(module, attention) or module.v_head_dim != module.head_dim:
