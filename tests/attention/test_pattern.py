@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,7 +114,9 @@ def test_of_a_token_behind_a_cache_it_has_the_keys_of_the_cache() -> None:
     with torch.no_grad():
         former = model(IDS[:, :5], attention_mask=PADDING[:, :5], use_cache=True)
         with fh.capture(point("llama", 1), "") as acts:
-            model(IDS[:, 5:], attention_mask=PADDING, past_key_values=former.past_key_values)
+            # Its name since transformers 5.24, and before.
+            name = {"cache", "past_key_values"} & inspect.signature(model.forward).parameters.keys()
+            model(IDS[:, 5:], attention_mask=PADDING, **{name.pop(): former.past_key_values})
     torch.testing.assert_close(acts[""], whole[:, :, 5:], rtol=1e-4, atol=1e-5)
 
 

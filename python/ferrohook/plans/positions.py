@@ -2,8 +2,8 @@
 
 Absolute: the first token of a prompt has position 0, whatever the padding, and tokens that a KV
 cache holds count. They are found from what transformers' models are called with: `input_ids` or
-`inputs_embeds` for the shape, `attention_mask` for the padding, `past_key_values` (or the length of
-the mask) for the tokens before; failing these, `position_ids`.
+`inputs_embeds` for the shape, `attention_mask` for the padding, `past_key_values` or `cache` (or
+the length of the mask) for the tokens before; failing these, `position_ids`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Negative ints and bounds count from the end of the prompt, so -1 is its last tok
 
 _NAMES = ("prompt", "last_prompt", "generated")
 _TOKENS = ("input_ids", "inputs_embeds")
+_CACHES = ("cache", "past_key_values")
+"""Names of the KV cache: from transformers 5.24 on, and before."""
 PADDING = -1
 """Position of a padding token."""
 
@@ -140,8 +142,7 @@ def _without_padding(positions: Tensor) -> Tensor:
 
 def _cached(arguments: Mapping[str, Any], mask: Tensor | None, length: int) -> int:
     """Returns the number of tokens, padding included, that the KV cache holds."""
-    cache = arguments.get("past_key_values")
-    if cache is not None:
+    for cache in map(arguments.get, _CACHES):
         if hasattr(cache, "get_seq_length"):
             return int(cache.get_seq_length())
         if isinstance(cache, tuple | list) and cache:

@@ -460,7 +460,8 @@ def test_a_layer_of_another_model_run_by_a_hook_is_not_recorded() -> None:
             _layer: Any, args: Any, kwargs: Any, _output: Any, other: Any = other, c: Any = called
         ) -> None:
             c.append(1)
-            other.model.layers[0](*args, **kwargs | {"past_key_values": None})
+            caches = dict.fromkeys(kwargs.keys() & {"cache", "past_key_values"})
+            other.model.layers[0](*args, **kwargs | caches)
 
         model.model.layers[0].register_forward_hook(run_other, with_kwargs=True)
         counts.append(states_of(model, inputs))
