@@ -142,7 +142,8 @@ def _without_padding(positions: Tensor) -> Tensor:
 
 def _cached(arguments: Mapping[str, Any], mask: Tensor | None, length: int) -> int:
     """Returns the number of tokens, padding included, that the KV cache holds."""
-    for cache in map(arguments.get, _CACHES):
+    for name in _CACHES:
+        cache: Any = arguments.get(name)
         if hasattr(cache, "get_seq_length"):
             return int(cache.get_seq_length())
         if isinstance(cache, tuple | list) and cache:
