@@ -44,6 +44,8 @@ DIMENSIONS: Final = {
 """Dimensions of the tensor at each point."""
 KEY: Final = "_ferrohook_points"
 """Key of the points of an attention module in its `__dict__`, while one is instrumented."""
+_PASSED: Final = "ferrohook_passed"
+"""Keyword of an attention function that is called with k and v that passed their points."""
 _PATTERN_DIMS: Final = len(DIMENSIONS["pattern"])
 _INSTRUMENTED: Final = Dispatcher.KEY
 
@@ -251,6 +253,7 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
     **kwargs: Any,
 ) -> Any:
     """Calls an attention function, through the points of the module."""
+    passed = kwargs.pop(_PASSED, False)
     if torch.compiler.is_compiling():
         points = getattr(module, KEY, None)  # guarded, which a look-up in the dict is not
         calls = None
@@ -262,8 +265,8 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
     function = _Function(call, implementation, eager)
     if points is not None:
         query = _heads_inside(points.q, query)
-        key = _heads_inside(points.k, key)
-        value = _heads_inside(points.v, value)
+        if not passed:
+            key, value = _heads_inside(points.k, key), _heads_inside(points.v, value)
     if points is not None and _asked_for(points.pattern):
         output, weights = _through_pattern(
             points, function, module, query, key, value, attention_mask, kwargs
@@ -277,6 +280,27 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
     if points is not None:
         output = _passed(points.z, output)
     return output, weights
+
+
+def pass_ahead(
+    module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Passes k and v through their points ahead of a cache whose pages hold other requests too.
+
+    Args:
+        module: the attention module.
+        key: of this call's tokens alone, (batch, kv_heads, tokens, head_dim).
+        value: as `key`.
+        kwargs: those of the attention function to come: it then leaves k and v alone.
+
+    Returns:
+        What the cache stores.
+    """
+    points = module.__dict__.get(KEY)
+    if points is None:
+        return key, value
+    kwargs[_PASSED] = True
+    return _heads_inside(points.k, key), _heads_inside(points.v, value)
 
 
 def _heads_inside(point: AttentionPoint, tensor: Tensor) -> Tensor:
@@ -380,7 +404,7 @@ def pattern_of(  # noqa: PLR0913, PLR0917 (those of attention functions)
     Raises:
         HookError: the model's own function returns no weights, or the keys are in a paged cache.
     """
-    if kwargs.get("cache") is not None:
+    if "write_index" in kwargs:  # of a paged cache
         msg = "the pattern has no place in continuous batching: its keys are in pages"
         raise HookError(msg)
     added = _added_mask(function, module, query, key, mask, kwargs)

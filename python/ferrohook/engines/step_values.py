@@ -201,7 +201,7 @@ def _part(where: str, value: Any, part: Any) -> Any:
     if not isinstance(value, Tensor):
         with contextlib.suppress(Exception):  # whatever an index of another type raises
             found = part_of(value, part)
-    if found is None:
+    if found is None or found is _UNKNOWN:
         msg = f"output_index={part!r}: the {where} "
         if isinstance(value, Tensor):
             msg += "is one tensor: leave it out"

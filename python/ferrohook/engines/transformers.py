@@ -32,6 +32,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ferrohook.arguments import expect_module
+from ferrohook.attention import pass_ahead
 from ferrohook.engines.finite import WatchedRows, failure
 from ferrohook.engines.modules import described
 from ferrohook.engines.planned import NO_PATTERN, EnginePlans, PlannedRequests
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 CAPABILITIES = Capabilities(
     engine="transformers",
     version=transformers.__version__,
-    tried=("5.19", "5.23"),
+    tried=("5.19", "5.23", "5.24"),
     served=(
         "python hooks",
         "interventions",
@@ -213,6 +214,8 @@ class Attached:
         self._rejected: set[str] = set()  # failed here, and not yet forgotten by the engine
         self._watched: WatchedRows | None = None
         """Rows of the last step, until it is known which are lost."""
+        self._cleaning: WatchedRows | None = None
+        """Rows of the step that runs, if plans may make them NaN or infinite."""
         self._seams: list[tuple[weakref.ref[Any], str, Any]] = []
         self._closed = False
         if manager.batch_processor is None:
@@ -222,7 +225,7 @@ class Attached:
             if manager.model.device.type == "cuda":
                 # The engine zeroes its buffers on one stream, and writes them on others.
                 torch.cuda.synchronize(manager.model.device)
-            values = check_row_map(manager, self._head)
+            values, self._cached = check_row_map(manager, self._head)
             self._other_dims = values.other_dims
             self._planned = PlannedRequests(manager.model, dim=ROWS, values=values)
             self._hold()
@@ -362,6 +365,7 @@ class Attached:
 
     def _hold_cache(self, cache: Any) -> None:
         if "search_prefix_match" not in vars(cache):
+            self._replace(cache, "update", self._update)
             self._replace(cache, "search_prefix_match", self._search_prefix_match)
             self._replace(cache, "mark_complete_blocks", self._mark_complete_blocks)
 
@@ -444,20 +448,8 @@ class Attached:
         NaN plus a mask is NaN. And large scores in float16 are above a mask of its lowest number.
         """
         processor = self.manager.batch_processor
-        cache, runner, inputs = (
-            processor.cache,
-            processor.model_runner,
-            processor.inputs_and_outputs,
-        )
+        runner, inputs = processor.model_runner, processor.inputs_and_outputs
         drawn = [span.request_id for span in step.spans if span.wants_logits]
-
-        def update(
-            key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-        ) -> Any:
-            what = f"keys or values of layer {layer_idx}"
-            keys = watched.clean(key_states, 2, what)
-            values = watched.clean(value_states, 2, what)
-            return type(cache).update(cache, keys, values, layer_idx, *args, **kwargs)
 
         def sample(scores: Tensor, *others: Any) -> None:
             # Drawing from NaN would raise, for all.
@@ -469,14 +461,34 @@ class Attached:
                 made["attention_mask"] = _hiding(made["attention_mask"])
             return made
 
-        cache.update, runner._sample = update, sample
+        self._cleaning, runner._sample = watched, sample
         inputs.get_model_kwargs = get_model_kwargs
         try:
             yield
         finally:
-            del cache.update, runner._sample, inputs.get_model_kwargs
+            self._cleaning = None
+            del runner._sample, inputs.get_model_kwargs
         with torch.cuda.stream(inputs.compute_stream):
             watched.send()
+
+    def _update(
+        self,
+        original: Callable[..., Any],
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],  # of the attention function, updated in place
+    ) -> Any:
+        """Passes a layer's keys and values on to the cache."""
+        keys, values = key_states, value_states
+        module = self._cached.get(layer_idx)
+        if module is not None:
+            keys, values = pass_ahead(module, keys, values, kwargs)
+        if self._cleaning is not None:
+            what = f"keys or values of layer {layer_idx}"
+            keys = self._cleaning.clean(keys, 2, what)
+            values = self._cleaning.clean(values, 2, what)
+        return original(keys, values, layer_idx, kwargs=kwargs)
 
     def _deliver(self, original: Callable[[Any], None], output: Any) -> None:
         if self._complete(output):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -15,16 +15,18 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from ferrohook.attention import attended
 from ferrohook.engines.step_values import StepValues, observed
 from ferrohook.engines.steps import Span, Step
 from ferrohook.errors import HookError
 from ferrohook.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
+    from ferrohook.attention import Attended
     from ferrohook.engines.step_values import Call
 
 ROWS = 1
@@ -60,8 +62,19 @@ def _prepared_io(processor: Any) -> Any:
     return io
 
 
+class Observed(NamedTuple):
+    """What a dummy step of an engine shows."""
+
+    values: StepValues
+    """A mixture of experts flattens (1, tokens, width), so that rows are in another dimension: by
+    the sizes of one step alone, rows and experts could be taken for each other."""
+    cached: Mapping[int, nn.Module]
+    """Attention modules whose function takes keys and values of the cache, and no more those of the
+    step, by their index there: so since transformers 5.24."""
+
+
 @torch.no_grad()
-def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> StepValues:
+def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> Observed:
     """Runs a dummy step, and compares the map read from it with the inputs of the model.
 
     For an engine whose loop is paused or does not run yet.
@@ -71,9 +84,7 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> StepValues:
         head: modules that see the rows of which logits are computed, see `head_rows`.
 
     Returns:
-        The values of the step. A mixture of experts flattens (1, tokens, width), so that rows are
-        in another dimension: by the sizes of one step alone, rows and experts could be taken for
-        each other.
+        What was observed.
 
     Raises:
         HookError: they differ, or the engine has no room for the step.
@@ -94,7 +105,7 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> StepValues:
         ):
             msg = "the engine has no room for the self-test of 3 tokens: attach it while it is idle"
             raise HookError(msg)
-        inputs, embedded, calls = _run(processor, manager.model, dummies, expected.rows)
+        inputs, embedded, calls, heads = _run(processor, manager.model, dummies, expected.rows)
         found = read_step(processor)
     finally:
         for dummy in dummies:
@@ -121,7 +132,9 @@ def check_row_map(manager: Any, head: Collection[nn.Module] = ()) -> StepValues:
         for tensor in itertools.islice(tensors_in(first.output), 1)
         if (dims := _dims(tensor.shape, expected.rows)) and ROWS not in dims
     }
-    return StepValues(calls, expected.rows, ROWS, other_dims, frozenset(head))
+    values = StepValues(calls, expected.rows, ROWS, other_dims, frozenset(head))
+    cached = [each.module for each in heads if each.k.shape[1] != expected.rows]
+    return Observed(values, {cast("int", module.layer_idx): module for module in cached})
 
 
 def _dims(shape: Sequence[int], rows: int) -> list[int]:
@@ -145,7 +158,7 @@ def _dummy(span: Span, tokens: list[int]) -> FutureRequestState:
 
 def _run(
     processor: Any, model: Any, dummies: list[FutureRequestState], rows: int
-) -> tuple[dict[str, Any], list[Any], dict[nn.Module, list[Call]]]:
+) -> tuple[dict[str, Any], list[Any], dict[nn.Module, list[Call]], list[Attended]]:
     """Runs a step; returns the model's inputs, the tokens that it embedded and its calls."""
     io = processor.inputs_and_outputs
     io.prepare_batch_tensors(
@@ -166,10 +179,10 @@ def _run(
 
     handle = model.get_input_embeddings().register_forward_pre_hook(embed)
     try:
-        with observed(model) as calls:
+        with observed(model) as calls, attended() as heads:
             processor.model_runner.compute_batch(model, inputs)
         if io.compute_stream is not None:  # the engine's first step writes over its inputs
             io.compute_stream.synchronize()
     finally:
         handle.remove()
-    return inputs, embedded, calls
+    return inputs, embedded, calls, heads
