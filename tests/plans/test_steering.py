@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 
 import ferrohook as fh
 from ferrohook.compat import transformer_lens as points
@@ -315,6 +316,40 @@ def test_a_shape_that_would_grow_is_refused() -> None:
         with pytest.raises((fh.HookTypeError, RuntimeError)):
             applied(make(vector), torch.ones(WIDTH))
         assert applied(make(vector), torch.zeros(2, 3, WIDTH)).shape == (2, 3, WIDTH)
+
+
+MASKS = torch.tensor([[True, False, True], [True, True, False]])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("make", [lambda: fh.Add(torch.ones(3)), lambda: fh.Scale(2.0)])
+def test_a_masked_tensor_stays_one(make: Any) -> None:
+    numbers, model = torch.randn(2, 3), nn.Sequential(Echo())
+    with fh.register(model, "0", make()):
+        changed = model(masked_tensor(numbers, MASKS))
+    assert torch.equal(changed.get_mask(), MASKS)
+    assert torch.equal(changed.get_data()[MASKS], make().apply(numbers)[MASKS])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings("ignore:zeros_like is not implemented")
+@pytest.mark.parametrize(
+    "make",
+    [
+        fh.Zero,
+        lambda: fh.Ablate(torch.ones(3)),
+        lambda: fh.Clamp(torch.ones(3), 0.0, 1.0),
+        lambda: fh.Replace(torch.ones(3)),
+    ],
+)
+def test_a_class_of_tensors_that_lacks_an_operation_is_refused(make: Any) -> None:
+    """`MaskedTensor` has no `zeros_like`, no `expand_as`, and none of tensors of unlike masks."""
+    model = nn.Sequential(Echo())
+    refused = "changes a MaskedTensor, which lacks an operation .*change it by a function"
+    with fh.register(model, "0", make()), pytest.raises(fh.HookTypeError, match=refused) as caught:
+        model(masked_tensor(torch.randn(2, 3), MASKS))
+    assert caught.value.__cause__ is not None
+    assert "of Echo" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import asyncio
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import ferrohook as fh
 
@@ -103,6 +105,70 @@ def test_bad_arguments_are_refused() -> None:
         check(Service(), rounds=1.5)
 
 
+@pytest.mark.parametrize("tolerance", [-1, math.nan, math.inf])
+def test_a_tolerance_that_would_hide_leaks_is_refused(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="tolerance is finite and not negative"):
+        check(Service(), tolerance=tolerance)
+    with pytest.raises(fh.HookTypeError, match="tolerance is a number, got str"):
+        check(Service(), tolerance="1")
+
+
+@pytest.mark.parametrize("pairs", [[1], [(1,)], [({}, {}, {})], ["ab"], None, {"a": 1}], ids=repr)
+def test_what_are_no_pairs_is_refused(pairs: Any) -> None:
+    with pytest.raises(fh.HookTypeError, match="pair"):
+        check(Service(), pairs)
+
+
+def test_pairs_are_any_iterable() -> None:
+    assert check(Service(), iter(PAIRS))
+
+
+@pytest.mark.parametrize("answer", [torch.ones(2), np.ones(2), object(), {"a": [{1}]}], ids=repr)
+def test_answers_without_a_value_are_refused(answer: Any) -> None:
+    async def send(_body: object) -> Any:
+        return answer
+
+    with pytest.raises(fh.HookTypeError, match="an answer of isolation_check has numbers"):
+        asyncio.run(isolation_check(send, PAIRS))
+
+
+def test_an_answer_that_is_written_again_hides_no_leak() -> None:
+    """`send` returns one object for each request, whatever it is answered."""
+    service = Service(leak=1.0)
+    buffers: dict[Any, list[Any]] = {}
+
+    async def send(body: Any) -> Any:
+        buffer = buffers.setdefault(body, [])
+        buffer[:] = [await service.send(body)]
+        return buffer
+
+    assert asyncio.run(isolation_check(send, PAIRS)).leaks
+
+
+def test_requests_on_their_way_are_cancelled_where_one_fails() -> None:
+    running = 0
+
+    async def send(_body: object) -> Any:
+        nonlocal running
+        running += 1
+        try:
+            await asyncio.sleep(0)
+            if running == 2 * len(PAIRS):
+                raise ConnectionError
+            if running > 1:
+                await asyncio.Event().wait()
+            return 1.0
+        finally:
+            running -= 1
+
+    async def run() -> int:
+        with pytest.raises(ConnectionError):
+            await isolation_check(send, PAIRS)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "expected", "found"),
     [
@@ -122,8 +188,10 @@ def test_bad_arguments_are_refused() -> None:
         (math.inf, math.inf, 0),
         (math.inf, 1.0, math.inf),
         (-math.inf, math.inf, math.inf),
+        (10**400, 0, math.inf),
+        (True, 1, math.inf),
+        (True, True, 0),
     ],
-    ids=repr,
 )
 def test_differences(answer: Any, expected: Any, found: float) -> None:
     assert difference(answer, expected) == pytest.approx(found)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import at_least_one, expect
 
 Body = TypeVar("Body")
 
@@ -47,7 +47,7 @@ class IsolationReport:
 
 async def isolation_check(
     send: Callable[[Body], Awaitable[Any]],
-    pairs: Sequence[tuple[Body, Body]],
+    pairs: Iterable[tuple[Body, Body]],
     *,
     rounds: int = 4,
     tolerance: float = 1e-4,
@@ -58,8 +58,9 @@ async def isolation_check(
     Other traffic may go on.
 
     Args:
-        send: sends a request to the service, and returns its answer: numbers, strings, None, and
-            lists and mappings of these. It leaves out what differs each time, such as times.
+        send: sends a request to the service, and returns its answer: numbers, strings, bytes, None,
+            and lists, tuples and mappings of these. It leaves out what differs each time, such as
+            times.
         pairs: requests without an intervention, each with a request that has one and is the same
             otherwise.
         rounds: number of times that all are sent at once.
@@ -67,9 +68,11 @@ async def isolation_check(
             other shapes use other kernels.
 
     Raises:
-        HookTypeError: `rounds` is no int.
-        ValueError: `rounds` is below 1, or there are no pairs.
-        Exception: as `send` does.
+        HookTypeError: `rounds` is no int, `tolerance` is no number, `pairs` are no pairs, or an
+            answer has something else, such as a tensor: `tolist()` makes numbers of it.
+        ValueError: `rounds` is below 1, `tolerance` is negative or not finite, or there are no
+            pairs.
+        Exception: as `send` does; requests that are on their way are cancelled.
 
     Examples:
         >>> async def send(body):
@@ -78,16 +81,15 @@ async def isolation_check(
         >>> assert report, (report.leaks, report.idle)
     """
     at_least_one("rounds", rounds)
-    if not pairs:
-        msg = "isolation_check takes at least one pair of requests"
-        raise ValueError(msg)
-    bodies = [body for pair in pairs for body in pair]
-    alone = [await send(body) for body in bodies]
+    _check_tolerance(tolerance)
+    bodies = _bodies(pairs)
+    # Copies: `send` may return the same object each time.
+    alone = [_copy(await send(body)) for body in bodies]
     largest = [difference(await send(body), alone[place]) for place, body in enumerate(bodies)]
     for turn in range(rounds):
         first = turn % len(bodies)  # in another order they share other forwards
         order = [*range(first, len(bodies)), *range(first)]
-        answers = await asyncio.gather(*(send(bodies[place]) for place in order))
+        answers = await _at_once([send(bodies[place]) for place in order])
         for place, answer in zip(order, answers, strict=True):
             largest[place] = max(largest[place], difference(answer, alone[place]))
     leaks = [
@@ -97,7 +99,7 @@ async def isolation_check(
     ]
     idle = [
         pair
-        for pair in range(len(pairs))
+        for pair in range(len(bodies) // 2)
         if difference(alone[2 * pair], alone[2 * pair + 1]) <= tolerance
     ]
     return IsolationReport(
@@ -108,11 +110,60 @@ async def isolation_check(
     )
 
 
+def _check_tolerance(tolerance: float) -> None:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
+        expect(tolerance, (), "tolerance is a number")
+    if not 0 <= tolerance < math.inf:
+        msg = f"tolerance is finite and not negative, got {tolerance}"
+        raise ValueError(msg)
+
+
+def _bodies(pairs: Iterable[tuple[Body, Body]]) -> list[Body]:
+    """Returns the requests of pairs, one behind the other."""
+    expect(pairs, Iterable, "isolation_check takes pairs of requests")
+    bodies = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != len(("plain", "steered")):
+            expect(pair, (), "a pair of isolation_check is a tuple of two requests")
+        bodies += pair
+    if not bodies:
+        msg = "isolation_check takes at least one pair of requests"
+        raise ValueError(msg)
+    return bodies
+
+
+def _copy(answer: Any) -> Any:
+    """Copies an answer, which may have nothing that does not compare by its value."""
+    if isinstance(answer, Mapping):
+        return {key: _copy(value) for key, value in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [_copy(each) for each in answer]
+    expect(
+        answer,
+        (int, float, str, bytes, type(None)),
+        "an answer of isolation_check has numbers, strings, None, lists and mappings",
+    )
+    return answer
+
+
+async def _at_once(requests: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Awaits all, and cancels the others where one fails."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def difference(answer: Any, expected: Any) -> float:
     """Returns the largest difference of two numbers at the same place of two answers.
 
     Relative where the expected number is above 1; inf if the answers differ in anything else.
     """
+    if isinstance(answer, bool) != isinstance(expected, bool):
+        return math.inf
     if isinstance(answer, int | float) and isinstance(expected, int | float):
         return _distance(answer, expected)
     if isinstance(answer, Mapping) and isinstance(expected, Mapping):
@@ -127,7 +178,10 @@ def difference(answer: Any, expected: Any) -> float:
 
 
 def _distance(number: float, expected: float) -> float:
-    if number == expected or (math.isnan(number) and math.isnan(expected)):
+    if number == expected or (number != number and expected != expected):  # noqa: PLR0124 (NaN)
         return 0.0
-    found = abs(number - expected) / max(1.0, abs(expected))
+    try:
+        found = abs(number - expected) / max(1.0, abs(expected))
+    except OverflowError:  # of an int
+        return math.inf
     return math.inf if math.isnan(found) else found

@@ -13,7 +13,7 @@ use crate::torch::made::Order;
 #[pyclass(frozen, module = "ferrohook._core")]
 pub struct GpuVector {
     make: Py<PyAny>,
-    made: OnceLock<(Py<PyAny>, Order)>,
+    tensor: OnceLock<(Py<PyAny>, Order)>,
 }
 
 #[pymethods]
@@ -22,20 +22,20 @@ impl GpuVector {
     ///     make: returns the vector.
     #[new]
     fn new(make: Py<PyAny>) -> Self {
-        let made = OnceLock::new();
-        Self { make, made }
+        let tensor = OnceLock::new();
+        Self { make, tensor }
     }
 
     /// The vector, ready for use on the current stream.
     #[getter]
     fn tensor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        if let Some((tensor, order)) = self.made.get() {
+        if let Some((tensor, order)) = self.tensor.get() {
             order.begin_use(py)?;
             return Ok(tensor.bind(py).clone());
         }
         let tensor = self.make.bind(py).call0()?;
         if let Some(order) = Order::of(&PyTuple::new(py, [&tensor])?)? {
-            let _ = self.made.set((tensor.clone().unbind(), order));
+            let _ = self.tensor.set((tensor.clone().unbind(), order));
         }
         Ok(tensor)
     }
@@ -43,6 +43,6 @@ impl GpuVector {
     // No `__clear__`: tensors refer to nothing here.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.make)?;
-        visit.call(self.made.get().map(|(tensor, _)| tensor))
+        visit.call(self.tensor.get().map(|(tensor, _)| tensor))
     }
 }

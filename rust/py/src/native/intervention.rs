@@ -5,16 +5,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::Phase;
 use parking_lot::Mutex;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyAttributeError, PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::error::{hook_type_error, selection_error, type_name};
+use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::rows::mask::Mask;
 use crate::torch;
+use crate::torch::facts::Facts;
 use crate::torch::made::Order;
 use crate::torch::tensors::{part_of, summed, with_part};
 
@@ -302,7 +303,8 @@ impl<'py> Change<'_, 'py> {
         x: &Bound<'py, PyAny>,
         residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let changed = with_residual(x, residual, |x| self.everywhere(x))?;
+        let changed = with_residual(x, residual, |x| self.everywhere(x));
+        let changed = changed.map_err(|cause| self.lacking(x, cause))?;
         match self.mask {
             Some(mask) => mask.merge(self.describe, &changed, x),
             None => Ok(changed),
@@ -421,6 +423,30 @@ impl<'py> Change<'_, 'py> {
             });
         }
         Ok(vector)
+    }
+
+    /// Returns the error of an operation that the class of a tensor may lack.
+    fn lacking(&self, x: &Bound<'py, PyAny>, cause: PyErr) -> PyErr {
+        let py = self.py();
+        let lacks = cause.is_instance_of::<PyTypeError>(py)
+            || cause.is_instance_of::<PyAttributeError>(py)
+            || cause.is_instance_of::<PyNotImplementedError>(py)
+            || cause.is_instance_of::<PyValueError>(py);
+        if !lacks || is_hook_error(py, &cause) || Facts::is_plain(x).unwrap_or(true) {
+            return cause;
+        }
+        let class = type_name(x);
+        let message = format!(
+            "{} changes a {class}, which lacks an operation of it ({}): change it by a function",
+            (self.describe)(),
+            cause
+                .get_type(py)
+                .name()
+                .map_or_else(|_| String::new(), |name| name.to_string()),
+        );
+        let error = hook_type_error(py, message);
+        error.set_cause(py, Some(cause));
+        error
     }
 
     pub fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
