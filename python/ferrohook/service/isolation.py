@@ -121,7 +121,7 @@ def _check_tolerance(tolerance: float) -> None:
 def _bodies(pairs: Iterable[tuple[Body, Body]]) -> list[Body]:
     """Returns the requests of pairs, one behind the other."""
     expect(pairs, Iterable, "isolation_check takes pairs of requests")
-    bodies = []
+    bodies: list[Body] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != len(("plain", "steered")):
             expect(pair, (), "a pair of isolation_check is a tuple of two requests")
