@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch.utils import checkpoint
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+@runtime_checkable
+class _Positioned(Protocol):
+    """Request of a plan: it has the positions of its last forward."""
+
+    plan_masks: tuple[Any, ...] | None
+
+    def set_masks(self, masks: tuple[Any, ...], *, positioned: bool) -> None: ...
+
+
 class _Region:
     """Checkpointed function: its first call is the forward; later ones repeat it in its scopes."""
 
@@ -25,6 +34,12 @@ class _Region:
         self._function = function
         self._scopes = scopes
         self._changes = self._count()
+        # Another forward of a request may come before backward.
+        self._masks = [
+            (scope, scope.plan_masks)
+            for scope in scopes
+            if isinstance(scope, _Positioned) and scope.plan_masks is not None
+        ]
         # Scopes whose hooks ran in the forward; None until it ends.
         self._needed: list[Frame] | None = None
 
@@ -48,10 +63,19 @@ class _Region:
         active = frames.get()
         missing = [each for each in self._scopes if each not in active and not each.closed]
         token = frames.set((*active, *missing))
+        last = [(request, request.plan_masks) for request, _ in self._masks]
         try:
+            _set_masks(self._masks)
             return self._function(*args, **kwargs)
         finally:
+            _set_masks(last)
             frames.reset(token)
+
+
+def _set_masks(masks: list[tuple[_Positioned, tuple[Any, ...] | None]]) -> None:
+    for request, each in masks:
+        if each is not None:
+            request.set_masks(each, positioned=False)
 
 
 def _reentrant(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,3 +139,38 @@ def test_an_exception_of_the_region_passes(model: nn.Module, run: Any) -> None:
             run(model)
     x, out = run(model)
     grad_of(x, out)
+
+
+class Tokens(nn.Module):
+    """A model of tokens whose layer is checkpointed, or not (`reentrant` is None)."""
+
+    def __init__(self, *, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # noqa: ARG002 (found by its name)
+        def run(x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x))
+
+        x = self.embed(input_ids)
+        if self.reentrant is None:
+            return run(x)
+        repeated: Tensor = checkpoint(run, x, use_reentrant=self.reentrant)
+        return repeated
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_positions_are_those_of_the_forward_that_is_repeated(reentrant: bool, both: bool) -> None:
+    """Another forward of the request, with other padding, came before backward."""
+    ids, grads = torch.arange(5)[None], []
+    plan = fh.Plan(fh.on("layer", fh.Scale(3.0), at=0))
+    for model in (Tokens(reentrant=None), Tokens(reentrant=reentrant)):
+        with plan.prepare(model) as prepared, prepared.open():
+            padded = model(ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1]]))
+            later = model(ids)
+            (padded.sum() + later.sum() if both else padded.sum()).backward()
+        grads.append(model.embed.weight.grad)
+    torch.testing.assert_close(*grads)

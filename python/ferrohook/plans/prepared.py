@@ -256,8 +256,9 @@ def _find_positions(
     if not request.positioned:
         tokens = tokens_of(model, args, kwargs, request._prompt)
         request._prompt = tokens.prompt
-        masks = (_shortened(mask_of(at, tokens)) for at in request.plan_positions)
-        request.set_masks(tuple(masks), positioned=False)
+        masks = tuple(_shortened(mask_of(at, tokens)) for at in request.plan_positions)
+        request.plan_masks = masks
+        request.set_masks(masks, positioned=False)
 
 
 def _find_untraced(*call: Any) -> None:
@@ -284,6 +285,8 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     _prompt: Prompt | None = None
+    plan_masks: tuple[Any, ...] | None = None
+    """Arguments of `set_masks` in the last forward outside of batches."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
