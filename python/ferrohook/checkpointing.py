@@ -35,7 +35,7 @@ class _Region:
         self._scopes = scopes
         self._changes = self._count()
         # Another forward of a request may come before backward.
-        self._masks = [
+        self._masks: list[tuple[_Positioned, tuple[Any, ...] | None]] = [
             (scope, scope.plan_masks)
             for scope in scopes
             if isinstance(scope, _Positioned) and scope.plan_masks is not None

@@ -150,7 +150,7 @@ class Tokens(nn.Module):
         self.embed, self.layer = nn.Embedding(8, 4), nn.Linear(4, 4)
         self.reentrant = reentrant
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # noqa: ARG002 (found by its name)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         def run(x: Tensor) -> Tensor:
             return torch.tanh(self.layer(x))
 
