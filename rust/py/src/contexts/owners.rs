@@ -93,6 +93,13 @@ impl<'py> Firing<'py> {
         })
     }
 
+    /// The hooks in firing order, if all are for everybody: their walk asks for no owner.
+    #[inline]
+    pub fn of_everybody(&self) -> Option<impl Iterator<Item = Owned<'_, 'py>>> {
+        let everybody = matches!(self.owners, Owners::Everybody);
+        everybody.then(|| self.entries().iter().map(|entry| Owned { entry, owner: None }))
+    }
+
     /// The hooks in firing order, without their owners.
     pub fn entries(&self) -> &[Arc<Entry<Hook>>] {
         self.snapshot.entries()
