@@ -27,9 +27,9 @@ test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)
 	script/embedded
 	$(PYTEST)
 
-batches: build $(VENV)/test $(VENV)/models ## 5,000 random batches, and all ways to reach a neighbour, five minutes on two cores
+batches: build $(VENV)/test $(VENV)/models $(VENV)/oracle ## 5,000 random batches, and the tests that do a part by day whole, six minutes on two cores
 	$(PYTEST) --requests 5000 tests/rows/test_rows_machine.py
-	$(PYTEST) --every-case tests/engines/test_transformers_finite.py
+	$(PYTEST) --every-case $$(grep -rl --include='test_*.py' by_day tests)
 
 quantities: build $(VENV)/test $(VENV)/models ## Quantities of all causal language models of transformers, against their golden file
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --all-models tests/quantity/test_zoo.py

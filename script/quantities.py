@@ -125,14 +125,15 @@ def main() -> None:
     """Looks, and writes both."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    for kind in sys.argv[1:] or kinds():
+    few = sys.argv[1:]
+    golden = json.loads(GOLDEN.read_text()) if few else {}
+    for kind in few or kinds():
         golden[kind] = looked_at(kind)
         print(kind, golden[kind].get("not built", "looked at"), flush=True)
         GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
     text = PAGE.read_text()
     head = text.partition(MARK)[0].rstrip("\n")
-    PAGE.write_text(f"{head}\n\n{MARK}\n\n{page(golden)}")
+    PAGE.write_text(f"{head}\n\n{MARK}\n\n{page(dict(sorted(golden.items())))}")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from support import by_day  # noqa: PLC0415 (registered for rewriting above)
+
+    by_day.every_case = config.getoption("every_case")
     if config.getoption("other_blas"):
         import support.blas  # noqa: F401, PLC0415 (replaces torch's kernels)
 

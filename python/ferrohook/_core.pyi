@@ -19,6 +19,7 @@ __all__ = [
     "Collector",
     "Dispatcher",
     "Frame",
+    "GpuVector",
     "HookHandle",
     "HookedBase",
     "InFlight",
@@ -514,6 +515,12 @@ class RequestBase(Frame):
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
 @disjoint_base
+@final
+class GpuVector:
+    def __new__(cls, make: Callable[[], Any]) -> Self: ...
+    @property
+    def tensor(self) -> Any: ...
+
 class InterventionBase(NativeHook):
     def __new__(
         cls,
@@ -521,7 +528,7 @@ class InterventionBase(NativeHook):
         numbers: tuple[float | None, ...],
         part: int | str | None,
         width: int | None,
-        traced: tuple[Any, ...],
+        vector: Any,  # a tensor or None
         *_others: object,
     ) -> Self: ...
     def apply(self, value: Any) -> Any: ...  # the value's type

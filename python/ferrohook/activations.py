@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 
     import pandas as pd
     from torch import nn
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
     from ferrohook._core import Collector
     from ferrohook.recorders import Recorders
     from ferrohook.tables import Row
+
+    V_co = TypeVarWithDefault("V_co", covariant=True, default=Any)
+else:
+    V_co = TypeVar("V_co", covariant=True)
 
 
 class _NoGradients(dict[str, Any]):
@@ -49,11 +54,14 @@ class _Items(ItemsView[str, Any]):
         return f"names and captured values:\n{self._mapping!r}"  # type: ignore[attr-defined]
 
 
-class ActivationCache(CacheBase, Mapping[str, Any]):
+class ActivationCache(CacheBase, Mapping[str, V_co]):
     """Captured activations by module name, in the order in which the modules first ran.
 
     A value is a module's output (or input) in its own structure, its tensors converted as the
     options of `capture` say. With `calls="all"` or an int it is a list: one entry per call.
+
+    Type checkers take values for tensors, as most modules return one, or lists of tensors; that of
+    the model itself, `acts[""]`, may be anything. Cast others.
 
     Copies and pickles include the values, cut from autograd's graph; a value that was changed in
     place raises `StaleActivationError` there.
@@ -77,6 +85,14 @@ class ActivationCache(CacheBase, Mapping[str, Any]):
         self._grads = grads
         self._model = model
         self._per_call = per_call
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __getitem__(self, name: Literal[""], /) -> Any: ...
+        @overload
+        def __getitem__(self, name: str, /) -> V_co: ...
+        def __getitem__(self, name: str, /) -> Any: ...
 
     def _missing(self, name: str, error: KeyError) -> Any:
         """Returns the value of the model by its name in tables; called for names without a value.
@@ -107,11 +123,11 @@ class ActivationCache(CacheBase, Mapping[str, Any]):
         """The names."""
         return _Names(self)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> ValuesView[V_co]:
         """The values; reading one raises if it was changed in place."""
         return _Values(self)
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> ItemsView[str, V_co]:
         """Pairs of name and value."""
         return _Items(self)
 
@@ -165,11 +181,11 @@ class ActivationCache(CacheBase, Mapping[str, Any]):
             raise SelectionError(msg)
         return names
 
-    def to(self, device: torch.device | str) -> ActivationCache:
+    def to(self, device: torch.device | str) -> ActivationCache[V_co]:
         """Returns a cache on another device; tensors that are there already are shared."""
         return self._map(lambda tensor: tensor.to(device))
 
-    def _map(self, convert: Callable[[Tensor], Tensor]) -> ActivationCache:
+    def _map(self, convert: Callable[[Tensor], Tensor]) -> ActivationCache[V_co]:
         def converted(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: map_tensors(convert, value) for name, value in values.items()}
 

@@ -40,6 +40,7 @@ DIMENSIONS: Final = {
     "v": ("batch", "tokens", "kv_heads", "head_dim"),
     "z": ("batch", "tokens", "heads", "head_dim"),
     "pattern": ("batch", "heads", "queries", "keys"),
+    "queries": ("batch", "queries", "heads", "keys"),
 }
 """Dimensions of the tensor at each point."""
 KEY: Final = "_ferrohook_points"
@@ -54,7 +55,7 @@ class AttentionPoint(nn.Module):
     """Identity that a tensor inside an attention module passes.
 
     Attributes:
-        name: one of `POINTS`.
+        name: one of `POINTS`, or `queries`.
     """
 
     def __init__(self, name: str, points: AttentionPoints) -> None:
@@ -93,9 +94,12 @@ class AttentionPoints:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.q, self.k, self.v, self.z, self.pattern = self.all = tuple(
+        self.q, self.k, self.v, self.z, self.pattern = named = tuple(
             AttentionPoint(name, self) for name in POINTS
         )
+        self.queries = AttentionPoint("queries", self)
+        """The pattern again, behind hooks on it, with its queries ahead of the heads."""
+        self.all = (*named, self.queries)
 
     @property
     def module(self) -> nn.Module:
@@ -198,7 +202,8 @@ class _Seam:
     def _forget(self, key: int) -> None:
         with _LOCK:
             self._users.pop(key, None)
-            if self._users or self._ours is None:
+            # As the interpreter ends, the library may be gone before a model of it.
+            if self._users or self._ours is None or sys.is_finalizing():
                 return
             interface = _interface()
             # Where another library has replaced it again, ours stays inside of that.
@@ -267,7 +272,7 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
         query = _heads_inside(points.q, query)
         if not passed:
             key, value = _heads_inside(points.k, key), _heads_inside(points.v, value)
-    if points is not None and _asked_for(points.pattern):
+    if points is not None and (_asked_for(points.pattern) or _asked_for(points.queries)):
         output, weights = _through_pattern(
             points, function, module, query, key, value, attention_mask, kwargs
         )
@@ -278,7 +283,7 @@ def _attend(  # noqa: PLR0913, PLR0917 (those of attention functions, and three 
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         calls.append(Attended(module, q, k, v, output, functools.partial(pattern_of, *arguments)))
     if points is not None:
-        output = _passed(points.z, output)
+        output = _passed(points.z, output).contiguous()  # models view it by rows of all heads
     return output, weights
 
 
@@ -304,7 +309,7 @@ def pass_ahead(
 
 
 def _heads_inside(point: AttentionPoint, tensor: Tensor) -> Tensor:
-    """Passes (batch, heads, tokens, head_dim) through a point, as `DIMENSIONS` has it."""
+    """Passes (batch, heads, tokens, ...) through a point, as `DIMENSIONS` has it."""
     if not torch.compiler.is_compiling() and _INSTRUMENTED not in point.__dict__:
         return tensor
     return _passed(point, tensor.transpose(1, 2)).transpose(1, 2)
@@ -360,7 +365,7 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
 ) -> tuple[Tensor, Tensor | None]:
     """Calls an attention function with its pattern passing the point.
 
-    What is changed in the pattern changes the output of these rows of the batch; the others have
+    What is changed in the pattern changes the output of these queries and heads; the others have
     the function's own, bit for bit. With gradients the output is that of the pattern, so that
     there is one to read.
     """
@@ -370,10 +375,11 @@ def _through_pattern(  # noqa: PLR0913, PLR0917 (those of attention functions)
         pattern = pattern_of(function, module, query, key, value, mask, kwargs)
     before = pattern.detach().clone()  # a hook may write to it in place
     pattern = _passed(points.pattern, pattern)
+    pattern = _heads_inside(points.queries, pattern)
     own = _attended_to(pattern, value)
     if not (torch.is_grad_enabled() and pattern.requires_grad):
-        changed = (pattern != before).flatten(1).any(1)
-        own = torch.where(changed[:, None, None, None], own, output)
+        changed = (pattern != before).any(-1).transpose(1, 2)
+        own = torch.where(changed[..., None], own, output)
     return own, pattern if weights is not None else None
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import warnings
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypedDict, overload
 
 from ferrohook._core import Attachment
-from ferrohook.activations import ActivationCache, cache_of
+from ferrohook.activations import ActivationCache, V_co, cache_of
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import CAPTURE_IN_THREADS, explain
@@ -18,7 +18,8 @@ from ferrohook.scopes import Scope
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+    from typing_extensions import Unpack
 
     from ferrohook._core import Frame
     from ferrohook.conversion import Index
@@ -84,23 +85,23 @@ class CaptureSession:
         return [name for index, (name, it) in names if index not in ran and not it.calls]
 
 
-class Capture(Scope):
+class Capture(Scope, Generic[V_co]):
     """A scope that captures, see `capture`; its `with` statement gives the activations."""
 
     if TYPE_CHECKING:
 
         @property
         def tag(self) -> CaptureSession: ...  # noqa: D102 (for checkers)
-        def __enter__(self) -> ActivationCache: ...  # type: ignore[override]
+        def __enter__(self) -> ActivationCache[V_co]: ...  # type: ignore[override]
 
     @property
-    def acts(self) -> ActivationCache:
+    def acts(self) -> ActivationCache[V_co]:
         """The activations of a capture that is in batches instead of being entered.
 
         Raises:
             HookError: it was in none yet.
         """
-        acts: ActivationCache | None = self._begun
+        acts: ActivationCache[V_co] | None = self._begun
         if acts is None:
             msg = "this capture was in no batch: `with capture as acts:` gives the activations"
             raise HookError(msg)
@@ -142,6 +143,35 @@ class Capture(Scope):
         return f"<Capture of {names} module{'s'[: names != 1]} of {model}, {state}>"
 
 
+class _Options(TypedDict, total=False):
+    inputs: bool
+    output_index: object
+    detach: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    slice: Index
+    copy: Literal["checked", "clone", "ref"]
+    grads: bool
+    max_bytes: int | None
+    stop: bool
+
+
+@overload
+def capture(
+    model: nn.Module,
+    what: Selector = None,
+    *,
+    calls: Literal["last"] = "last",
+    **options: Unpack[_Options],
+) -> Capture[Tensor]: ...
+@overload
+def capture(
+    model: nn.Module,
+    what: Selector = None,
+    *,
+    calls: int | Literal["all"],
+    **options: Unpack[_Options],
+) -> Capture[list[Tensor]]: ...
 def capture(  # noqa: PLR0913 (all but the first two by keyword)
     model: nn.Module,
     what: Selector = None,
@@ -157,7 +187,7 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
     grads: bool = False,
     max_bytes: int | None = None,
     stop: bool = False,
-) -> Capture:
+) -> Capture[Any]:
     """Captures the activations of modules of a model, for the calls of this context.
 
     A context manager that returns an `ActivationCache`, readable inside the block and after it.

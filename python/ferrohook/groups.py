@@ -31,7 +31,7 @@ from ferrohook.scopes import Scope, innermost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from ferrohook.activations import ActivationCache
     from ferrohook.selection import Chosen, Selector
@@ -314,7 +314,7 @@ def run(
     capture: Chosen,
     plan: Plan | Prepared | None = None,
     **kwargs: Any,
-) -> tuple[Any, ActivationCache]: ...
+) -> tuple[Any, ActivationCache[Tensor]]: ...
 def run(
     model: nn.Module,
     *args: Any,

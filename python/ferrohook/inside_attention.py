@@ -52,7 +52,9 @@ class Heads(NamedTuple):
     """Of the look, flattened to (batch, tokens, heads * head_dim)."""
 
 
-def look_inside(model: nn.Module, call: Callable[[], Any]) -> dict[str, Heads]:
+def look_inside(
+    model: nn.Module, call: Callable[[], Any], tokens: int | None = None
+) -> dict[str, Heads]:
     """Proves the quantities inside the attention modules of a model.
 
     The model's own eager attention, whatever function it runs by, says what the pattern of q and k
@@ -61,6 +63,8 @@ def look_inside(model: nn.Module, call: Callable[[], Any]) -> dict[str, Heads]:
     Args:
         model: a model, or a copy of one; hooks stay on none of its modules.
         call: calls it, alike each time.
+        tokens: of a row of that call, if they are known. What attends to other things than tokens,
+            to the blocks before say, has the tokens in the place of heads, and is left out.
 
     Returns:
         What was found, by the path of the attention module. Empty for a model whose attention is
@@ -71,7 +75,8 @@ def look_inside(model: nn.Module, call: Callable[[], Any]) -> dict[str, Heads]:
         call()
     found: dict[str, list[Attended]] = {}
     for each in calls:
-        if (name := names.get(id(each.module))) is not None:
+        name = names.get(id(each.module))
+        if name is not None and not each.q.shape[1] != tokens == each.q.shape[2]:
             found.setdefault(name, []).append(each)
     once = {name: each[0] for name, each in found.items() if len(each) == 1}
     written = {point: _arrivals(once, call, point) if once else {} for point in POINTS}

@@ -11,7 +11,7 @@ import torch
 from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -25,14 +25,13 @@ def prepared_vector(kind: str, vector: Tensor, scale: Any) -> Tensor:
     return vector if kind != "add" or scale is None else vector.mul(scale)
 
 
-def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
-    """Applies an intervention to a tensor, as native code does."""
+def change(kind: str, x: Tensor, prepared: Tensor | None, numbers: Sequence[Any]) -> Tensor:
+    """Applies an intervention with a prepared vector to a tensor, as native code does."""
     if kind == "scale":
         return x.mul(numbers[0])
     if kind == "zero":
         return torch.zeros_like(x)
-    scale = numbers[0] if kind == "add" else None
-    vector = prepared_vector(kind, cast("Tensor", vector), scale).to(x.device, x.dtype)
+    vector = cast("Tensor", prepared).to(x.device, x.dtype)
     if kind == "add":
         return x + (vector.expand_as(x) if vector.dim() > 1 else vector)
     if kind == "replace":
@@ -40,7 +39,11 @@ def change(kind: str, x: Tensor, vector: Tensor | None, numbers: tuple[Any, ...]
     along = (x * vector).sum(-1, keepdim=True)
     if kind == "ablate":
         return x - along * vector
-    return x + (along.clamp(*numbers) - along) * vector
+    low, high = numbers
+    # One after the other: `maximum` and `minimum` take a bound of the host on any device.
+    limited = along if low is None else along.clamp(min=low)
+    limited = limited if high is None else limited.clamp(max=high)
+    return x + (limited - along) * vector
 
 
 SUM: Final = "sum"

@@ -175,10 +175,20 @@ class Written:
         self.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
 
     @property
-    def whole(self) -> bool:
-        """True if the quantity is all that the module returns."""
+    def refuses_positions(self) -> str | None:
+        """Why it cannot change some positions alone; None if it can."""
         place = self._place
-        return not place.inputs and place[3:5] == (None, 1) and place.head is None
+        if not place.inputs and place.part is None:
+            return None
+        instead = (
+            "leave out at=, or write to another quantity"
+            if place.by_keyword
+            else "use an intervention"
+        )
+        return (
+            f"a Python hook with at= changes what a module returns as one tensor, and "
+            f"{place.quantity} is {place.shown}: {instead}"
+        )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
         """Returns what replaces the module's input or output; None if nothing does."""
@@ -213,9 +223,9 @@ class Written:
         if new is None:
             return None
         self._check(new, quantity)
+        new = new if place.multiplier == 1 else new / place.multiplier
         if place.head is not None:
             new = tensor.select_scatter(new.to(tensor.dtype), place.head.dim, place.head.number)
-        new = new if place.multiplier == 1 else new / place.multiplier
         return change_part("replace", value, place.part, lambda _tensor: new)
 
     def _check(self, new: Any, tensor: Tensor) -> None:

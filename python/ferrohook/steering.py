@@ -9,23 +9,23 @@ shape needs no new trace.
 from __future__ import annotations
 
 import math
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 import torch
 from torch import Tensor
 
-from ferrohook._core import InterventionBase, to_device
+from ferrohook._core import GpuVector, InterventionBase, to_device
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import prepared_vector
-from ferrohook.streams import made
+from ferrohook.streams import Made, made
 from ferrohook.tensors import content_of
-from ferrohook.traced import never_trace
+from ferrohook.traced import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from ferrohook.streams import Made
 
 
 class Intervention(InterventionBase):
@@ -57,16 +57,10 @@ class Intervention(InterventionBase):
         output_index = _index(cls, output_index)
         vector = next((value for value in values if isinstance(value, Tensor)), None)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
-        traced = (
-            cls.kind,
-            output_index,
-            vector,
-            *(None if each is None else torch.tensor(each) for each in numbers),
-        )
         width = vector.shape[-1] if vector is not None and vector.dim() else None
         if width == 1:
             width = None  # broadcasts
-        self = InterventionBase.__new__(cls, cls.kind, numbers, output_index, width, traced)
+        self = InterventionBase.__new__(cls, cls.kind, numbers, output_index, width, vector)
         self._made = made((vector,)) if vector is not None and vector.is_cuda else None
         self.output_index = output_index
         self.values = values
@@ -88,14 +82,32 @@ class Intervention(InterventionBase):
         if not dtype.is_floating_point and not dtype.is_complex:
             msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
             raise HookTypeError(msg)
-        vector = cast("Tensor", self.vector)  # called for those with one
-        if self._made is not None:
-            self._made.use()
+        return _on_device(*self._operands, device, dtype)
+
+    @property
+    def _operands(self) -> tuple[str, Tensor, float | None, Made | None]:
+        """What a prepared vector is made of; for those with one."""
         scale = self.values[1] if self.kind == "add" else None
-        with torch.inference_mode(mode=False):  # a later call may record a graph
-            prepared = prepared_vector(self.kind, vector, scale)
-            cast_vector: Tensor = to_device(prepared.to(dtype), device)
-            return cast_vector
+        return self.kind, cast("Tensor", self.vector), scale, self._made
+
+    def _traced(self) -> tuple[Any, ...]:
+        """Returns its form in a trace: kind, part, vector, the vector on each GPU, numbers.
+
+        The vectors on GPUs are prepared. None of a vector that is trained, whose copies are in the
+        graph.
+        """
+        vector = self.vector
+        on_gpus = None
+        if vector is not None and not vector.requires_grad:
+            on_gpus = tuple(
+                GpuVector(partial(_on_device, *self._operands, torch.device("cuda", number)))
+                for number in range(torch.cuda.device_count())
+            )
+        numbers = (value for value in self.values if not isinstance(value, Tensor))
+        tensors = (
+            None if each is None else torch.tensor(each, dtype=torch.float64) for each in numbers
+        )
+        return self.kind, self.output_index, vector, on_gpus, *tensors
 
     def _tables(
         self,
@@ -160,8 +172,28 @@ class Intervention(InterventionBase):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+def _on_device(  # noqa: PLR0913, PLR0917 (a vector and where it goes)
+    kind: str,
+    vector: Tensor,
+    scale: float | None,
+    order: Made | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the prepared vector of an intervention on a device."""
+    if order is not None:
+        order.use()
+    with torch.inference_mode(mode=False):  # a later call may record a graph
+        prepared = prepared_vector(kind, vector, scale)
+        on_device: Tensor = to_device(prepared if dtype is None else prepared.to(dtype), device)
+        return on_device
+
+
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(Intervention, "vector_as", "native code calls it")
+never_trace(Intervention, "_traced", "native code calls it")
+never_trace(sys.modules[__name__], "_on_device", "native code calls it")
+never_trace_frame(Made.use, "native code calls it")
 never_trace(Intervention, "_tables", "native code calls it")
 
 

@@ -31,7 +31,7 @@ from ferrohook.attention import KEY as _POINTS
 from ferrohook.backward import BackwardPass
 from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
-from ferrohook.operations import change, change_part, part_of
+from ferrohook.operations import change, change_part, part_of, prepared_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -193,8 +193,18 @@ def _forward(  # noqa: PLR0913, PLR0917 (the state of a call)
 
 def _intervene(row: tuple[Any, ...], value: Any) -> Any:
     """Applies an intervention; its vector and numbers are inputs of the graph."""
-    kind, part, vector, *numbers = row
-    return change_part(kind, value, part, lambda x: change(kind, x, vector, tuple(numbers)))
+    kind, part, vector, on_gpus, *numbers = row
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        if vector is None:
+            prepared = None
+        elif on_gpus is not None and x.is_cuda:
+            prepared = on_gpus[x.device.index].tensor
+        else:
+            prepared = prepared_vector(kind, vector, numbers[0] if kind == "add" else None)
+        return change(kind, x, prepared, numbers)
+
+    return change_part(kind, value, part, changed)
 
 
 def _record(registry: Registry, phase: str, operator: tuple[Any, str], value: Any) -> None:

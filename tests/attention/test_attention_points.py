@@ -197,7 +197,8 @@ def test_gradients_arrive_at_points_and_are_written(llama: Any) -> None:
     with implemented(llama, "eager"):
         output = llama(inputs_embeds=embedded, output_attentions=True)
         (expected,) = torch.autograd.grad(output.logits.square().sum(), output.attentions[1])
-    assert got.keys() == {*POINTS}
+    assert got.keys() == {*POINTS, "queries"}
+    assert torch.equal(got["queries"].transpose(1, 2), got["pattern"])
     torch.testing.assert_close(got["pattern"], expected, rtol=1e-3, atol=1e-3)
     assert all(bool(gradient.abs().sum() > 0) for gradient in got.values())
 

@@ -20,6 +20,7 @@ from support.attention_models import (
     implemented,
     registered,
 )
+from support.zoo import make, token_ids
 
 pytest.importorskip("transformers")
 MODELS = functools.cache(attention_model)
@@ -274,13 +275,149 @@ def test_by_name_it_is_read_and_written_of_a_layer_a_head_and_a_request() -> Non
     torch.testing.assert_close(kept, plain["@z.1"][seen][:, others])
 
 
-def test_positions_of_a_pattern_are_refused_at_the_door() -> None:
-    plan = fh.Plan(fh.keep("@pattern.1", at=0))
-    with pytest.raises(
-        fh.HookTypeError, match=r"entry 0 of the plan: @pattern.1 is \(batch, heads"
-    ):
+def planned(plan: fh.Plan) -> Any:
+    plan = fh.Plan.from_json(plan.to_json())
+    with torch.no_grad():
+        return fh.run(MODELS("llama"), IDS, plan=plan, attention_mask=PADDING)[1]
+
+
+@pytest.mark.parametrize("at", [0, -1, 3, slice(2, 5), "prompt"])
+def test_positions_of_a_pattern_are_its_queries(at: Any) -> None:
+    name = "@pattern.1"
+    whole = planned(fh.Plan(fh.keep(name)))[name].transpose(1, 2)  # (batch, queries, heads, keys)
+    position = (PADDING.cumsum(1) - 1).masked_fill(PADDING == 0, -1)
+    last = position.max(1, keepdim=True).values
+    wanted = {
+        0: position == 0,
+        -1: position == last,
+        3: position == 3,
+        "prompt": position >= 0,
+    }.get(at if isinstance(at, int | str) else "", (position >= 2) & (position < 5))
+    acts = planned(fh.Plan(fh.keep([name, f"{name}.2"], at=at)))
+    assert torch.equal(acts[name].reshape(-1, 4, 6), whole[wanted])
+    assert torch.equal(acts[f"{name}.2"].reshape(-1, 6), whole[wanted][:, 2])
+
+
+@pytest.mark.parametrize("name", ["@pattern.1", "@pattern.1.2"])
+@pytest.mark.parametrize("hook", [fh.Zero(), fh.Scale(0.5)])
+def test_written_at_a_position_it_changes_the_output_there_alone(name: str, hook: Any) -> None:
+    plain = planned(fh.Plan(fh.keep(["@z.1", "@pattern.1"])))
+    changed = planned(
+        fh.Plan(
+            fh.keep("@pattern.1", label="before", at=2),
+            fh.on(name, hook, at=2),
+            fh.keep(["@z.1"]),
+            fh.keep("@pattern.1", at=2),
+        )
+    )
+    heads = [2] if name.endswith(".2") else [0, 1, 2, 3]
+    factor = 0.0 if isinstance(hook, fh.Zero) else 0.5
+    expected = plain["@z.1"].clone()
+    position = (PADDING.cumsum(1) - 1).masked_fill(PADDING == 0, -1)
+    for head in heads:
+        expected[..., head, :][position == 2] *= factor
+    touched = torch.zeros(3, 6, 4, dtype=torch.bool)
+    touched[position == 2] = torch.tensor([head in heads for head in range(4)])
+    torch.testing.assert_close(changed["@z.1"][touched], expected[touched])
+    assert torch.equal(changed["@z.1"][~touched], plain["@z.1"][~touched])  # bit for bit
+    before, after = changed["before:@pattern.1"], changed["@pattern.1"]
+    assert torch.equal(before.reshape(3, 4, 6), plain["@pattern.1"].transpose(1, 2)[position == 2])
+    assert torch.equal(after.reshape(3, 4, 6)[:, heads], before.reshape(3, 4, 6)[:, heads] * factor)
+
+
+def test_a_function_at_a_position_gets_the_head_that_it_names() -> None:
+    shapes = []
+
+    def see(_module: Any, _args: Any, value: Tensor) -> Tensor:
+        shapes.append(tuple(value.shape))
+        return value * 0
+
+    model = MODELS("llama")
+    for name in ("@pattern.1.2", "@z.1.2"):
+        plan = fh.Plan(fh.on(name, see, at=2), fh.keep("@z.1"))
+        with torch.no_grad():
+            _, acts = fh.run(model, IDS, plan=plan)
+        zero = (acts["@z.1"] == 0).all(-1)
+        assert zero[:, 2, 2].all()
+        assert zero.sum() == 3
+    assert [shape[-1] for shape in shapes] == [6, 8]
+
+
+def test_in_a_batch_each_request_has_its_own_queries() -> None:
+    model = MODELS("llama")
+    one = fh.Plan(fh.on("@pattern.1", fh.Zero(), at=0), fh.keep("@z.1")).prepare(model)
+    other = fh.Plan(fh.keep("@pattern.1", at=-1)).prepare(model)
+    plain = planned(fh.Plan(fh.keep(["@z.1", "@pattern.1"])))
+    writer, reader = one.open(), other.open()
+    with fh.batch({writer: 0, reader: slice(1, 3)}, size=3):
+        run("llama")
+    z = writer.acts["@z.1"]
+    assert not z[0, 0].any()
+    assert torch.equal(z[0, 1:], plain["@z.1"][0, 1:])
+    expected = plain["@pattern.1"].transpose(1, 2)[1:, -1]
+    assert torch.equal(reader.acts["@pattern.1"].reshape(2, 4, 6), expected)
+    one.close()
+    other.close()
+
+
+def test_entries_at_positions_and_on_all_of_a_pattern_have_no_order_and_are_refused() -> None:
+    plan = fh.Plan(fh.on("@pattern.1", fh.Zero(), at=2), fh.keep("@z.1"), fh.keep("@pattern.*"))
+    with pytest.raises(fh.HookError, match=r"entries 0 and 2 of the plan are on one pattern"):
         plan.prepare(MODELS("llama"))
-    at_first = fh.Plan(fh.keep("@z.1", at=0))
-    with at_first.prepare(MODELS("llama")) as prepared, prepared.open() as request:
-        MODELS("llama")(IDS)
-    assert request.acts["@z.1"].shape == (3, 4, 8)
+    both = planned(fh.Plan(fh.keep("@pattern.1", at=2), fh.keep("@pattern.1", label="all")))
+    assert {*both} == {"@pattern.1", "all:@pattern.1"}
+
+
+# --- Heads at positions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["@z.1.2", "@q.1.2", "@v.1.1"])
+@pytest.mark.parametrize("hook", [fh.Zero(), fh.Add(torch.ones(8), scale=2.0)])
+def test_an_intervention_changes_one_head_at_its_positions_alone(name: str, hook: Any) -> None:
+    whole, _, head = name.rpartition(".")
+    plan = fh.Plan(fh.keep(whole, label="before"), fh.on(name, hook, at=2), fh.keep(whole))
+    acts = planned(plan)
+    expected = acts[f"before:{whole}"].clone()
+    chosen = (PADDING.cumsum(1) - 1).masked_fill(PADDING == 0, -1) == 2
+    expected[chosen, int(head)] = hook.apply(expected[chosen, int(head)])
+    assert torch.equal(acts[whole], expected)
+    assert not torch.equal(acts[whole], acts[f"before:{whole}"])
+
+
+def test_in_a_batch_a_head_changes_at_the_positions_of_its_request() -> None:
+    model = MODELS("llama")
+    plan = fh.Plan(fh.on("@z.1.2", fh.Zero(), at=1), fh.keep("@z.1"))
+    beside = fh.Plan(fh.keep("@z.1"))
+    plain = planned(beside)["@z.1"]
+    with plan.prepare(model) as prepared, beside.prepare(model) as other:
+        writer, reader = prepared.open(), other.open()
+        with fh.batch({writer: 0, reader: slice(1, 3)}, size=3):
+            run("llama")
+        expected = plain[:1].clone()
+        expected[:, 1, 2] = 0
+        assert torch.equal(writer.acts["@z.1"], expected)
+        assert torch.equal(reader.acts["@z.1"], plain[1:])
+
+
+def test_a_function_at_positions_of_a_part_is_refused_with_what_to_do() -> None:
+    plan = fh.Plan(fh.on("@attn_out.1", lambda _module, _args, value: value, at=0))
+    refused = r"entry 0 .*@attn_out.1 is the output\[0\] of .*: use an intervention"
+    with pytest.raises(fh.HookTypeError, match=refused):
+        plan.prepare(MODELS("llama"))
+
+
+# --- Layout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["@pattern.1", "@z.1"])
+def test_a_model_that_views_its_output_can_be_written_to(name: str) -> None:
+    model = make("afmoe")
+    assert fh.quantities(model)[name].writable
+
+    def other_strides(_module: Any, _args: Any, value: Tensor) -> Tensor:
+        return (value * 2).transpose(1, 2).contiguous().transpose(1, 2)
+
+    with torch.no_grad(), fh.register(model, name, other_strides):
+        changed = model(token_ids()).logits
+    with torch.no_grad():
+        assert not torch.equal(changed, model(token_ids()).logits)

@@ -18,6 +18,7 @@ from torch import nn
 
 import ferrohook as fh
 from ferrohook.cli import COMMANDS, main
+from support.interpreters import run_with_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,9 +220,16 @@ def test_ctrl_c_exits_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_closed_pipe_exits_without_a_traceback() -> None:
-    command = f"{sys.executable} -m ferrohook tree cli_models:hooked | true"
-    script = f"set -o pipefail; {command}"
-    ran = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
+    code = f"""
+import runpy
+reading, writing = os.pipe()
+os.dup2(writing, 1)
+os.close(reading)
+os.chdir({str(Path.cwd())!r})
+sys.argv = ["ferrohook", "tree", "cli_models:hooked"]
+runpy.run_module("ferrohook", run_name="__main__")
+"""
+    ran = run_with_torch(code)
     assert (ran.returncode, ran.stderr) == (1, "")
 
 

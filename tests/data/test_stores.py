@@ -6,8 +6,6 @@ import contextlib
 import functools
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook import shards
 from ferrohook.data import LocalStore, Store
+from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
 from support.threads import Together, in_threads
@@ -348,8 +347,7 @@ def test_an_unclosed_store_is_closed_by_its_finaliser_and_at_exit(
         "store.put('run', 1, 'layer', {'output': torch.ones(4)})\n"
     )
     if at_exit:
-        code = f"import torch\nimport ferrohook as fh\nfolder = {str(tmp_path)!r}\n{code}"
-        subprocess.run([sys.executable, "-c", code], timeout=3 * LIMIT, check=True)
+        assert_ends_well(run_with_torch(f"folder = {str(tmp_path)!r}\n{code}"))
     else:
         exec(code, {"fh": fh, "torch": torch, "folder": tmp_path})
         gc.collect()

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import ferrohook as fh
+from support.interpreters import run_with_torch
 from support.pages import DOCS, blocks, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 Names = dict[str, Any]
 PROCESSES = 2
 # The page at the start has extracts: README's code is whole, and runs.
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks(page) and page.stem != "index"]
 BY_TORCHRUN = [page for page in PAGES if "torchrun" in page.read_text()]
+# Ranks are forked from a process that has imported what takes seconds. They skip C++ destructors:
+# gloo's abort a process now and then, with plain PyTorch too.
+BY_RANKS = """
+import torch._dynamo, torch.distributed.fsdp
+os.environ.update({torchrun})
+ranks = []
+for rank in range(int(os.environ["WORLD_SIZE"])):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        exec({code!r}, {{"__name__": "__main__"}})
+        os._exit(0)
+assert not any([os.waitpid(rank, 0)[1] for rank in ranks])
+"""
 
 
 def analyses(names: Names) -> None:
@@ -192,25 +204,13 @@ def test_pages_with_a_check_show_outputs_and_no_asserts(page: str) -> None:
 
 @pytest.mark.parametrize("page", BY_TORCHRUN, ids=lambda page: page.stem)
 def test_page_runs_on_several_processes(page: Path) -> None:
-    # Skips C++ destructors: gloo's abort a process now and then, with plain PyTorch too.
-    ending = "import os; os._exit(0)"
-    Path("page.py").write_text("\n".join([*(block.code for block in blocks(page)), ending]))
+    code = "\n".join(block.code for block in blocks(page))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{PROCESSES}"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "page.py"],
-            env={**os.environ, **torchrun, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        assert [process.wait(timeout=110) for process in running] == PROCESSES * [0]
-    finally:
-        for process in running:
-            process.kill()
+    done = run_with_torch(BY_RANKS.format(torchrun=torchrun, code=code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_pages_with_code_are_found() -> None:

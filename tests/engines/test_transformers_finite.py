@@ -23,6 +23,7 @@ from transformers import (
 import ferrohook as fh
 from ferrohook.engines import transformers
 from ferrohook.errors import HookError
+from support import by_day
 from support.engines import EOS, SIZES, WIDTH, batching, greedy
 
 NUMBER = 40
@@ -123,8 +124,11 @@ CASES = list(itertools.product(CONFIGS, HOOKS, SETTINGS, DTYPES))
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """By day one dtype for each of the others, another one for the next."""
     if "case" in metafunc.fixturenames:
-        every = metafunc.config.getoption("every_case")
-        cases = CASES if every else [CASES[3 * each + each % 3] for each in range(len(CASES) // 3)]
+        cases = (
+            CASES
+            if by_day.every_case
+            else [CASES[3 * each + each % 3] for each in range(len(CASES) // 3)]
+        )
         metafunc.parametrize("case", cases, ids=map("-".join, cases))
 
 

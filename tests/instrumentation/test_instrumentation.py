@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from torch import nn
 import ferrohook as fh
 from support.instrumentation import Log, call, logging, same, small, state_of, x
 from support.internals import is_instrumented
+from support.interpreters import assert_ends_well, run_with_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,10 +141,10 @@ def test_a_saved_instrumented_model_loads_without_ferrohook(tmp_path: Path) -> N
         (tmp_path / "pickled").write_bytes(pickle.dumps(model))
         (tmp_path / "attributes").write_bytes(pickle.dumps(vars(model)))
         torch.save(model, tmp_path / "saved")
-    program = """
-import pickle, sys, torch
-sys.modules["ferrohook"] = None
-folder = sys.argv[1]
+    program = f"""
+import pickle
+sys.modules.update(dict.fromkeys([name for name in sys.modules if "ferrohook" in name]))
+folder = {str(tmp_path)!r}
 vars_ = pickle.load(open(folder + "/attributes", "rb"))
 assert vars_["_modules"]["first"].weight.shape == (4, 4)
 for model in (
@@ -156,7 +155,7 @@ for model in (
     assert model(torch.ones(4)).shape == (4,)
     assert not any("ferrohook" in key for each in model.modules() for key in vars(each))
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert_ends_well(run_with_torch(program))
 
 
 class StateInAList(nn.Linear):

@@ -256,7 +256,6 @@ except ImportError as error:
 def test_importing_and_calling_does_not_import_dynamo() -> None:
     # Importing Dynamo takes seconds, a cost for users who compile nothing.
     code = """
-import torch
 if "torch._dynamo" in sys.modules:
     print("torch imports it itself")
     raise SystemExit
@@ -264,7 +263,7 @@ hooked.register_forward_hook(lambda m, a, o: None)
 hooked(1)
 print("torch._dynamo" in sys.modules)
 """
-    done = run_fresh("from torch import nn\nimport ferrohook as fh\n" + WITH_MODULE + code)
+    done = run_with_torch(WITH_MODULE + code)
     if done.stdout == "torch imports it itself\n":
         pytest.skip(done.stdout)
     assert_ends_well(done, "False\n")

@@ -120,6 +120,19 @@ def test_a_vector_of_the_models_type_and_device_is_not_copied_in_a_graph(
 
 
 @compiled
+@pytest.mark.parametrize(
+    "change",
+    [fh.Scale(0.1), fh.Add(torch.ones(WIDTH, dtype=torch.float64), 0.1)],
+    ids=["scale", "add"],
+)
+def test_numbers_are_exact_in_double_precision(change: Any) -> None:
+    model, x = Net(WIDTH).double(), torch.randn(2, WIDTH, dtype=torch.float64)
+    with fh.register(model, ["embed", "head"], change):
+        y = torch.compile(model, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(y, model(x), rtol=1e-14, atol=1e-14)
+
+
+@compiled
 def test_a_trained_vector_gets_its_gradient() -> None:
     grads = []
     for compiling in (False, True):

@@ -236,12 +236,12 @@ def test_two_builds_are_measured_side_by_side(
             super().__init__(group, python)
 
     monkeypatch.setattr(running, "Worker", Watched)
-    monkeypatch.setattr(running, "ROUNDS", 2)
+    monkeypatch.setattr(running, "ROUNDS", 1)
     # Another path to the same interpreter counts as another build.
     there = Path(sys.executable).parent / ".." / "bin" / Path(sys.executable).name
     argv = ["--quick", "--markdown", "--only", "register + remove", "--against", str(there)]
     assert main(argv) == 0
-    assert made == 2 * [sys.executable, str(there)]
+    assert made == [sys.executable, str(there)]
     row = r"\| (.+), register \+ remove \| [\d.]+ .s \| [\d.]+ .s \| [\d.]+ \| [\d.]+ to "
     assert re.findall(row, capsys.readouterr().out) == ["nn.Module", "HookedModule"]
 

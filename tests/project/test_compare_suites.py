@@ -62,8 +62,8 @@ def test_an_unknown_difference_fails_and_a_known_one_is_named(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = {"test_1::test_class": "the class is another"}
-    one_worker = ("-n", "1")  # of two, each takes seconds to import torch
-    different = suite(script, ALIKE, DIFFERING, DIFFERING, known=known, options=one_worker)
+    in_process = ("-n", "0")  # each worker takes seconds to import torch
+    different = suite(script, ALIKE, DIFFERING, DIFFERING, known=known, options=in_process)
     assert exit_code(script, monkeypatch, different) == 1
     printed = capsys.readouterr().out
     assert "| 3 | 3 | 1 | 2 | 2 |" in printed

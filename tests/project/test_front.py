@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import pydoc
-import subprocess
-import sys
 
 import pytest
 
 import ferrohook as fh
+from support.interpreters import assert_ends_well, run_fresh, run_with_torch
 
-# In a process of their own, as other tests look up lazy names.
+# In processes of their own, as other tests look up lazy names.
 LISTS = """
-import sys, ferrohook as fh
+import ferrohook as fh
 names = dir(fh)
 assert not {"torch", "ferrohook.plans"} & set(sys.modules)
 print(names == sorted(fh.__all__))
 """
 COMPLETES = """
-import rlcompleter, ferrohook as fh
+import rlcompleter
 print(rlcompleter.Completer({"fh": fh}).complete("fh.capt", 0))
 """
 
 
-def printed(code: str) -> str:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=True
-    ).stdout.strip()
-
-
 def test_dir_lists_public_names_without_importing_them() -> None:
-    assert printed(LISTS) == "True"
+    assert_ends_well(run_fresh(LISTS), "True\n")
     assert dir(fh) == sorted(set(fh.__all__))
 
 
 def test_completion_finds_lazy_names() -> None:
-    assert printed(COMPLETES).startswith("fh.capture")
+    assert_ends_well(run_with_torch(COMPLETES), "fh.capture(\n")
 
 
 def test_pictures_are_imported_on_first_use_without_matplotlib() -> None:
     code = """
-import sys, ferrohook as fh
 assert "plot" in dir(fh) and "ferrohook.plot" not in sys.modules
 print(fh.plot.__all__, {"matplotlib", "pandas"} & set(sys.modules))
 """
     names = "['attention', 'difference', 'logit_lens', 'norms', 'patching', 'steering']"
-    assert printed(code) == f"{names} set()"
+    assert_ends_well(run_with_torch(code), f"{names} set()\n")
 
 
 def test_editors_find_lazy_names_and_their_types() -> None:

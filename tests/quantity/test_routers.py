@@ -23,6 +23,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gpt_oss": ({}, "mlp.router", "softmax(router[chosen])"),
     "deepseek_v3": (SPARSE, "mlp.gate", "sigmoid(router)[chosen] / sum"),
     "afmoe": ({}, "mlp.router.gate", "sigmoid(router)[chosen] / sum"),
+    "hunyuan_v1_moe": ({}, "mlp.gate.wg", "softmax(router[chosen])"),
+    "llama4_text": ({}, "feed_forward.router", "sigmoid(router)[chosen]"),
+    # Shared experts have a part of the sum, and convolutions behind the experts mix tokens.
+    "inkling_text": (
+        {},
+        "mlp.gate",
+        "sigmoid(router)[chosen] / sum = weights of the experts / sum",
+    ),
 }
 """Options, the module that has the router's weight, and the form of the weights."""
 
@@ -44,12 +52,14 @@ def test_a_router_is_the_projection_of_what_the_mlp_takes(kind: str) -> None:
     quantity = table["@router.1"]
     assert form in quantity.equation
     assert quantity.dimensions == ("batch * tokens", "experts")
-    with torch.no_grad(), fh.capture(model, ["@router.1", "@mlp_in.1"]) as acts:
+    into = "@mlp_in.1" if "@mlp_in.1" in table else "@mixer_in.1"
+    with torch.no_grad(), fh.capture(model, ["@router.1", into]) as acts:
         model(IDS)
     gate = model.model.layers[1].get_submodule(path)
-    taken = acts["@mlp_in.1"].flatten(0, -2)
+    taken = acts[into].flatten(0, -2)
     expected = nn.functional.linear(taken, gate.weight, getattr(gate, "bias", None))
-    torch.testing.assert_close(acts["@router.1"], expected, rtol=1e-4, atol=1e-5)
+    found = acts["@router.1"]
+    torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_written_to_a_router_chooses_and_weighs_the_experts() -> None:
@@ -88,7 +98,7 @@ def test_a_router_that_weighs_in_its_own_code_is_read_and_not_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("llama4_text", r"@router.1 is not proved.*weights = f\(router\) cannot be checked"),
+        ("jetmoe", r"@router.1 is not proved.*weights = f\(router\) cannot be checked"),
         ("llama", r"@router.1 is not proved in LlamaForCausalLM; the nearest"),
     ],
 )
@@ -149,3 +159,54 @@ def test_weights_that_no_router_explains_prove_none(square: bool, reason: str) -
     assert "@mlp_out.1" in table
     with pytest.raises(fh.SelectionError, match=reason):
         fh.capture(model, "@router.1")
+
+
+class Scaling(nn.Module):
+    """Mixture whose experts take all positions times their weights, and if odd something more."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), Whole()
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        logits = self.gate(flat)
+        best = logits.topk(2, -1)
+        weights = torch.zeros_like(logits).scatter(1, best.indices, best.values.sigmoid())
+        taken = flat[None] * weights.T[..., None]
+        if self.odd:
+            taken = taken + 0.01 * flat[None].roll(1, -1)
+        moved: Tensor = self.experts(taken.flatten(0, 1))
+        return moved.view(4, *x.shape).sum(0)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.view(4, -1, 8), self.down).tanh().view(-1, 8)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_weights_are_found_in_what_experts_take_of_all_positions(odd: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(8), Scaling(odd)
+
+        def forward(self, x: Tensor) -> Tensor:
+            moved: Tensor = x + self.mlp(self.norm(x))
+            return moved
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(2, 5, 8)
+    table = fh.quantities(model, x)
+    if odd:
+        assert "cannot be checked" in table.missing["router.1"]
+        return
+    assert table["@router.1"].path == "1.mlp.gate"
+    assert table["@router.1"].writable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import linecache
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 from support.compiling import compiled
+from support.interpreters import run_with_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -397,9 +397,6 @@ def test_two_threads_do_not_take_the_sites_from_each_other(model: Net, sites: An
 
 INTERRUPTED = """
 import linecache
-import sys
-import torch
-import ferrohook as fh
 
 class Interrupts:
     def __init__(self, line):
@@ -434,9 +431,7 @@ print("interrupts:", line - 1)
 """
 
 
-def test_an_interrupt_while_the_operators_are_defined_is_made_good(tmp_path: Path) -> None:
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+def test_an_interrupt_while_the_operators_are_defined_is_made_good() -> None:
+    done = run_with_torch(INTERRUPTED)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 10

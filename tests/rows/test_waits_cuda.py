@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,29 +11,16 @@ from torch import Tensor, nn
 import ferrohook as fh
 from ferrohook.engines import Span, Step
 from ferrohook.engines.planned import PlannedRequests
+from support.gpu import waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 WIDTH = 8
 LAYERS = 3
 LENGTH = 5
 
 pytestmark = pytest.mark.cuda
-
-
-@contextlib.contextmanager
-def waits() -> Iterator[list[str]]:
-    """Fills a list with the waits of the host in the block."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            found += [text for each in caught if "synchronizing" in (text := str(each.message))]
 
 
 def vector(seed: int) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -26,6 +24,7 @@ pytest.importorskip("prometheus_client")
 
 from ferrohook.service import Batcher, BatcherClosedError, check_deadline, deadline
 from ferrohook.service.waiting import Limits, Line, Ticket
+from support.interpreters import run_with_torch
 from support.limits import LIMIT
 from support.threads import in_threads, run_together, wait
 
@@ -425,7 +424,6 @@ def test_a_dropped_batcher_answers_what_waits_and_is_freed(model: Recorder) -> N
 
 def test_a_process_ends_without_closing() -> None:
     program = """
-import time, torch
 from ferrohook.service import Batcher
 def split(output, rows):
     time.sleep(0.1)  # the main thread has ended when the next is taken
@@ -434,9 +432,7 @@ batcher = Batcher(torch.nn.Identity(), torch.cat, split, max_requests=1, max_wai
 for number in range(5):
     batcher.submit(torch.full((1,), number))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = run_with_torch(program)
     assert sorted(done.stdout.split()) == [f"{number}" for number in range(5)]
     assert done.stderr == ""
 

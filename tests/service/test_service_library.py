@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +33,7 @@ from ferrohook.service import (
     list_hooks,
     request_scope,
 )
+from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 from support.threads import run_together
 
@@ -316,6 +316,5 @@ def test_missing_packages_are_named(package: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_service_is_an_attribute_of_the_package() -> None:
-    code = "import ferrohook as fh; print(fh.service.Batcher.__name__)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "Batcher\n"
+    done = run_with_torch("print(fh.service.Batcher.__name__)")
+    assert_ends_well(done, "Batcher\n")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.context import ForkServerProcess
 
 RANKS = 2
 LIMIT = 250.0
@@ -30,7 +30,7 @@ class Pair:
     """
 
     def __init__(self) -> None:
-        self._ranks: list[tuple[SpawnProcess, connection.Connection]] = []
+        self._ranks: list[tuple[ForkServerProcess, connection.Connection]] = []
 
     def run(self, check: Callable[..., None], *args: Any) -> None:
         """Runs `check(rank, *args)` in both processes; raises if either fails."""
@@ -55,7 +55,9 @@ class Pair:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        # Forked from one process that has imported them, which takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)

@@ -77,6 +77,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "layer_types": ["mamba", "attention", "mamba"],
     },
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},

@@ -1,6 +1,6 @@
 """Types of the public names; checked by mypy and pyright, never run."""
 
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 import torch
 from torch import Tensor, nn
@@ -118,13 +118,35 @@ with fh.data.LocalStore("folder") as local:
 
 def runs(model: nn.Module, chosen: str | list[type[nn.Module]], any_: str | None) -> None:
     _, acts = fh.run(model, 1, capture=chosen, hooks={"": watch}, flag=True)
-    assert_type(acts, fh.ActivationCache)
+    assert_type(acts, fh.ActivationCache[Tensor])
+    assert_type(acts["mlp"].shape, torch.Size)
     assert_type(
-        fh.run(model, 1, capture=lambda name, _module: "mlp" in name)[1], fh.ActivationCache
+        fh.run(model, 1, capture=lambda name, _module: "mlp" in name)[1], fh.ActivationCache[Tensor]
     )
     assert_type(fh.run(model, 1, plan=fh.Plan()), Any)
     print(fh.run(model, capture=any_))
     fh.run(model, capture=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def captures(model: nn.Module, calls: Literal["last", "all"]) -> None:
+    with fh.capture(model, "layers.*", dtype=torch.half, stop=True) as acts:
+        model(1)
+    assert_type(acts["layers.0"], Tensor)
+    assert_type(acts["layers.0"].shape, torch.Size)
+    assert_type([*acts.values()], list[Tensor])
+    assert_type(acts.to("cpu")["layers.0"], Tensor)
+    with fh.capture(model, calls="all") as each:
+        assert_type(torch.stack(each["layers.0"]), Tensor)
+    with fh.capture(model, calls=3) as last:
+        assert_type(last["layers.0"], list[Tensor])
+    assert_type(fh.capture(model, calls=calls).acts["layers.0"], Tensor | list[Tensor])
+    with fh.capture(model, "") as root:
+        assert_type(root[""].logits, Any)
+    bare: fh.ActivationCache = acts
+    assert_type(bare["layers.0"].shape, Any)
+    assert_type(fh.Plan().prepare(model).open().acts["layers.0"].shape, Any)
+    fh.capture(model, copy="deep")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    fh.capture(model, call="all")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 
 def endpoint(scope: RequestScope) -> None:

@@ -68,7 +68,8 @@ class Ferrohook(System):
         names = ("resid_pre", "attn_out", "mlp_out", "resid_post")
         _, acts = fh.run(self.model, ids, capture=[f"@{name}.*" for name in names])
         layers = range(self.model.config.num_hidden_layers)
-        return [tuple(acts[f"@{name}.{layer}"] for name in names) for layer in layers]
+        pre, attn, mlp, post = ([acts[f"@{name}.{layer}"] for layer in layers] for name in names)
+        return [*zip(pre, attn, mlp, post, strict=True)]
 
     def steered_compiled(self, ids: Tensor, layer: int, vector: Tensor) -> Tensor:
         """See `System`."""

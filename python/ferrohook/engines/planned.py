@@ -120,7 +120,7 @@ class EnginePlans(PreparedPlans):
             module = place.module
             if is_point(module):
                 point = cast("AttentionPoint", module)
-                if point.name == "pattern":
+                if point.name in {"pattern", "queries"}:
                     return f"{name}: {NO_PATTERN}"
                 module = point.points.module
             if self._values is None:

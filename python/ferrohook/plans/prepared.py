@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from torch import Tensor, nn
 
@@ -21,13 +21,13 @@ from ferrohook._core import (
     name_positions,
 )
 from ferrohook.activations import ActivationCache, cache_of
-from ferrohook.attention import is_point
+from ferrohook.attention import DIMENSIONS, is_point
 from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
 from ferrohook.instrumentation import attach
 from ferrohook.never_fired import explain, never_fired
 from ferrohook.pending import finish
-from ferrohook.places import Written, hooks_at, modules_of
+from ferrohook.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.plans.positions import At, mask_of, native_at, tokens_of
@@ -39,12 +39,15 @@ from ferrohook.steering import Intervention
 from ferrohook.traced import never_trace, never_trace_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ferrohook._core import Collector
     from ferrohook.attention import AttentionPoint
     from ferrohook.places import HookGroup, Place
     from ferrohook.plans.positions import Prompt
+
+
+_HEADS_BEHIND_QUERIES: Final = DIMENSIONS["queries"].index("heads") - len(DIMENSIONS["queries"])
 
 
 class _Contents:
@@ -96,10 +99,9 @@ class Prepared:
         ]
         """Needs of each entry in this model, see `Judge`."""
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
-            if entry.at is not None:
-                _check_positions(number, places)
             if isinstance(entry, HookEntry) and isinstance(entry.hook, Intervention):
                 _check_width(number, entry, places)
+        _check_order(self.entries, found)
         everything = modules_of(it for places in found for it in places.values())
         attach(everything | {"": model}, attachment)
         self.tree = _tree_of(model, everything)
@@ -142,11 +144,9 @@ class Prepared:
     ) -> None:
         mask = None if entry.at is None else self._mask(entry.at)
         for group in _forms(number, entry, places):
-            if mask is not None and isinstance(group.hook, Written) and not group.hook.whole:
-                msg = (
-                    f"entry {number} of the plan: a Python function at positions changes the whole "
-                    "output of a module, and the quantity is a part of it: use an intervention"
-                )
+            written = group.hook if isinstance(group.hook, Written) else None
+            if mask is not None and written is not None and written.refuses_positions is not None:
+                msg = f"entry {number} of the plan: {written.refuses_positions}"
                 raise HookTypeError(msg)
             hook = group.hook if mask is None else MaskedHook(group.hook, mask)
             handles = attachment.register(
@@ -427,13 +427,17 @@ def _close(frame: weakref.ref[Frame], _model: object) -> None:
 def _find(model: nn.Module, number: int, entry: HookEntry | KeepEntry) -> dict[str, Place]:
     try:
         if isinstance(entry, HookEntry):
-            return hooked_places_of(model, entry.what, entry.phase)
-        inputs = entry.options.get("inputs", False)
-        part = entry.options.get("output_index")
-        return places_of(model, entry.what, inputs=inputs, output_index=part)
+            places = hooked_places_of(model, entry.what, entry.phase)
+        else:
+            inputs = entry.options.get("inputs", False)
+            part = entry.options.get("output_index")
+            places = places_of(model, entry.what, inputs=inputs, output_index=part)
     except (SelectionError, HookTypeError) as error:
         msg = f"entry {number} of the plan: {error}"
         raise type(error)(msg) from error
+    if entry.at is None:
+        return places
+    return {name: _with_tokens_ahead(place) for name, place in places.items()}
 
 
 def _forms(number: int, entry: HookEntry, places: dict[str, Place]) -> list[HookGroup]:
@@ -479,19 +483,45 @@ def _priority_of_keep(
     return priority + 1 if rank < 0 else priority
 
 
-def _check_positions(number: int, places: dict[str, Place]) -> None:
-    """Validates that tensors of an entry at positions have the tokens behind the batch.
+def _with_tokens_ahead(place: Place) -> Place:
+    """Returns the place at which a tensor has its tokens behind the batch, for positions.
+
+    That of a pattern, (batch, heads, queries, keys), is another one.
+    """
+    if not is_point(place.module):
+        return place
+    point = cast("AttentionPoint", place.module)
+    if point.name != "pattern":
+        return place
+    head = None if place.head is None else Head(place.head.number, _HEADS_BEHIND_QUERIES)
+    path = f"{place.path.removesuffix(point.name)}queries"
+    return place._replace(path=path, module=point.points.queries, head=head)
+
+
+def _check_order(
+    entries: Sequence[HookEntry | KeepEntry], found: Sequence[Mapping[str, Place]]
+) -> None:
+    """Validates that entries on a pattern run in their order: all at positions, or none.
 
     Raises:
-        HookTypeError: one is a pattern, (batch, heads, queries, keys).
+        HookError: they do not.
     """
-    for name, place in places.items():
-        if is_point(place.module) and cast("AttentionPoint", place.module).name == "pattern":
+    numbers: dict[tuple[Any, str], list[int]] = {}
+    for number, places in enumerate(found):
+        for place in places.values():
+            if is_point(place.module):
+                point = cast("AttentionPoint", place.module)
+                numbers.setdefault((point.points, point.name), []).append(number)
+    for (points, name), whole in numbers.items():
+        some = numbers.get((points, "queries"), []) if name == "pattern" else []
+        one, other = min(whole), min(some, default=0)
+        if some and any(isinstance(entries[each], HookEntry) for each in whole + some):
             msg = (
-                f"entry {number} of the plan: {name} is (batch, heads, queries, keys), of which "
-                "at= chooses nothing: change or slice its queries in the hook or capture"
+                f"entries {min(one, other)} and {max(one, other)} of the plan are on one pattern, "
+                "one at positions and one not, and would not run in their order: give at= to both "
+                "or to none"
             )
-            raise HookTypeError(msg)
+            raise HookError(msg)
 
 
 def _check_width(number: int, entry: HookEntry, places: dict[str, Place]) -> None:

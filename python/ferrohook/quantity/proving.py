@@ -39,6 +39,7 @@ from ferrohook.quantity.routers import (
     residual_of,
     router_of,
     tolerance_of,
+    weighed,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def look_at(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with undisturbed():
             generic(*example.args, **example.kwargs)
 
-    return _Prover(generic, example, first, look_inside(generic, call)).findings()
+    tokens = None if example.shape is None else example.shape[1]
+    return _Prover(generic, example, first, look_inside(generic, call, tokens)).findings()
 
 
 def _check_same(model: nn.Module, one: Look, other: Look) -> None:
@@ -204,7 +206,8 @@ class _Prover:
             if part.kinds.get(each.contribution) in {"attention", "cross", "mixer"}
             for path in each.inside
         }
-        return has_experts(self._model.get_submodule(part.block.path), apart)
+        block = self._model.get_submodule(part.block.path)
+        return has_experts(block, apart) or any(weighed(self._look, part.block.path))
 
     def _mid(self, stack: Stack, part: Part) -> None:
         name = f"{stack.prefix}resid_mid.{part.index}"

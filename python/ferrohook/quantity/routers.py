@@ -1,11 +1,12 @@
 """Routers: logits by which a mixture of experts chooses and weighs its experts."""
 
-# A module that has experts takes their numbers and weights, a row for each position. The router is
-# the first tensor of which these weights are a softmax or sigmoid at these numbers.
+# A module that has experts takes their numbers and weights, a row for each position, or for each of
+# them all positions times their weights. The router is the first tensor of which these weights are
+# a softmax or sigmoid at these numbers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from ferrohook.quantity.equations import rounding
 from ferrohook.quantity.looking import Hidden, Look, noise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from ferrohook.quantity.looking import Choice, Example, Site
+    from ferrohook.quantity.looking import Example, Site
 
 _ROUNDINGS: Final = 64
+_LEAST_EXPERTS: Final = 2
 _MOST_EXPERTS: Final = 4096
 _FUSED_DIMS: Final = 3
 
@@ -27,6 +29,7 @@ NO_ROUTER: Final = (
     "no module takes the numbers and weights of the experts, a row for each position, so that "
     "weights = f(router) cannot be checked"
 )
+_EQUAL: Final = "the weights of its experts are all equal, and tell nothing of their router"
 FUSED: Final = "each token goes through experts of its own, in whose code the last projections are"
 
 
@@ -53,6 +56,20 @@ _FORMS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "sigmoid(router)[chosen]": _sigmoid,
     "sigmoid(router)[chosen] / sum": _sigmoid_of_chosen,
 }
+_SHARES: Final = ("softmax(router[chosen])", "sigmoid(router)[chosen] / sum")
+"""Forms whose sum is 1."""
+
+
+class Weighed(NamedTuple):
+    """Experts of each position with their weights, as a module took them."""
+
+    path: str
+    start: int
+    """Time at which its call began."""
+    numbers: Tensor
+    """(positions, chosen experts)."""
+    weights: Tensor
+    """Of the same shape."""
 
 
 class Routed(NamedTuple):
@@ -65,12 +82,14 @@ class Routed(NamedTuple):
     """Key of the form of the weights."""
     multiplier: float
     residual: float
+    shares: bool
+    """True if it gives the shares of the weights in their sum, which shared experts are part of."""
 
     @property
     def equation(self) -> str:
         """The equation."""
         times = "" if self.multiplier == 1 else f"{self.multiplier:.6g} * "
-        return f"{times}{self.form} = weights of the experts"
+        return f"{times}{self.form} = weights of the experts{' / sum' if self.shares else ''}"
 
 
 def router_of(look: Look, prefix: str) -> Routed | str:
@@ -80,20 +99,24 @@ def router_of(look: Look, prefix: str) -> Routed | str:
         look: at the model.
         prefix: path of the block.
     """
-    choices = [each for each in look.choices if each.path.startswith(f"{prefix}.")]
     least = torch.inf
-    for choice in choices:
-        weights = _weights(look, choice)
-        if weights is None:
-            continue
-        if float(weights.std()) <= _ROUNDINGS * rounding(weights) * float(weights.abs().max()):
-            return "the weights of its experts are all equal, and tell nothing of their router"
-        for site, logits in _candidates(look, prefix, choice):
-            for form in _FORMS:
-                multiplier, residual = _fit(form, logits, choice.numbers, weights)
-                least = min(least, residual)
-                if residual <= _ROUNDINGS * rounding(weights, logits):
-                    return Routed(choice.path, site, form, multiplier, residual)
+    found = [*weighed(look, prefix)]
+    for shares in (False, True):
+        for each in found:
+            weights = _shares(each.weights) if shares else each.weights
+            limit = _ROUNDINGS * rounding(weights)
+            if float(weights.std(correction=0)) <= limit * float(weights.abs().max()):
+                if shares:
+                    continue
+                return _EQUAL
+            for site, logits in _candidates(look, prefix, each):
+                for form in _SHARES if shares else _FORMS:
+                    multiplier, residual = _fit(form, logits, each.numbers, weights)
+                    if shares and multiplier != 1:
+                        continue
+                    least = min(least, residual)
+                    if residual <= _ROUNDINGS * rounding(weights, logits):
+                        return Routed(each.path, site, form, multiplier, residual, shares)
     if least == torch.inf:
         return NO_ROUTER
     return f"weights = f(router) fails by {least:.1e} for all that modules return before"
@@ -101,18 +124,16 @@ def router_of(look: Look, prefix: str) -> Routed | str:
 
 def residual_of(look: Look, routed: Routed, *, after: bool = False) -> float:
     """Returns the residual of a router's equation in another look, after writes if so."""
-    choices = [each for each in look.choices if each.path == routed.path]
-    if len(choices) != 1 or routed.site not in look.sites:
+    parent = routed.path.rpartition(".")[0]
+    found = [each for each in weighed(look, parent) if each.path == routed.path]
+    if len(found) != 1 or routed.site not in look.sites:
         return torch.inf
-    weights = _weights(look, choices[0])
-    if weights is None:
+    _, _, numbers, weights = found[0]
+    logits = look.tensor(routed.site, after=after).reshape(len(numbers), -1)
+    if int(numbers.max()) >= logits.shape[1]:
         return torch.inf
-    logits = look.tensor(routed.site, after=after)
-    logits = logits.reshape(len(choices[0].numbers), -1)
-    if int(choices[0].numbers.max()) >= logits.shape[1]:
-        return torch.inf
-    own = _FORMS[routed.form](logits.double(), choices[0].numbers.long()) * routed.multiplier
-    return _difference(weights, own)
+    own = _FORMS[routed.form](logits.double(), numbers.long()) * routed.multiplier
+    return _difference(_shares(weights) if routed.shares else weights, own)
 
 
 def tolerance_of(look: Look) -> float:
@@ -157,26 +178,56 @@ def has_experts(block: nn.Module, apart: Collection[str]) -> bool:
     return False
 
 
-def _weights(look: Look, choice: Choice) -> Tensor | None:
-    """Returns the tensor that a module took beside the numbers, of their shape."""
-    call = next(
-        (it for it in look.calls if it.path == choice.path and it.start == choice.start), None
-    )
-    if call is None:
+def weighed(look: Look, prefix: str) -> Iterator[Weighed]:
+    """Yields what modules in a block took that has the numbers and weights of experts.
+
+    Args:
+        look: at the model.
+        prefix: path of the block.
+    """
+    taken: dict[tuple[str, int], list[Tensor]] = {}
+    for each in look.sightings:
+        if each.site.inputs and f"{each.site.path}.".startswith(f"{prefix}."):
+            tensor = look.values[each.value].view(each.shape)
+            taken.setdefault((each.site.path, each.time), []).append(tensor)
+    for choice in look.choices:
+        beside = taken.get((choice.path, choice.start), ())
+        weights = (each for each in beside if each.shape == choice.numbers.shape)
+        yield from (Weighed(*choice, each) for each in [*weights][:1])
+    for (path, start), inputs in taken.items():
+        parent = path.rpartition(".")[0]
+        around = [it.start for it in look.calls if it.path == parent and it.start < start < it.end]
+        beside = [each for time in around for each in taken.get((parent, time), ())]
+        for tensor in inputs:
+            for positions in beside:
+                found = _weights(tensor, positions)
+                if found is not None:
+                    yield Weighed(path, start, *found)
+
+
+def _weights(taken: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns numbers and weights of experts if a tensor has all positions weighed for each."""
+    own = positions.double().reshape(-1, positions.shape[-1])
+    experts = taken.numel() // own.numel()
+    if experts < _LEAST_EXPERTS or taken.shape != (experts * len(own), own.shape[-1]):
         return None
-    found = (
-        each
-        for each in look.sightings
-        if each.site.path == choice.path
-        and each.site.inputs
-        and each.time == choice.start
-        and each.shape == tuple(choice.numbers.shape)
-    )
-    sighting = next(found, None)
-    return None if sighting is None else look.values[sighting.value].view(sighting.shape)
+    each = taken.double().view(experts, *own.shape)
+    weights = (each * own).sum(-1) / own.square().sum(-1)
+    if _difference(each, weights[..., None] * own) > _ROUNDINGS * rounding(taken):
+        return None
+    chosen = (weights != 0).T
+    counts = chosen.sum(-1)
+    if not int(counts.min()) == int(counts.max()) > 0:
+        return None
+    numbers = chosen.nonzero()[:, 1].view(len(own), -1)
+    return numbers, weights.T.gather(-1, numbers).to(taken.dtype)
 
 
-def _candidates(look: Look, prefix: str, choice: Choice) -> list[tuple[Site, Tensor]]:
+def _shares(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _candidates(look: Look, prefix: str, choice: Weighed) -> list[tuple[Site, Tensor]]:
     """Returns outputs with a number for each expert, in the order in which they were seen."""
     positions, least = len(choice.numbers), int(choice.numbers.max()) + 1
     found = []
@@ -191,7 +242,7 @@ def _candidates(look: Look, prefix: str, choice: Choice) -> list[tuple[Site, Ten
             and not isinstance(each.site.part, Hidden)
             and each.shape[-1:] == (width,)
             and width * positions == value.numel()
-            and max(least, 2) <= width <= _MOST_EXPERTS
+            and max(least, _LEAST_EXPERTS) <= width <= _MOST_EXPERTS
         ):
             found.append((each.site, value.view(positions, width)))
     return found
@@ -209,7 +260,7 @@ def _fit(form: str, logits: Tensor, numbers: Tensor, weights: Tensor) -> tuple[f
     return multiplier, _difference(weights, own * multiplier)
 
 
-def _difference(weights: Tensor, own: Any) -> float:
+def _difference(weights: Tensor, own: Tensor) -> float:
     size = float(weights.double().abs().max()) or 1.0
     difference = float((weights.double() - own).abs().max()) / size
     return difference if difference >= 0 else torch.inf

@@ -61,6 +61,8 @@ mod _core {
         ShapeDetector,
     };
     #[pymodule_export]
+    use crate::native::gpu_vector::GpuVector;
+    #[pymodule_export]
     use crate::native::intervention::InterventionBase;
     #[pymodule_export]
     use crate::native::planned::{MaskedHook, PlanGuard};

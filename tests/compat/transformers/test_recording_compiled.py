@@ -111,7 +111,7 @@ def test_layers_added_after_compiling_are_recorded(
     kind: type[Model], cls: type[Layer], *, inside: bool
 ) -> None:
     model = kind()
-    model.layers = nn.ModuleList(cls() for _ in range(3))
+    model.layers = nn.ModuleList(cls() for _ in range(2))
 
     def around(x: torch.Tensor, **flags: Any) -> Any:
         return model(x, **flags)

@@ -69,7 +69,9 @@ def service(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command += [f"--{name}={value}" for name, value in options.items()]
     ray = {"RAY_TMPDIR": sockets, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     log = folder / "log"
-    environment = {**os.environ, **ENVIRONMENT, **ray, "PYTHONPATH": str(ROOT)}
+    # Triton's stub is on the path of V2.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **ENVIRONMENT, **ray, "PYTHONPATH": path}
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("w") as out:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import types
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.fake_cuda.graphs import Graph, capture
@@ -45,6 +50,11 @@ class FakeCuda(TorchDispatchMode):
         self._operators = Operators()
         self._opened = contextlib.ExitStack()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets Dynamo trace for the device: it asks this of modes."""
+        return True
+
     @property
     def waits(self) -> list[Wait]:
         """Waits of the host since it was opened, or since the list was cleared."""
@@ -57,6 +67,9 @@ class FakeCuda(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Of a trace.
+        if any(isinstance(each, FakeTensor | FunctionalTensor) for each in args):
+            return func(*args, **(kwargs or {}))
         if func.namespace == _OURS:
             with self._in_this_thread():
                 return func._op_dk(
@@ -140,9 +153,11 @@ class FakeCuda(TorchDispatchMode):
         pinned = self._operators.pinned
         return [
             (torch.cuda, {**_names_of_cuda(), **_memory_of_cuda()}),
-            (torch, {"Event": Event, "get_device_module": lambda *_: torch.cuda}),
+            (torch, {"Event": Event, "get_device_module": functools.cache(lambda *_: torch.cuda)}),
             (torch._C, {"_cuda_getCurrentRawStream": lambda _: TIMELINE.current.cuda_stream}),
             (torch.accelerator, {"is_available": lambda: True}),
+            # Traces run what native code does for them on the device.
+            (convert_frame, {"_disable_current_modes": contextlib.nullcontext}),
             (threading.Thread, {"run": run_thread}),
             (nn.Parameter, {"__new__": staticmethod(make_parameter)}),
             (
@@ -187,6 +202,10 @@ def _names_of_cuda() -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_name": lambda *_: "an emulated GPU",
+        # Too old for Triton.
+        "get_device_properties": lambda *_: types.SimpleNamespace(major=6, minor=0),
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
         "device": device,
         "manual_seed_all": lambda *_: None,
         "Stream": Stream,

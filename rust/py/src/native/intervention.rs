@@ -58,8 +58,8 @@ pub struct InterventionBase {
     has_rows: bool,
     /// True if the vector is trained: it has another graph in each call.
     pub trained: bool,
-    /// Form of the operation in a trace: kind, part, vector, numbers.
-    pub traced: Py<PyTuple>,
+    /// Form of the operation in a trace, made by the first, see `ferrohook.steering`.
+    traced: OnceLock<Py<PyTuple>>,
     /// Number of dimensions of the vector; None without one.
     pub dims: Option<usize>,
     /// Number of the intervention, unique in the process.
@@ -104,17 +104,16 @@ impl Casts {
 #[pymethods]
 impl InterventionBase {
     #[new]
-    #[pyo3(signature = (operation, numbers, part, width, traced, *_others))]
+    #[pyo3(signature = (operation, numbers, part, width, vector, *_others))]
     fn new(
         operation: &str,
         numbers: Py<PyTuple>,
         part: Option<Py<PyAny>>,
         width: Option<usize>,
-        traced: Bound<'_, PyTuple>,
+        vector: Option<Bound<'_, PyAny>>,
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, NativeHook)> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        let vector = Some(traced.get_item(2)?).filter(|vector| !vector.is_none());
         let (dims, trained) = match vector {
             Some(vector) => (
                 Some(vector.call_method0("dim")?.extract::<usize>()?),
@@ -138,7 +137,7 @@ impl InterventionBase {
             width,
             has_rows: dims.is_some_and(|dims| dims > 1),
             trained,
-            traced: traced.unbind(),
+            traced: OnceLock::new(),
             dims,
             // Relaxed: the numbers order nothing.
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
@@ -169,7 +168,7 @@ impl InterventionBase {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.numbers)?;
         visit.call(&self.part)?;
-        visit.call(&self.traced)?;
+        visit.call(self.traced.get())?;
         for cast in self.casts.iter() {
             visit.call(&cast.vector)?;
         }
@@ -181,6 +180,18 @@ impl InterventionBase {
 }
 
 impl InterventionBase {
+    /// Returns the form of the operation in a trace.
+    pub fn traced_form<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        let py = slf.py();
+        let this = slf.get();
+        if this.traced.get().is_none() {
+            // Not in `get_or_init`: the method runs Python.
+            let form = slf.call_method0(intern!(py, "_traced"))?;
+            let _ = this.traced.set(form.cast_into::<PyTuple>()?.unbind());
+        }
+        Ok(this.traced.wait().bind(py).clone())
+    }
+
     /// Applies it to the value of a turn, where `mask` is true. Returns the replacement.
     pub fn run_masked<'py>(
         slf: &Bound<'py, Self>,

@@ -258,9 +258,10 @@ impl Native for InterventionBase {
     }
 
     fn traced<'py>(&self, object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        let form = Self::traced_form(object.cast()?)?;
         Ok(Some(Traced {
             kind: "intervention",
-            ..Traced::plain(self.traced.bind(object.py()).clone().into_any(), false)
+            ..Traced::plain(form.into_any(), false)
         }))
     }
 }

@@ -1,0 +1,48 @@
+//! Vectors of interventions as graphs of `torch.compile` take them on a GPU.
+
+use std::sync::OnceLock;
+
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::torch::made::Order;
+
+/// Vector on one GPU, made when it is first read. An attribute, as Dynamo takes those of native
+/// classes for inputs of a graph, and reads them anew in each call.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct GpuVector {
+    make: Py<PyAny>,
+    made: OnceLock<(Py<PyAny>, Order)>,
+}
+
+#[pymethods]
+impl GpuVector {
+    /// Args:
+    ///     make: returns the vector.
+    #[new]
+    fn new(make: Py<PyAny>) -> Self {
+        let made = OnceLock::new();
+        Self { make, made }
+    }
+
+    /// The vector, ready for use on the current stream.
+    #[getter]
+    fn tensor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some((tensor, order)) = self.made.get() {
+            order.begin_use(py)?;
+            return Ok(tensor.bind(py).clone());
+        }
+        let tensor = self.make.bind(py).call0()?;
+        if let Some(order) = Order::of(&PyTuple::new(py, [&tensor])?)? {
+            let _ = self.made.set((tensor.clone().unbind(), order));
+        }
+        Ok(tensor)
+    }
+
+    // No `__clear__`: tensors refer to nothing here.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.make)?;
+        visit.call(self.made.get().map(|(tensor, _)| tensor))
+    }
+}
