@@ -143,7 +143,7 @@ def _quantities_in(model: nn.Module, what: Any) -> Iterator[str]:
             yield what
     elif isinstance(what, list | tuple | AbstractSet):
         for each in what:
-            # Most strings are paths, and cost no call: a capture of 1,000 modules may be opened often.
+            # Most strings are paths, and cost no call: captures are opened often.
             if not isinstance(each, str) or SIGN in each or "hook_" in each:
                 yield from _quantities_in(model, each)
 
