@@ -391,7 +391,7 @@ def _attach_points(modules: dict[str, nn.Module], attachment: Attachment) -> Non
     Raises:
         HookError: an attention module cannot be instrumented.
     """
-    points = [cast("AttentionPoint", each) for each in modules.values() if is_point(each)]
+    points = [cast("AttentionPoint", each) for each in filter(is_point, modules.values())]
     if not points:
         return
     owners = {id(each.points): each.points.module for each in points}

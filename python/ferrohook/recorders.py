@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -180,7 +181,7 @@ class Recorders(NamedTuple):
             root.register("forward", calls, priority=BEHIND_ALL, always_call=True, scope=scope)
         # Without the GIL, a dict whose keys another thread made is read under its lock, unless they
         # are interned.
-        indices_of = {sys.intern(name): index for index, name in enumerate(places)}
+        indices_of = dict(zip(map(sys.intern, places), range(len(places)), strict=True))
         in_order = [handles[index] for index in sorted(handles)]
         factors = {n: each.multiplier for n, each in enumerate(everything) if each.multiplier != 1}
         heads = {index: each.head for index, each in enumerate(everything) if each.head is not None}
@@ -202,11 +203,11 @@ def _alike(
     places: list[Place], priority_of: Callable[[Place], int] | None
 ) -> dict[tuple[int, bool, Any], list[int]]:
     """Groups indices of places by priority, phase and part."""
-    groups: dict[tuple[int, bool, Any], list[int]] = {}
+    groups: defaultdict[tuple[int, bool, Any], list[int]] = defaultdict(list)
     for index, place in enumerate(places):
         priority = BEHIND_ALL if priority_of is None else priority_of(place)
         part = place.part
-        plain = part is None or type(part) in {int, str}
-        key = (priority, place.inputs, (type(part), part) if plain else id(part))
-        groups.setdefault(key, []).append(index)
+        if part is not None:
+            part = (type(part), part) if type(part) in {int, str} else id(part)
+        groups[priority, place.inputs, part].append(index)
     return groups

@@ -143,7 +143,9 @@ def _quantities_in(model: nn.Module, what: Any) -> Iterator[str]:
             yield what
     elif isinstance(what, list | tuple | AbstractSet):
         for each in what:
-            yield from _quantities_in(model, each)
+            # Most strings are paths, and cost no call: captures are opened often.
+            if not isinstance(each, str) or SIGN in each or "hook_" in each:
+                yield from _quantities_in(model, each)
 
 
 def _is_quantity(model: nn.Module, name: str) -> bool:

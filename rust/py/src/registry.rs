@@ -186,6 +186,8 @@ impl Registry {
         work.occupied(phase).then(|| self.hooks.snapshot(phase))
     }
 
+    // Out of the walk of a call in no scope, as `fires_in`.
+    #[inline(never)]
     fn begin_in<'py>(&self, phase: Phase, frames: &Bound<'py, PyTuple>) -> Option<Firing<'py>> {
         let of_frames = frame::hooks(frames, self.module, phase);
         Firing::merged(of_frames, self.begin_outside(self.work(), phase))
@@ -208,11 +210,16 @@ impl Registry {
     ) -> PyResult<bool> {
         if work.watched(phase)
             && let Some(frames) = frames.entered(py)?
-            && frame::hooks(frames, self.module, phase).any(|(owner, _)| !owner.get().closed())
+            && self.fires_in(phase, frames)
         {
             return Ok(true);
         }
         Ok(work.occupied(phase))
+    }
+
+    #[inline(never)]
+    fn fires_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> bool {
+        frame::hooks(frames, self.module, phase).any(|(owner, _)| !owner.get().closed())
     }
 }
 

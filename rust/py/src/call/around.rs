@@ -4,6 +4,7 @@ use std::any::Any;
 
 use ferrohook_core::Phase;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::call::{Call, NextHook};
 use crate::contexts::frame::Frame;
@@ -96,16 +97,26 @@ impl<'py> Call<'_, 'py> {
         if !self.registry.get().work().watched(phase) {
             return Ok(None);
         }
-        let Some(frames) = self.frames.entered(py)? else {
-            return Ok(None);
-        };
+        match self.frames.entered(py)? {
+            Some(frames) => Ok(self.begin_around_in(frames, phase, whole)),
+            None => Ok(None),
+        }
+    }
+
+    #[inline(never)] // out of the walk of a call in no scope
+    fn begin_around_in(
+        &self,
+        frames: &Bound<'py, PyTuple>,
+        phase: Phase,
+        whole: Option<&Firing<'py>>,
+    ) -> Option<Box<dyn Between<'py> + 'py>> {
         let innermost = frames.iter_borrowed().rev().find_map(|frame| {
             let frame = frame.cast::<Frame>().ok()?;
             let slot: &dyn Any = frame.get().slot()?;
             let AroundSlot(around) = slot.downcast_ref()?;
             around.runs(&frame).then_some((frame, *around))
         });
-        Ok(innermost.and_then(|(frame, around)| around.begin(&frame, self, phase, whole)))
+        innermost.and_then(|(frame, around)| around.begin(&frame, self, phase, whole))
     }
 
     #[cold]

@@ -117,7 +117,10 @@ impl<'py> Call<'_, 'py> {
         };
         let output = match (&snapshot, &*torch_hooks) {
             (None, []) => output,
-            (Some(snapshot), []) => self.forward(snapshot.iter().map(NextHook::Own), output)?,
+            (Some(snapshot), []) => match snapshot.of_everybody() {
+                Some(hooks) => self.forward(hooks.map(NextHook::Own), output)?,
+                None => self.forward(snapshot.iter().map(NextHook::Own), output)?,
+            },
             _ => self.forward(in_order(&torch_hooks, snapshot.as_ref()), output)?,
         };
         match tap {

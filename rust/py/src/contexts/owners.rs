@@ -43,8 +43,13 @@ pub struct Firing<'py> {
 enum Owners<'py> {
     Everybody,
     One(Bound<'py, Frame>),
-    /// Owners of merged snapshots, and for each hook the number of its snapshot.
-    Many(Vec<Option<Bound<'py, Frame>>>, Box<[usize]>),
+    Many(Box<Merged<'py>>),
+}
+
+/// Owners of merged snapshots, and for each hook the number of its snapshot.
+struct Merged<'py> {
+    owners: Vec<Option<Bound<'py, Frame>>>,
+    numbers: Box<[usize]>,
 }
 
 impl<'py> Firing<'py> {
@@ -75,7 +80,7 @@ impl<'py> Firing<'py> {
         let (snapshot, numbers) = Snapshot::merged(&snapshots);
         Some(Self {
             snapshot,
-            owners: Owners::Many(owners, numbers),
+            owners: Owners::Many(Box::new(Merged { owners, numbers })),
         })
     }
 
@@ -88,8 +93,19 @@ impl<'py> Firing<'py> {
             owner: match &self.owners {
                 Owners::Everybody => None,
                 Owners::One(owner) => Some(owner),
-                Owners::Many(owners, numbers) => owners[numbers[at]].as_ref(),
+                Owners::Many(merged) => merged.owners[merged.numbers[at]].as_ref(),
             },
+        })
+    }
+
+    /// The hooks in firing order, if all are for everybody: their walk asks for no owner.
+    #[inline]
+    pub fn of_everybody(&self) -> Option<impl Iterator<Item = Owned<'_, 'py>>> {
+        let everybody = matches!(self.owners, Owners::Everybody);
+        everybody.then(|| {
+            self.entries()
+                .iter()
+                .map(|entry| Owned { entry, owner: None })
         })
     }
 
