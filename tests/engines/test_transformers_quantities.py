@@ -91,8 +91,9 @@ def test_the_plans_do_something(model: Any) -> None:
         assert not torch.allclose(acts["end:@final_norm"], plain["@final_norm"]), name
 
 
-def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any) -> None:
-    plan = fh.Plan(fh.keep("@pattern.1"))
+@pytest.mark.parametrize("at", [None, 0])
+def test_the_pattern_is_refused_at_the_door_with_what_to_do(model: Any, at: Any) -> None:
+    plan = fh.Plan(fh.keep("@pattern.1", at=at))
     refused = r"entry 0 .* @pattern.1: the keys of all requests are in pages.*call of the model"
     with pytest.raises(fh.HookError, match=refused):
         generate_batch(model, [PROMPTS[0]], plans=[plan])
