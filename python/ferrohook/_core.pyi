@@ -514,13 +514,13 @@ class RequestBase(Frame):
     def warn_of_silence(self) -> None: ...
     def __exit__(self, error: type[BaseException] | None = None, *_others: object) -> None: ...
 
-@disjoint_base
 @final
 class GpuVector:
     def __new__(cls, make: Callable[[], Any]) -> Self: ...
     @property
     def tensor(self) -> Any: ...
 
+@disjoint_base
 class InterventionBase(NativeHook):
     def __new__(
         cls,
