@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,9 @@ def served(manager: Any, prompts: list[list[int]], add: Any, plans: Sequence[Any
     status.clear()
     names = [add(prompt, plan=plan) for prompt, plan in zip(prompts, plans, strict=True)]
     status.request_stop(status.FLUSH_AND_STOP, 0)  # once all are served
-    manager._run_generation_loop()
+    loop = manager._run_generation_loop
+    # From transformers 5.24 on it takes whether to run in inference mode.
+    loop(*(False for _ in inspect.signature(loop).parameters))
     queue = manager.output_router.output_queue
     outputs = {output.request_id: output for output in (queue.get_nowait() for _ in names)}
     return [outputs[name] for name in names]
