@@ -86,7 +86,7 @@ class Intervention(InterventionBase):
 
     @property
     def _operands(self) -> tuple[str, Tensor, float | None, Made | None]:
-        """What a prepared vector is made of; for those with one."""
+        """Parts that a prepared vector is made of; for those with one."""
         scale = self.values[1] if self.kind == "add" else None
         return self.kind, cast("Tensor", self.vector), scale, self._made
 

@@ -63,7 +63,7 @@ def _prepared_io(processor: Any) -> Any:
 
 
 class Observed(NamedTuple):
-    """What a dummy step of an engine shows."""
+    """Facts that a dummy step of an engine shows."""
 
     values: StepValues
     """A mixture of experts flattens (1, tokens, width), so that rows are in another dimension: by
