@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ferrohook.engines.steps import Span, Step
     from ferrohook.plans import Request
     from ferrohook.rows import Batch
+    from ferrohook.rows.batches import GatheredModule
 
 
 JUDGE: Final = Judge(
@@ -303,16 +304,16 @@ class PlannedRequests:
         with self._lock:
             return [*self._members]
 
-    def running(self, step: Step, gathered: Mapping[Any, Any] | None = None) -> Running:
+    def running(self, step: Step, gathered: list[GatheredModule] | None = None) -> Running:
         """Returns a context that enters the batch of a step, in this thread, for the forward.
 
         Args:
             step: rows of all requests; those without a plan are nobody's.
-            gathered: modules that see other rows, see `batch`.
+            gathered: modules that see other rows, see `batch_of_step`.
         """
-        return Running(self, step, gathered)
+        return Running(self, step, gathered or [])
 
-    def enter(self, step: Step, gathered: Mapping[Any, Any] | None) -> Batch | None:
+    def enter(self, step: Step, gathered: list[GatheredModule]) -> Batch | None:
         """Enters the batch of a step; None if no request with a plan is in it."""
         while members := self._members_of(step):
             try:
@@ -387,7 +388,7 @@ class Running:
     __slots__ = ("_batch", "_gathered", "_planned", "_step")
 
     def __init__(
-        self, planned: PlannedRequests, step: Step, gathered: Mapping[Any, Any] | None
+        self, planned: PlannedRequests, step: Step, gathered: list[GatheredModule]
     ) -> None:
         self._planned, self._step, self._gathered = planned, step, gathered
         self._batch: Batch | None = None

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from ferrohook.engines.steps import Step
     from ferrohook.plans import Plan, Prepared
+    from ferrohook.rows.batches import GatheredModule
 
 CAPABILITIES = Capabilities(
     engine="transformers",
@@ -412,16 +413,14 @@ class Attached:
             for span in step.spans
             if self._planned.changes(span.request_id) or span.request_id in self._rejected
         ]
-        gathered: dict[Any, Any] = {}
+        gathered: list[GatheredModule] = []
         if self._other_dims:
             every = torch.arange(step.rows)
-            gathered |= {module: (every, dim) for module, dim in self._other_dims.items()}
+            gathered += [(module, every, dim) for module, dim in self._other_dims.items()]
         if processor.model_runner.supports_logits_to_keep(self.manager.model):
-            gathered |= dict.fromkeys(self._head, head_rows(step))
-        watched = None
-        if changed:
-            with torch.cuda.stream(processor.inputs_and_outputs.compute_stream):
-                watched = WatchedRows(changed, self.manager.model.device)
+            head = head_rows(step)
+            gathered += [(module, head, None) for module in self._head]
+        watched = WatchedRows(changed) if changed else None
         apart = contextlib.nullcontext() if watched is None else self._apart(step, watched)
         with self._planned.running(step, gathered), apart:
             original()
@@ -457,7 +456,7 @@ class Attached:
 
         def get_model_kwargs(*args: Any, **kwargs: Any) -> dict[str, Any]:
             made: dict[str, Any] = type(inputs).get_model_kwargs(inputs, *args, **kwargs)
-            with torch.cuda.stream(inputs.compute_stream):
+            with _computing(inputs):
                 made["attention_mask"] = _hiding(made["attention_mask"])
             return made
 
@@ -468,7 +467,7 @@ class Attached:
         finally:
             self._cleaning = None
             del runner._sample, inputs.get_model_kwargs
-        with torch.cuda.stream(inputs.compute_stream):
+        with _computing(inputs):
             watched.send()
 
     def _update(
@@ -592,6 +591,13 @@ def _with_plans(
         _Prompt(tokens, None if plan is None else known.serve(plan))
         for tokens, plan in zip(inputs, plans, strict=True)
     ]
+
+
+def _computing(inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context whose work is done where the engine's is."""
+    stream = inputs.compute_stream
+    # Without one torch would look for a GPU, each time.
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _hiding(mask: Any) -> Any:

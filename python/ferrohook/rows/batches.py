@@ -31,6 +31,8 @@ RowNumbers: TypeAlias = "int | slice | Sequence[int] | Tensor"
 """Rows of a dimension: one, a slice, numbers, or an index tensor."""
 Index: TypeAlias = "Tensor | Callable[..., Tensor]"
 Gathered: TypeAlias = "Mapping[Any, Index | tuple[Index, int]]"
+GatheredModule: TypeAlias = "tuple[nn.Module, Index, int | None]"
+"""A module, the rows of its tensors, and their dimension: None for the batch's."""
 Lengths: TypeAlias = "Mapping[Any, int | Sequence[int]]"
 
 
@@ -212,7 +214,7 @@ def batch(  # noqa: PLR0913 (all but the first two by keyword)
 
 
 def batch_of_step(
-    rows: Sequence[tuple[Request, Span]], dim: int, size: int, gathered: Gathered | None
+    rows: Sequence[tuple[Request, Span]], dim: int, size: int, gathered: list[GatheredModule]
 ) -> Batch:
     """Makes the batch of an engine's step, see `batch`: at the cost of one native call.
 
@@ -220,14 +222,13 @@ def batch_of_step(
         rows: requests of one model, and their rows.
         dim: dimension of the rows.
         size: number of rows, those that are nobody's included.
-        gathered: see `batch`.
+        gathered: modules that see other rows, see `batch`; read as they are called.
 
     Raises:
         RowsError: rows overlap or are out of range.
     """
     model = rows[0][0].model
-    models = [] if model is None else [model]
-    made = Batch(rows, dim, size, [] if gathered is None else _resolved(gathered, models, size))
+    made = Batch(rows, dim, size, gathered)
     made.warns = False  # of one step: in a chunk of a prompt a head has no rows
     if model is not None:
         made._sited = weakref.ref(model)
@@ -290,11 +291,9 @@ def _check_index(index: Tensor, size: int | None) -> None:
             raise RowsError(msg)
 
 
-def _resolved(
-    gathered: Any, models: list[nn.Module], size: int | None
-) -> list[tuple[nn.Module, Any, int | None]]:
+def _resolved(gathered: Any, models: list[nn.Module], size: int | None) -> list[GatheredModule]:
     expect(gathered, Mapping, "gathered is a dict of modules and indices")
-    resolved = []
+    resolved: list[GatheredModule] = []
     for what, value in gathered.items():
         index, dim = value if isinstance(value, tuple) else (value, None)
         if not isinstance(index, Tensor) and not callable(index):
