@@ -293,7 +293,7 @@ def _check_index(index: Tensor, size: int | None) -> None:
 
 def _resolved(gathered: Any, models: list[nn.Module], size: int | None) -> list[GatheredModule]:
     expect(gathered, Mapping, "gathered is a dict of modules and indices")
-    resolved: list[GatheredModule] = []
+    resolved = []
     for what, value in gathered.items():
         index, dim = value if isinstance(value, tuple) else (value, None)
         if not isinstance(index, Tensor) and not callable(index):
