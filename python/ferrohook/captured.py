@@ -80,7 +80,7 @@ class RecordedSteps(Recorded):
 
 def _tokens_first(tensor: Any, dim: int | None, tokens: int) -> Any:
     """Returns a tensor of (tokens, ...); None if it does not have them."""
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     if dim is None:  # a padded row
         return tensor.flatten(0, 1) if shape[:2] == (1, tokens) else None
     if len(shape) <= dim or shape[dim] != tokens:
@@ -93,6 +93,8 @@ def _tokens_first(tensor: Any, dim: int | None, tokens: int) -> Any:
 
 def _map_together(change: Callable[..., Any], values: list[Any]) -> Any:
     """Rebuilds the structure of the last value around the tensors of all of them."""
+    if all(isinstance(value, Tensor) for value in values):
+        return change(*values)
     leaves = [[*tensors_in(value)] for value in values]
     if len({len(each) for each in leaves}) > 1:
         return values[-1]
