@@ -18,6 +18,7 @@ __all__ = [
     "CapturedBase",
     "Collector",
     "Dispatcher",
+    "ForgetPositions",
     "Frame",
     "GpuVector",
     "HookHandle",
@@ -42,6 +43,7 @@ __all__ = [
     "RootCalls",
     "ShapeDetector",
     "Stop",
+    "TokenMasks",
     "TypedHook",
     "__version__",
     "assign_class",
@@ -508,6 +510,9 @@ class RequestBase(Frame):
     def _collector(self, capture: int) -> Collector: ...
     def set_masks(self, masks: tuple[Any, ...], *, positioned: bool) -> None: ...
     @property
+    def masks(self) -> TokenMasks: ...
+    def restore_masks(self, masks: TokenMasks) -> None: ...
+    @property
     def positioned(self) -> bool: ...
     @property
     def prompt_lengths(self) -> list[int]: ...
@@ -536,6 +541,13 @@ class InterventionBase(NativeHook):
 @final
 class MaskedHook(NativeHook):
     def __new__(cls, hook: NativeHook | Callable[..., Any], mask: int) -> Self: ...
+
+@final
+class ForgetPositions(NativeHook):
+    def __new__(cls) -> Self: ...
+
+@final
+class TokenMasks: ...
 
 @final
 class PlanGuard(NativeHook):

@@ -7,24 +7,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from torch.utils import checkpoint
 
-from ferrohook._core import Frame, frames
+from ferrohook._core import Frame, RequestBase, frames
 from ferrohook.errors import HookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
-@runtime_checkable
-class _Positioned(Protocol):
-    """Request of a plan: it has the positions of its last forward."""
-
-    plan_masks: tuple[Any, ...] | None
-
-    def set_masks(self, masks: tuple[Any, ...], *, positioned: bool) -> None: ...
+    from ferrohook._core import TokenMasks
 
 
 class _Region:
@@ -35,11 +28,7 @@ class _Region:
         self._scopes = scopes
         self._changes = self._count()
         # Another forward of a request may come before backward.
-        self._masks: list[tuple[_Positioned, tuple[Any, ...] | None]] = [
-            (scope, scope.plan_masks)
-            for scope in scopes
-            if isinstance(scope, _Positioned) and scope.plan_masks is not None
-        ]
+        self._masks = [(each, each.masks) for each in scopes if isinstance(each, RequestBase)]
         # Scopes whose hooks ran in the forward; None until it ends.
         self._needed: list[Frame] | None = None
 
@@ -63,19 +52,18 @@ class _Region:
         active = frames.get()
         missing = [each for each in self._scopes if each not in active and not each.closed]
         token = frames.set((*active, *missing))
-        last = [(request, request.plan_masks) for request, _ in self._masks]
+        now = [(request, request.masks) for request, _ in self._masks]
         try:
-            _set_masks(self._masks)
+            _restore(self._masks)
             return self._function(*args, **kwargs)
         finally:
-            _set_masks(last)
+            _restore(now)
             frames.reset(token)
 
 
-def _set_masks(masks: list[tuple[_Positioned, tuple[Any, ...] | None]]) -> None:
+def _restore(masks: list[tuple[RequestBase, TokenMasks]]) -> None:
     for request, each in masks:
-        if each is not None:
-            request.set_masks(each, positioned=False)
+        request.restore_masks(each)
 
 
 def _reentrant(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from ferrohook.scopes import Scope
 from ferrohook.selection import select
 from ferrohook.tables import grid_as_html, grid_as_text
 from ferrohook.texts import missing_package
+from ferrohook.traced import never_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,6 +262,11 @@ def _hooks(
         times._end(name)
 
     return begin, end
+
+
+# Dynamo of torch 2.13 would compile the hooks' code, and knows no clock.
+never_trace(Times, "_begin", "native code calls it")
+never_trace(Times, "_end", "native code calls it")
 
 
 class Profile(Scope):

@@ -183,13 +183,55 @@ def test_a_model_without_tokens_has_positions_in_batches_alone() -> None:
 
 def test_a_part_called_outside_of_the_model_is_refused(pair: tuple[Any, str]) -> None:
     model, name = pair
-    with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared:
-        assert not prepared.closed
-        with (
-            pytest.raises(fh.HookError, match="positions of this call are not known"),
-            prepared.open(),
-        ):
-            model.get_submodule(name)(torch.ones(1, 2, WIDTH))
+    ids, mask = prompts("left")
+    part, x = model.get_submodule(name), torch.ones(len(LENGTHS), LONGEST, WIDTH)
+    refused = pytest.raises(fh.HookError, match="positions of this call are not known")
+    with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared, prepared.open():
+        with refused:
+            part(x)
+        model(ids, attention_mask=mask)
+        with refused:  # not by the positions of the call before
+            part(x)
+
+
+def test_a_call_that_raises_leaves_no_positions(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    ids, mask = prompts("left")
+    part, x = model.get_submodule(name), torch.ones(len(LENGTHS), LONGEST, WIDTH)
+
+    def fail(*_call: Any) -> None:
+        raise KeyError(name)
+
+    for phase in ("forward_pre", "forward"):
+        with fh.Plan(fh.on(name, fh.Zero(), at=0)).prepare(model) as prepared, prepared.open():
+            handle = fh.register(model, name, fail, phase=phase)
+            with pytest.raises(KeyError):
+                model(ids, attention_mask=mask)
+            handle.remove()
+            with pytest.raises(fh.HookError, match="positions of this call are not known"):
+                part(x)
+
+
+def test_parts_of_a_batch_go_by_its_positions_until_it_is_left(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    ids, mask = prompts("right")
+    part, x = model.get_submodule(name), torch.ones(len(LENGTHS), LONGEST, WIDTH)
+    with fh.Plan(fh.keep(name, at=0, calls="all")).prepare(model) as prepared:
+        for places, calls in ((positions("right")[:, :LONGEST], 2), (None, 1)):
+            requests = [prepared.open() for _ in LENGTHS]
+            rows = {each: row for row, each in enumerate(requests)}
+            with fh.batch(
+                rows, positions=places, lengths=dict(zip(requests, LENGTHS, strict=True))
+            ):
+                model(ids, attention_mask=mask)
+                part(x)
+            for request in requests:
+                if calls == 1:
+                    assert isinstance(request.error, fh.HookError)
+                    assert "positions of this call are not known" in str(request.error)
+                else:
+                    assert request.error is None
+                    assert len(request.acts[name]) == calls
 
 
 def test_a_call_without_tokens_is_refused(pair: tuple[Any, str]) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import ferrohook as fh
 
+# Torch 2.13 warns of modules whose input needs no gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+
 
 class Faulty(nn.Module):
     """Adds what it is told to."""

@@ -34,6 +34,7 @@ NEEDED = {
     "fastapi": "fastapi",
     "prometheus_client": "prometheus_client",
     "fh.plot": "matplotlib",
+    ".plot()": "matplotlib",
     "to_pandas": "pandas",
     "sae_lens": "sae_lens",
     "to_datasets": "datasets",

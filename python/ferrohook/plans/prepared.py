@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
+    ForgetPositions,
     Frame,
     HookHandle,
     MaskedHook,
@@ -109,6 +110,9 @@ class Prepared:
         guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
+        if self._needs_positions():
+            ending = ForgetPositions()
+            attachment.register([model], "forward", ending, always_call=True, scope=self._frame)
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
@@ -257,7 +261,6 @@ def _find_positions(
         tokens = tokens_of(model, args, kwargs, request._prompt)
         request._prompt = tokens.prompt
         masks = tuple(_shortened(mask_of(at, tokens)) for at in request.plan_positions)
-        request.plan_masks = masks
         request.set_masks(masks, positioned=False)
 
 
@@ -285,8 +288,6 @@ class Request(RequestBase, Scope):
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
     _prompt: Prompt | None = None
-    plan_masks: tuple[Any, ...] | None = None
-    """Arguments of `set_masks` in the last forward outside of batches."""
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 

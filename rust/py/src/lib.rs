@@ -40,7 +40,7 @@ mod _core {
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all, store_rows};
     #[pymodule_export]
-    use crate::capture::request::RequestBase;
+    use crate::capture::request::{RequestBase, TokenMasks};
     #[pymodule_export]
     use crate::capture::root_calls::RootCalls;
     #[pymodule_export]
@@ -65,7 +65,7 @@ mod _core {
     #[pymodule_export]
     use crate::native::intervention::InterventionBase;
     #[pymodule_export]
-    use crate::native::planned::{MaskedHook, PlanGuard};
+    use crate::native::planned::{ForgetPositions, MaskedHook, PlanGuard};
     #[pymodule_export]
     use crate::native::point::{PointHook, register_all};
     #[pymodule_export]

@@ -149,8 +149,19 @@ impl RequestBase {
             chosen,
             of_batch: positioned,
         };
-        Membership::set_masks(slf.as_super().get(), Some(masks));
+        Membership::set_masks(slf.as_super().get(), Some(Arc::new(masks)));
         Ok(())
+    }
+
+    /// The tokens at the plan's positions in the running forward, for `restore_masks`.
+    #[getter]
+    fn masks(slf: &Bound<'_, Self>) -> TokenMasks {
+        TokenMasks(Membership::masks(slf.as_super().get()))
+    }
+
+    /// Sets the tokens at the plan's positions to those of a forward that is repeated.
+    fn restore_masks(slf: &Bound<'_, Self>, masks: &TokenMasks) {
+        Membership::set_masks(slf.as_super().get(), masks.0.clone());
     }
 
     /// True if a batch set the tokens at the plan's positions.
@@ -198,6 +209,10 @@ impl RequestBase {
         masks.places(at).map(<[_]>::to_vec)
     }
 }
+
+/// Tokens at the positions of a plan in one forward; none where they are not known.
+#[pyclass(frozen, module = "ferrohook._core")]
+pub struct TokenMasks(Option<Arc<Masks>>);
 
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
 pub struct Source {

@@ -12,6 +12,7 @@ use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::InterventionBase;
 use crate::rows::at::Chosen;
+use crate::rows::membership::Membership;
 use crate::rows::merging::{InBatch, Merging, in_batch};
 use crate::rows::places::Tokens;
 use crate::torch;
@@ -188,6 +189,52 @@ impl Native for PlanGuard {
             faithful: false,
             ..Traced::plain(object.clone(), false)
         }))
+    }
+}
+
+/// Hook on the model of a plan with positions: those that its call had are of no later call.
+#[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
+pub struct ForgetPositions;
+
+#[pymethods]
+impl ForgetPositions {
+    #[new]
+    fn new() -> (Self, NativeHook) {
+        (Self, NativeHook::of::<Self>())
+    }
+}
+
+impl Native for ForgetPositions {
+    fn last(&self) -> bool {
+        true
+    }
+
+    fn phase(&self) -> Option<Phase> {
+        Some(Phase::Forward)
+    }
+
+    fn extension(&self) -> Option<&'static Extension> {
+        Some(in_batch::<Self>())
+    }
+
+    fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let request = request_of(turn)?.as_super().get();
+        // Those of a batch are of its calls until it is left.
+        if Membership::masks(request).is_some_and(|masks| !masks.of_batch()) {
+            Membership::forget_masks(request);
+        }
+        Ok(None)
+    }
+
+    // The guard has these calls run without a graph.
+    fn traced<'py>(&self, _object: &Bound<'py, PyAny>, _phase: Phase) -> Trace<'py> {
+        Ok(None)
+    }
+}
+
+impl InBatch for ForgetPositions {
+    fn reads(&self, _positioned: bool) -> bool {
+        false
     }
 }
 

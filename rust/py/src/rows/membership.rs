@@ -51,14 +51,13 @@ impl Membership {
     }
 
     /// Sets the tokens at the positions of a plan in the forwards from now on; None: not known.
-    pub fn set_masks(frame: &Frame, masks: Option<Masks>) {
-        let former = Self::of_any(frame).and_then(|membership| {
-            mem::replace(&mut membership.0.lock().masks, masks.map(Arc::new))
-        });
+    pub fn set_masks(frame: &Frame, masks: Option<Arc<Masks>>) {
+        let former = Self::of_any(frame)
+            .and_then(|membership| mem::replace(&mut membership.0.lock().masks, masks));
         drop(former); // runs Python code
     }
 
-    /// Forgets the tokens at the positions of a plan: the call of the model says which they are.
+    /// Forgets the tokens at the positions of a plan: the next call of the model says which they are.
     pub fn forget_masks(frame: &Frame) {
         if Self::of(frame).is_some() {
             Self::set_masks(frame, None);
@@ -137,6 +136,9 @@ impl Membership {
         if let Some(membership) = Self::of(frame) {
             let mut state = membership.0.lock();
             (state.joined, state.served) = (false, false);
+            let former = state.masks.take();
+            drop(state);
+            drop(former); // runs Python code
         }
     }
 
