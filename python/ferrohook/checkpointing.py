@@ -17,8 +17,6 @@ from ferrohook.errors import HookError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ferrohook._core import TokenMasks
-
 
 class _Region:
     """Checkpointed function: its first call is the forward; later ones repeat it in its scopes."""
@@ -27,7 +25,7 @@ class _Region:
         self._function = function
         self._scopes = scopes
         self._changes = self._count()
-        # Another forward of a request may come before backward.
+        # Of a request that has positions, the tokens there.
         self._masks = [(each, each.masks) for each in scopes if isinstance(each, RequestBase)]
         # Scopes whose hooks ran in the forward; None until it ends.
         self._needed: list[Frame] | None = None
@@ -52,18 +50,14 @@ class _Region:
         active = frames.get()
         missing = [each for each in self._scopes if each not in active and not each.closed]
         token = frames.set((*active, *missing))
-        now = [(request, request.masks) for request, _ in self._masks]
+        for request, masks in self._masks:
+            request.begin_repeat(masks)
         try:
-            _restore(self._masks)
             return self._function(*args, **kwargs)
         finally:
-            _restore(now)
+            for request, _ in self._masks:
+                request.end_repeat()
             frames.reset(token)
-
-
-def _restore(masks: list[tuple[RequestBase, TokenMasks]]) -> None:
-    for request, each in masks:
-        request.restore_masks(each)
 
 
 def _reentrant(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -232,6 +235,63 @@ def test_parts_of_a_batch_go_by_its_positions_until_it_is_left(pair: tuple[Any, 
                 else:
                     assert request.error is None
                     assert len(request.acts[name]) == calls
+
+
+@pytest.mark.timeout(60)
+def test_calls_on_several_threads_have_positions_of_their_own(pair: tuple[Any, str]) -> None:
+    model, name = pair
+    ids, _mask = prompts("right")
+    inside = threading.Barrier(len(LENGTHS))
+    plan = fh.Plan(fh.on(name, fh.Zero(), at="last_prompt"))
+    expected = []
+    for row, length in enumerate(LENGTHS):
+        with plan.prepare(model) as prepared, prepared.open():
+            expected.append(model(ids[row, None, :length], use_cache=False).logits)
+
+    def meet(*_call: Any) -> None:
+        inside.wait()
+
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        # All have found their positions before any uses them, and none ends before all have.
+        fh.register(model, name, meet, phase="forward_pre", scope=request)
+        fh.register(model, name, meet, scope=request, priority=-1)
+
+        def call(row: int) -> Tensor:
+            with torch.no_grad():
+                logits: Tensor = model(ids[row, None, : LENGTHS[row]], use_cache=False).logits
+            return logits
+
+        with ThreadPoolExecutor(len(LENGTHS)) as pool:
+            results = [*pool.map(request.wrap(call), range(len(LENGTHS)))]
+    for got, right in zip(results, expected, strict=True):
+        assert torch.allclose(got, right, atol=1e-6)
+
+
+class Twice(nn.Module):
+    """Calls itself on fewer tokens, then its layer, whose work another thread does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs_embeds: Tensor, inner: bool = True) -> tuple[Tensor, Tensor]:
+        before = self(inputs_embeds[:, :2], inner=False)[1] if inner else inputs_embeds
+        with ThreadPoolExecutor(1) as pool:
+            run = contextvars.copy_context().run
+            return before, pool.submit(run, self.layer, inputs_embeds).result()
+
+
+def test_inner_calls_and_threads_of_a_call() -> None:
+    model, x = Twice(), torch.randn(1, 5, WIDTH)
+    plan = fh.Plan(fh.on("layer", fh.Zero(), at=slice(1, None)))
+    with plan.prepare(model) as prepared, prepared.open():
+        inner, outer = model(inputs_embeds=x)
+        with pytest.raises(fh.HookError, match="positions of this call are not known"):
+            model.layer(x)
+    plain = model.layer(x)
+    for got in (inner, outer):
+        assert torch.equal(got[:, :1], plain[:, :1])
+        assert not got[:, 1:].any()
 
 
 def test_a_call_without_tokens_is_refused(pair: tuple[Any, str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
-    ForgetPositions,
+    EndOfCall,
     Frame,
     HookHandle,
     MaskedHook,
@@ -111,7 +111,7 @@ class Prepared:
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
         (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
         if self._needs_positions():
-            ending = ForgetPositions()
+            ending = EndOfCall()
             attachment.register([model], "forward", ending, always_call=True, scope=self._frame)
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
@@ -257,11 +257,10 @@ def _find_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> None:
     """Finds the positions of a forward that runs for a request."""
-    if not request.positioned:
-        tokens = tokens_of(model, args, kwargs, request._prompt)
-        request._prompt = tokens.prompt
-        masks = tuple(_shortened(mask_of(at, tokens)) for at in request.plan_positions)
-        request.set_masks(masks, positioned=False)
+    tokens = tokens_of(model, args, kwargs, request._prompt)
+    request._prompt = tokens.prompt
+    masks = tuple(_shortened(mask_of(at, tokens)) for at in request.plan_positions)
+    request.set_masks(masks, positioned=False)
 
 
 def _find_untraced(*call: Any) -> None:

@@ -65,7 +65,7 @@ mod _core {
     #[pymodule_export]
     use crate::native::intervention::InterventionBase;
     #[pymodule_export]
-    use crate::native::planned::{ForgetPositions, MaskedHook, PlanGuard};
+    use crate::native::planned::{EndOfCall, MaskedHook, PlanGuard};
     #[pymodule_export]
     use crate::native::point::{PointHook, register_all};
     #[pymodule_export]

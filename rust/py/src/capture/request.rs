@@ -129,8 +129,8 @@ impl RequestBase {
         slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
     }
 
-    /// Sets the tokens at each of the plan's positions in the forward that begins: True for all, None
-    /// for none, or a tensor of bools. `positioned`: those of a batch.
+    /// Sets the tokens at each of the plan's positions: True for all, None for none, or a tensor of
+    /// bools. `positioned`: in the calls of a batch, else in the call that begins on this thread.
     #[pyo3(signature = (masks, *, positioned))]
     fn set_masks(
         slf: &Bound<'_, Self>,
@@ -145,29 +145,29 @@ impl RequestBase {
             })
         };
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
-        let masks = Masks::Tokens {
-            chosen,
-            of_batch: positioned,
-        };
-        Membership::set_masks(slf.as_super().get(), Some(Arc::new(masks)));
+        let (frame, masks) = (slf.as_super().get(), Masks::Tokens(chosen));
+        if positioned {
+            Membership::set_masks(frame, Some(masks));
+        } else {
+            Membership::set_call(frame, masks);
+        }
         Ok(())
     }
 
-    /// The tokens at the plan's positions in the running forward, for `restore_masks`.
+    /// The tokens at the plan's positions in the running forward.
     #[getter]
     fn masks(slf: &Bound<'_, Self>) -> TokenMasks {
         TokenMasks(Membership::masks(slf.as_super().get()))
     }
 
-    /// Sets the tokens at the plan's positions to those of a forward that is repeated.
-    fn restore_masks(slf: &Bound<'_, Self>, masks: &TokenMasks) {
-        Membership::set_masks(slf.as_super().get(), masks.0.clone());
+    /// Begins to repeat, on this thread, a part of a forward with these tokens at the plan's positions.
+    fn begin_repeat(slf: &Bound<'_, Self>, masks: &TokenMasks) {
+        Membership::begin_call(slf.as_super().get(), masks.0.clone());
     }
 
-    /// True if a batch set the tokens at the plan's positions.
-    #[getter]
-    fn positioned(slf: &Bound<'_, Self>) -> bool {
-        Membership::masks(slf.as_super().get()).is_some_and(|masks| masks.of_batch())
+    /// Ends the repetition.
+    fn end_repeat(slf: &Bound<'_, Self>) {
+        Membership::end_call(slf.as_super().get());
     }
 
     /// Numbers of tokens of its prompts, as the last batch with `lengths` for it had them; none if no

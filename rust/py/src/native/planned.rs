@@ -176,6 +176,10 @@ impl Native for PlanGuard {
         if let Some(positions) = &self.positions {
             let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
             let request = request_of(turn)?;
+            if Membership::positioned(request.as_super().get()) {
+                return Ok(None);
+            }
+            Membership::begin_call(request.as_super().get(), None);
             let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
             invoke::call(positions.bind(py), arguments)?;
         }
@@ -192,19 +196,19 @@ impl Native for PlanGuard {
     }
 }
 
-/// Hook on the model of a plan with positions: those that its call had are of no later call.
+/// Hook on the model of a plan with positions, which ends the call that the guard began.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
-pub struct ForgetPositions;
+pub struct EndOfCall;
 
 #[pymethods]
-impl ForgetPositions {
+impl EndOfCall {
     #[new]
     fn new() -> (Self, NativeHook) {
         (Self, NativeHook::of::<Self>())
     }
 }
 
-impl Native for ForgetPositions {
+impl Native for EndOfCall {
     fn last(&self) -> bool {
         true
     }
@@ -219,9 +223,8 @@ impl Native for ForgetPositions {
 
     fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let request = request_of(turn)?.as_super().get();
-        // Those of a batch are of its calls until it is left.
-        if Membership::masks(request).is_some_and(|masks| !masks.of_batch()) {
-            Membership::forget_masks(request);
+        if !Membership::positioned(request) {
+            Membership::end_call(request);
         }
         Ok(None)
     }
@@ -232,7 +235,7 @@ impl Native for ForgetPositions {
     }
 }
 
-impl InBatch for ForgetPositions {
+impl InBatch for EndOfCall {
     fn reads(&self, _positioned: bool) -> bool {
         false
     }

@@ -173,11 +173,8 @@ pub fn name_positions(frame: &Bound<'_, Frame>, ats: Vec<At>) {
 
 /// Tokens at the positions of a plan, in the running forward.
 pub enum Masks {
-    /// In (batch, length); `of_batch`: a batch set them, so that no call of the model does.
-    Tokens {
-        chosen: Box<[Chosen]>,
-        of_batch: bool,
-    },
+    /// In (batch, length).
+    Tokens(Box<[Chosen]>),
     /// Rows of a batch.
     Rows(PlacesOfRows),
 }
@@ -227,7 +224,7 @@ impl Masks {
     /// of the batch.
     pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
         match self {
-            Self::Tokens { chosen, .. } => match (&chosen[at], own) {
+            Self::Tokens(chosen) => match (&chosen[at], own) {
                 (Chosen::At(mask), Some(own)) => {
                     Ok(Chosen::At(Arc::new(mask.at(py, &own.places)?)))
                 }
@@ -242,15 +239,7 @@ impl Masks {
     pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
         match self {
             Self::Rows(rows) => Some(&rows.places[at]),
-            Self::Tokens { .. } => None,
-        }
-    }
-
-    /// True if a batch set them.
-    pub fn of_batch(&self) -> bool {
-        match self {
-            Self::Rows(_) => true,
-            Self::Tokens { of_batch, .. } => *of_batch,
+            Self::Tokens(_) => None,
         }
     }
 }

@@ -188,7 +188,7 @@ impl BatchBase {
         let positions = self.positions.lock().clone();
         for (number, member) in self.members.iter().enumerate() {
             let Some(positions) = &positions else {
-                Membership::forget_masks(member.frame.get());
+                Membership::set_masks(member.frame.get(), None);
                 continue;
             };
             let placed = positions.place(py, number, member, self.dim);

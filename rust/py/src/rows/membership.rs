@@ -4,6 +4,7 @@ use std::any::Any;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::thread::{ThreadId, current};
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -31,12 +32,30 @@ struct State {
     remembered: Option<Box<Remembered>>,
     /// Lengths of its prompts, as the last batch that was given some had them; none if not known.
     prompts: Arc<[i64]>,
-    /// Tokens at the positions of its plan in the running forward.
+    /// Tokens at the positions of its plan in the calls of its batch.
     masks: Option<Arc<Masks>>,
+    /// Those of the calls of the model that run, inner ones behind outer ones; None until they are
+    /// found. A request may run on several threads at once.
+    calls: Vec<(ThreadId, Option<Arc<Masks>>)>,
 }
 
 const SERVED: &str =
     "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
+
+impl State {
+    /// Index of the innermost call on this thread.
+    fn innermost(&self) -> Option<usize> {
+        let thread = current().id();
+        self.calls.iter().rposition(|(its, _)| *its == thread)
+    }
+
+    /// Index of the innermost call, if all are on one thread: a forward may share its work out.
+    fn only(&self) -> Option<usize> {
+        let (thread, _) = self.calls.first()?;
+        let one = self.calls.iter().all(|(its, _)| its == thread);
+        one.then(|| self.calls.len() - 1)
+    }
+}
 
 impl Membership {
     /// Returns that of a frame that joined a batch before.
@@ -50,23 +69,60 @@ impl Membership {
         slot.downcast_ref()
     }
 
-    /// Sets the tokens at the positions of a plan in the forwards from now on; None: not known.
-    pub fn set_masks(frame: &Frame, masks: Option<Arc<Masks>>) {
-        let former = Self::of_any(frame)
-            .and_then(|membership| mem::replace(&mut membership.0.lock().masks, masks));
+    /// Sets the tokens at the positions of a plan in the calls of its batch from now on; None: each
+    /// call of the model says which they are.
+    pub fn set_masks(frame: &Frame, masks: Option<Masks>) {
+        let membership = match masks {
+            Some(_) => Self::of_any(frame),
+            None => Self::of(frame),
+        };
+        let former = membership.and_then(|membership| {
+            mem::replace(&mut membership.0.lock().masks, masks.map(Arc::new))
+        });
         drop(former); // runs Python code
     }
 
-    /// Forgets the tokens at the positions of a plan: the next call of the model says which they are.
-    pub fn forget_masks(frame: &Frame) {
-        if Self::of(frame).is_some() {
-            Self::set_masks(frame, None);
+    /// True if its batch said which tokens are at the positions of its plan.
+    pub fn positioned(frame: &Frame) -> bool {
+        Self::of(frame).is_some_and(|membership| membership.0.lock().masks.is_some())
+    }
+
+    /// Begins a call of the model on this thread, whose tokens at the positions are these, if they
+    /// are known.
+    pub fn begin_call(frame: &Frame, masks: Option<Arc<Masks>>) {
+        if let Some(membership) = Self::of_any(frame) {
+            membership.0.lock().calls.push((current().id(), masks));
         }
+    }
+
+    /// Sets the tokens of the innermost call on this thread.
+    pub fn set_call(frame: &Frame, masks: Masks) {
+        let former = Self::of(frame).and_then(|membership| {
+            let mut state = membership.0.lock();
+            let call = state.innermost()?;
+            state.calls[call].1.replace(Arc::new(masks))
+        });
+        drop(former); // runs Python code
+    }
+
+    /// Ends the innermost call on this thread.
+    pub fn end_call(frame: &Frame) {
+        let former = Self::of(frame).and_then(|membership| {
+            let mut state = membership.0.lock();
+            let call = state.innermost()?;
+            state.calls.remove(call).1
+        });
+        drop(former); // runs Python code
     }
 
     /// Tokens at the positions of a plan in the running forward; None if they are not known.
     pub fn masks(frame: &Frame) -> Option<Arc<Masks>> {
-        Self::of(frame)?.0.lock().masks.clone()
+        let state = Self::of(frame)?.0.lock();
+        if state.masks.is_some() {
+            return state.masks.clone();
+        }
+        let call = state.innermost().or_else(|| state.only())?;
+        state.calls[call].1.clone()
     }
 
     pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {

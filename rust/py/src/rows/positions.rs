@@ -64,7 +64,7 @@ impl Positions {
         };
         let own = || self.of(number, member).unwrap_or_default();
         if let Some(masks) = Masks::of_rows(py, frame, own, prompt, dim)? {
-            Membership::set_masks(frame, Some(Arc::new(masks)));
+            Membership::set_masks(frame, Some(masks));
         }
         Ok(())
     }
