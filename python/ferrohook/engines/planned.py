@@ -14,7 +14,7 @@ import torch
 
 from ferrohook.activations import ActivationCache
 from ferrohook.arguments import expect
-from ferrohook.attention import is_point
+from ferrohook.attention import DIMENSIONS, is_point
 from ferrohook.errors import HookError
 from ferrohook.plans import Plan, Prepared
 from ferrohook.plans.entries import HookEntry
@@ -121,7 +121,7 @@ class EnginePlans(PreparedPlans):
             module = place.module
             if is_point(module):
                 point = cast("AttentionPoint", module)
-                if point.name in {"pattern", "queries"}:
+                if "keys" in DIMENSIONS[point.name]:
                     return f"{name}: {NO_PATTERN}"
                 module = point.points.module
             if self._values is None:
