@@ -49,9 +49,9 @@ class _Region:
             raise HookError(msg)
         active = frames.get()
         missing = [each for each in self._scopes if each not in active and not each.closed]
-        token = frames.set((*active, *missing))
         for request, masks in self._masks:
             request.begin_repeat(masks)
+        token = frames.set((*active, *missing))
         try:
             return self._function(*args, **kwargs)
         finally:

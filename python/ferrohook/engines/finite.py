@@ -55,14 +55,17 @@ class WatchedRows:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
+        self._rows: dict[torch.device, Tensor] = {}
         self._found: list[tuple[str, list[str], Tensor]] = []
         """For each tensor with bad numbers its name, the owners of rows and bools of these."""
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        rows = [span.first_row + row for span in self._spans for row in range(span.rows)]
-        return torch.tensor(rows)
+    def _rows_on(self, device: torch.device) -> Tensor:
+        """Returns the rows as an index, which goes to a device once a step."""
+        if device not in self._rows:
+            rows = [span.first_row + row for span in self._spans for row in range(span.rows)]
+            self._rows[device] = to_device(torch.tensor(rows), device)
+        return self._rows[device]
 
     @cached_property
     def _owners(self) -> list[str]:
@@ -80,7 +83,7 @@ class WatchedRows:
         # magnitude itself is found 5 to 20 times slower.
         if tensor.is_cpu and torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).item() < LIMIT:
             return tensor
-        index = to_device(self._rows, tensor.device)
+        index = self._rows_on(tensor.device)
         rows = tensor.index_select(dim, index)
         bad = ~(rows.abs() < LIMIT)  # NaN is not below anything
         self._found.append((what, self._owners, bad.movedim(dim, 0).flatten(1).any(1)))
@@ -105,6 +108,8 @@ class WatchedRows:
         index = to_device(torch.tensor(places), scores.device)
         rows = scores.index_select(1, index)
         bad = ~rows.amax(-1).isfinite()
+        if scores.is_cpu and not bool(bad.any()):
+            return scores
         self._found.append(("logits", [drawn[place] for place in places], bad[0]))
         return scores.index_copy(1, index, rows.masked_fill(bad[..., None], 0))
 
