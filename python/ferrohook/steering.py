@@ -309,6 +309,9 @@ class Ablate(Intervention):
 class Clamp(Intervention):
     """Limits the component of the tensor along a direction of unit length.
 
+    At a bound the gradient of a component is that of `torch.clamp`: alone with numbers as bounds,
+    in a batch of several with tensors, half of it where the two are equal.
+
     Args:
         direction: one dimension, as wide as the tensor's last; of any length but zero.
         low: least component, or None.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -141,6 +143,40 @@ def test_modules_run_on_worker_threads_count_for_stop(x: Tensor) -> None:
         assert model(x) is fh.STOPPED
         assert model(x) is fh.STOPPED
     assert [len(calls) for calls in acts.values()] == [2, 2]
+
+
+def test_a_module_on_a_worker_thread_ends_no_call_of_others(x: Tensor) -> None:
+    begun, helped = Event(), Event()
+
+    class Forking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helped, self.own = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, *, share: bool) -> Tensor:
+            if not share:
+                begun.set()
+                assert helped.wait(10)
+                return self.helped(self.own(x))  # type: ignore[no-any-return]
+            assert begun.wait(10)
+            context = contextvars.copy_context()
+            with ThreadPoolExecutor(1) as pool:
+                y = pool.submit(context.run, self.helped, x).result()
+            helped.set()
+            return self.own(y)  # type: ignore[no-any-return]
+
+    model = Forking()
+    with (
+        fh.capture(model, ["helped", "own"], stop=True, calls="all") as acts,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        calls = [
+            pool.submit(contextvars.copy_context().run, partial(model, x, share=share))
+            for share in (True, False)
+        ]
+        for call in calls:
+            call.result()
+    assert [len(values) for values in acts.values()] == [2, 2]
 
 
 # Modules that never ran

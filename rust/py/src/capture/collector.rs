@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -12,9 +11,7 @@ use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
-use crate::capture::store::{
-    Budget, Gradient, Kept, KeptTensor, OverBudget, RootCall, Store, TensorSlot,
-};
+use crate::capture::store::{Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot};
 use crate::error;
 use crate::rows::places::TokenPositions;
 use crate::torch;
@@ -257,19 +254,12 @@ impl Collector {
 
     /// Begins a call of the module to stop.
     pub fn begin_call(&self) {
-        self.store.lock().calls.push(RootCall {
-            thread: thread::current().id(),
-            ran: FxHashSet::default(),
-        });
+        self.store.lock().calls.begin(FxHashSet::default());
     }
 
     /// Ends the latest call of the module to stop that this thread began.
     pub fn end_call(&self) {
-        let thread = thread::current().id();
-        let mut store = self.store.lock();
-        if let Some(at) = store.calls.iter().rposition(|call| call.thread == thread) {
-            store.calls.remove(at);
-        }
+        self.store.lock().calls.end();
     }
 
     pub fn next_serial(&self) -> u64 {

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, ThreadId};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
+use crate::contexts::calls::Calls;
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::TokenPositions;
 use crate::torch::tensors::{map_tensors, owned};
@@ -141,14 +141,8 @@ pub struct Store {
     pub ran: Vec<usize>,
     pub serial: u64,
     pub bytes: usize,
-    /// In-flight calls of the module to stop.
-    pub calls: Vec<RootCall>,
-}
-
-/// Call that ends once all names have run in it.
-pub struct RootCall {
-    pub thread: ThreadId,
-    pub ran: FxHashSet<usize>,
+    /// Names that ran in the running calls of the module to stop: each ends once all have.
+    pub calls: Calls<FxHashSet<usize>>,
 }
 
 impl Store {
@@ -160,15 +154,15 @@ impl Store {
 
     /// Records that a name ran. Returns true if that ends a call in flight on this thread.
     pub fn ends_call(&mut self, index: usize, names: usize) -> bool {
-        let thread = thread::current().id();
-        let own = self.calls.iter().rposition(|call| call.thread == thread);
-        // On a worker thread of the forward: the name counts for the latest call but ends nothing.
-        let latest = self.calls.len().checked_sub(1);
-        let Some(call) = own.or(latest).map(|at| &mut self.calls[at]) else {
-            return false;
-        };
-        call.ran.insert(index);
-        own.is_some() && call.ran.len() == names
+        if let Some(ran) = self.calls.innermost() {
+            ran.insert(index);
+            return ran.len() == names;
+        }
+        // On a worker thread of the forward: the name counts for its call but ends nothing.
+        if let Some(ran) = self.calls.only() {
+            ran.insert(index);
+        }
+        false
     }
 
     /// Counts `more` bytes in place of `freed` ones, if that stays within the store's budget and

@@ -10,6 +10,7 @@
 //! which.
 
 pub mod activation;
+pub mod calls;
 pub mod current;
 pub mod frame;
 pub mod owners;

@@ -174,12 +174,12 @@ impl Native for PlanGuard {
             ));
         }
         if let Some(positions) = &self.positions {
-            let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
             let request = request_of(turn)?;
             if Membership::positioned(request.as_super().get()) {
                 return Ok(None);
             }
             Membership::begin_call(request.as_super().get(), None);
+            let kwargs = turn.kwargs.map_or_else(|| PyDict::new(py), Bound::clone);
             let arguments = [turn.module, turn.args, &kwargs, request.as_any()];
             invoke::call(positions.bind(py), arguments)?;
         }

@@ -4,12 +4,12 @@ use std::any::Any;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::thread::{ThreadId, current};
 
 use parking_lot::Mutex;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
+use crate::contexts::calls::Calls;
 use crate::contexts::frame::Frame;
 use crate::contexts::slot::Slot;
 use crate::error::rows_error;
@@ -34,28 +34,12 @@ struct State {
     prompts: Arc<[i64]>,
     /// Tokens at the positions of its plan in the calls of its batch.
     masks: Option<Arc<Masks>>,
-    /// Those of the calls of the model that run, inner ones behind outer ones; None until they are
-    /// found. A request may run on several threads at once.
-    calls: Vec<(ThreadId, Option<Arc<Masks>>)>,
+    /// Those of the calls of the model that run; None until they are found.
+    calls: Calls<Option<Arc<Masks>>>,
 }
 
 const SERVED: &str =
     "sites serve the plan of a request: in a batch of theirs it has no hooks of its own";
-
-impl State {
-    /// Index of the innermost call on this thread.
-    fn innermost(&self) -> Option<usize> {
-        let thread = current().id();
-        self.calls.iter().rposition(|(its, _)| *its == thread)
-    }
-
-    /// Index of the innermost call, if all are on one thread: a forward may share its work out.
-    fn only(&self) -> Option<usize> {
-        let (thread, _) = self.calls.first()?;
-        let one = self.calls.iter().all(|(its, _)| its == thread);
-        one.then(|| self.calls.len() - 1)
-    }
-}
 
 impl Membership {
     /// Returns that of a frame that joined a batch before.
@@ -91,7 +75,7 @@ impl Membership {
     /// are known.
     pub fn begin_call(frame: &Frame, masks: Option<Arc<Masks>>) {
         if let Some(membership) = Self::of_any(frame) {
-            membership.0.lock().calls.push((current().id(), masks));
+            membership.0.lock().calls.begin(masks);
         }
     }
 
@@ -99,30 +83,27 @@ impl Membership {
     pub fn set_call(frame: &Frame, masks: Masks) {
         let former = Self::of(frame).and_then(|membership| {
             let mut state = membership.0.lock();
-            let call = state.innermost()?;
-            state.calls[call].1.replace(Arc::new(masks))
+            state.calls.innermost()?.replace(Arc::new(masks))
         });
         drop(former); // runs Python code
     }
 
     /// Ends the innermost call on this thread.
     pub fn end_call(frame: &Frame) {
-        let former = Self::of(frame).and_then(|membership| {
-            let mut state = membership.0.lock();
-            let call = state.innermost()?;
-            state.calls.remove(call).1
-        });
+        let former = Self::of(frame).map(|membership| membership.0.lock().calls.end());
         drop(former); // runs Python code
     }
 
     /// Tokens at the positions of a plan in the running forward; None if they are not known.
     pub fn masks(frame: &Frame) -> Option<Arc<Masks>> {
-        let state = Self::of(frame)?.0.lock();
+        let mut state = Self::of(frame)?.0.lock();
         if state.masks.is_some() {
             return state.masks.clone();
         }
-        let call = state.innermost().or_else(|| state.only())?;
-        state.calls[call].1.clone()
+        if let Some(call) = state.calls.innermost() {
+            return call.clone();
+        }
+        state.calls.only()?.clone()
     }
 
     pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {
