@@ -54,6 +54,9 @@ class RecordedSteps(Recorded):
 
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place: a list of one, if the positions of all are known."""
+        finish(self.collector)
+        if not stale and (joined := self.collector.joined(place)) is not None:
+            return [joined]
         values = super().read(place, stale=stale)
         collected = self.collector.positions(place)[: len(values)]
         known = [each for each in collected if each is not None]

@@ -174,7 +174,7 @@ def test_captures_that_are_missing_or_none(
 def test_captures_are_asked_for_by_a_quoted_id_with_the_token_of_their_answer() -> None:
     """Ids are a server's: one may not lead to another route."""
     asked: list[Any] = []
-    data = packed({"0": torch.ones(2, 3)}, {"0": torch.arange(2)})
+    data = packed({"0": torch.ones(2, 3)}, {"0": [0, 1]})
 
     def answer(request: Any) -> Any:
         asked.append(request)

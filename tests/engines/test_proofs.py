@@ -236,10 +236,9 @@ def test_names_are_kept_and_vectors_spread_over_heads() -> None:
         ["@q.0"],
         ["layers.1.mlp"],
     ]
-    sizes = [size for _, size in front.row_bytes(plan)]
-    assert sizes == [4 * WIDTH] * 5
-    assert front.shaped("@q.0", torch.ones(5, WIDTH)).shape == (5, *HEADS)
-    assert front.shaped("layers.1.mlp", torch.ones(5, WIDTH)).shape == (5, WIDTH)
+    captures = front.captures(plan)
+    assert [each.row_bytes for each in captures] == [4 * WIDTH] * 5
+    assert [each.values[0].heads for each in captures] == [None, None, None, HEADS, None]
 
 
 def test_a_compiled_engine_has_those_at_its_sites() -> None:

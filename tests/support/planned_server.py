@@ -146,7 +146,7 @@ class PlannedServer:
         inline: str | None = None
         if plan is not None:
             acts = {key: act.reshape(-1, act.shape[-1]) for key, act in output.acts.items()}
-            places = {key: torch.arange(len(act)) for key, act in acts.items()}
+            places = {key: [*range(len(act))] for key, act in acts.items()}
             data = packed(acts, places)
             if token is not None:
                 self._captures[name, token] = data

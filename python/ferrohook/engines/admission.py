@@ -99,8 +99,8 @@ class Admission:
         """
         most = prompt_length + new_tokens - 1  # the last token never runs
         size = sum(
-            row * int(wanted(entry.at, prompt_length, most).sum())
-            for entry, row in self._modules.row_bytes(plan)
+            each.row_bytes * int(wanted(each.at, prompt_length, most).sum())
+            for each in self._modules.captures(plan)
         )
         if size > self._options.capture_bytes:
             msg = (

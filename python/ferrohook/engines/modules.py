@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.operations import SUM
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ferrohook.plans import Prepared
+    from ferrohook.plans.positions import At
     from ferrohook.quantity import Quantity
 
 Tokens: TypeAlias = tuple[int, int]
@@ -328,11 +329,10 @@ class ModuleTable:
         quantity = self.quantity(name)
         return self.place_of(name) if quantity is None else quantity.path
 
-    def shaped(self, name: str, rows: Tensor) -> Tensor:
-        """Returns rows of a capture as the quantity has them: heads in a dimension of their own."""
+    def heads_of(self, name: str) -> tuple[int, int] | None:
+        """Returns number and width of the heads of a quantity that has them side by side."""
         quantity = self.quantity(name)
-        heads = None if quantity is None else self.named.heads.get(quantity.name)
-        return rows if heads is None else rows.unflatten(-1, heads)
+        return None if quantity is None else self.named.heads.get(quantity.name)
 
     def quantity_info(self, name: str) -> ModuleInfo:
         """Returns a quantity as a module that returns it."""
@@ -392,15 +392,41 @@ class ModuleTable:
         names = [*self.selected(entry.what)]
         return dataclasses.replace(entry, what=[self.place_of(name) for name in names])
 
-    def row_bytes(self, plan: Plan | Prepared) -> list[tuple[KeepEntry, int]]:
-        """Returns for each capture of a rewritten plan the bytes per token."""
-        sizes = []
+    def captures(self, plan: Plan | Prepared) -> list[Capture]:
+        """Returns the captures of a rewritten plan."""
+        found = []
         for entry in plan.entries:
             if isinstance(entry, KeepEntry):
-                found = self.selected(entry.what)
-                size = sum(_row_bytes(info, name, entry) for name, info in found.items())
-                sizes.append((entry, size))
-        return sizes
+                modules = self.selected(entry.what)
+                values = [
+                    CapturedValue(
+                        entry.name_of(path), entry.name_of(self.place_of(path)), self.heads_of(path)
+                    )
+                    for path in modules
+                ]
+                size = sum(_row_bytes(info, name, entry) for name, info in modules.items())
+                found.append(Capture(entry.at, size, values))
+        return found
+
+
+class CapturedValue(NamedTuple):
+    """A tensor that a request captures."""
+
+    name: str
+    """In the engine's answer."""
+    place: str
+    """In the request's activations."""
+    heads: tuple[int, int] | None
+    """Number and width of heads, which get dimensions of their own."""
+
+
+class Capture(NamedTuple):
+    """An entry of a plan that captures."""
+
+    at: At
+    row_bytes: int
+    """Bytes per token."""
+    values: list[CapturedValue]
 
 
 def _row_bytes(info: ModuleInfo, name: str, entry: KeepEntry) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -199,10 +200,13 @@ class _Results(Mapping[str, Any]):
         parts = []
         for request, ran in self._parts:
             if name in request.acts:
-                rows = [row for row, each in enumerate(request.positions(name)) if each in ran]
+                positions = request.positions(name)
+                rows = slice(*(bisect_left(positions, each) for each in (ran.start, ran.stop)))
                 parts.append(map_tensors(itemgetter(rows), request.acts[name]))
         if not parts:
             raise KeyError(name)
+        if len(parts) == 1:
+            return parts[0]
         leaves = zip(*map(tensors_in, parts), strict=True)
         return map_tensors(lambda _tensor: torch.cat(next(leaves)), parts[-1])
 

@@ -36,7 +36,7 @@ class Captured(NamedTuple):
 
 
 def packed(
-    acts: Mapping[str, Tensor], positions: Mapping[str, Tensor], *, error: str | None = None
+    acts: Mapping[str, Tensor], positions: Mapping[str, list[int]], *, error: str | None = None
 ) -> bytes:
     """Packs captures as safetensors; positions and an error are its metadata."""
     metadata = {"positions": json.dumps({name: spans_of(it) for name, it in positions.items()})}
@@ -77,10 +77,10 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def spans_of(positions: Tensor) -> list[tuple[int, int]]:
+def spans_of(positions: list[int]) -> list[tuple[int, int]]:
     """Returns the runs of sorted positions, as (start, stop)."""
     spans: list[tuple[int, int]] = []
-    for position in positions.tolist():
+    for position in positions:
         if spans and spans[-1][1] == position:
             spans[-1] = spans[-1][0], position + 1
         else:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import torch
 
 from ferrohook.engines.admission import wanted
 from ferrohook.engines.finite import failure, is_finite
 from ferrohook.engines.steps import Span, Step
 from ferrohook.engines.wire import NAME, packed, spans_of
 from ferrohook.errors import HookError
-from ferrohook.plans.entries import HookEntry, KeepEntry
+from ferrohook.plans.entries import HookEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor
 
-    from ferrohook.engines.modules import ModuleTable
+    from ferrohook.engines.modules import Capture, ModuleTable
     from ferrohook.engines.planned import PlannedRequests, Result
     from ferrohook.plans import Plan, Prepared
 
@@ -41,12 +40,17 @@ class Admitted:
     """Of its plan and vectors."""
     prepared: Prepared
     """Its plan, rewritten."""
-    row_bytes: int
-    """Bytes that it captures per token, at most; 0 without a capture."""
+    captures: list[Capture]
+    """Those of the plan; none once nobody wants them."""
     end: int = 0
     """Position behind its last row."""
     tokens: int = 0
     """Tokens that ran."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that it captures per token, at most."""
+        return sum(each.row_bytes for each in self.captures)
 
     @property
     def changes(self) -> bool:
@@ -76,6 +80,9 @@ class EngineWorker:
         self.steps = 0
         """Forwards in which a request with a plan had rows."""
         self._admitted: dict[str, Admitted] = {}
+        self._captures: weakref.WeakKeyDictionary[Prepared, list[Capture]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._spans: list[Span] = []
         self._from_cache: list[str] = []
         """Requests of the settled step that begin with keys and values of others."""
@@ -115,8 +122,10 @@ class EngineWorker:
         prepared = served.planned.plans.find(digest, lambda: served.modules.placed(read()))
         with served.planned.admitting(request_id, prepared):
             pass
-        row_bytes = sum(size for _, size in served.modules.row_bytes(prepared))
-        self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, row_bytes)
+        captures = self._captures.get(prepared)
+        if captures is None:
+            captures = self._captures[prepared] = served.modules.captures(prepared)
+        self._admitted[request_id] = Admitted(key, prompt_length, digest, prepared, captures)
 
     def reconcile(self, live: Collection[str]) -> None:
         """Closes the requests that are not among those that live in the engine."""
@@ -256,28 +265,27 @@ class EngineWorker:
             since: first position that is wanted.
             partial: pack none, instead of the reason, until all ran.
         """
-        modules = self.loaded_model().modules
-        acts, positions = {}, {}
-        for entry in admitted.prepared.entries:
-            if not isinstance(entry, KeepEntry):
-                continue
-            expected = wanted(entry.at, admitted.prompt_length, tokens - 1).nonzero()[:, 0]
-            expected = expected[expected >= since]
-            for path in modules.selected(entry.what):
-                name = entry.name_of(path)
-                place = entry.name_of(modules.place_of(path))
-                found = torch.tensor(result.positions(place), dtype=torch.int64)
-                if len(missing := expected[~torch.isin(expected, found)]):
+        acts: dict[str, Tensor] = {}
+        positions: dict[str, list[int]] = {}
+        for capture in admitted.captures:
+            mask = wanted(capture.at, admitted.prompt_length, tokens - 1)
+            expected = [position for position in mask.nonzero()[:, 0].tolist() if position >= since]
+            for name, place, heads in capture.values:
+                found = result.positions(place)
+                if missing := sorted({*expected}.difference(found)):
                     if result.error is not None:
                         return packed({}, {}, error=reason_of(result.error))
                     if partial:
                         return packed({}, {})
                     error = f"{name!r} never ran for the positions {spans_of(missing)}"
                     return packed({}, {}, error=error)
-                if len(expected):
-                    inside = torch.isin(found, expected)
-                    rows = result.acts[place][inside].cpu().contiguous()
-                    acts[name] = modules.shaped(path, rows)
+                if expected:
+                    rows = result.acts[place]
+                    if found != expected:
+                        inside = {*expected}
+                        rows = rows[[row for row, each in enumerate(found) if each in inside]]
+                    rows = rows.cpu().contiguous()
+                    acts[name] = rows if heads is None else rows.unflatten(-1, heads)
                     positions[name] = expected
         return packed(acts, positions)
 

@@ -316,12 +316,11 @@ class Request(RequestBase, Scope):
         """
         for place, capture in enumerate(self._plan.captures):
             if (index := capture.places.get(name)) is not None:
-                collected = self.collector(place).positions(index)
-                known = [each for each in collected if each is not None]
-                if len(known) < len(collected):
+                tokens = self.collector(place).tokens(index)
+                if tokens is None:
                     msg = f"the positions of {name!r} are not known: give positions to the batch"
                     raise HookError(msg)
-                return sorted({each for calls, _ in known for each in calls if each >= 0})
+                return tokens
         raise not_captured(name, "is not among", self.kept)
 
     @property

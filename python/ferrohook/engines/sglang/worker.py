@@ -371,7 +371,7 @@ class Worker(EngineWorker):
             ended = self.retire(name)
             texts = req.output_ids_through_stop
             aborted = req.finished_reason.to_json()["type"] == "abort"
-            if ended is None or not ended[0].row_bytes or not texts or aborted:
+            if ended is None or not ended[0].captures or not texts or aborted:
                 continue
             try:
                 data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))

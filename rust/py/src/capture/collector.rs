@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
+use crate::capture::joining::Steps;
 use crate::capture::store::{Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot};
 use crate::error;
 use crate::rows::places::TokenPositions;
@@ -146,6 +147,16 @@ impl Collector {
         read.collect()
     }
 
+    /// Tokens of the stored calls of a name as one tensor, in order of position, which is stored in
+    /// place of theirs; None where `values` has to tell.
+    fn joined<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.keep != 1 || !self.merges() {
+            return Ok(None);
+        }
+        let steps = Steps::of(py, &self.store.lock().kept[index]);
+        steps.map_or(Ok(None), |steps| steps.join(index, &self.store))
+    }
+
     /// Positions of the tokens of each of these values, and their dimension, None for a padded row;
     /// None where they are not known.
     fn positions(&self, index: usize) -> Vec<Option<(Vec<i64>, Option<usize>)>> {
@@ -153,6 +164,20 @@ impl Collector {
         let positions = store.kept[index].iter().map(|kept| &kept.positions);
         let found = |it: &TokenPositions| (it.values.iter().map(|at| at.0).collect(), it.dim);
         positions.map(|it| it.as_ref().map(found)).collect()
+    }
+
+    /// Positions of all tokens of these values, in order; None if those of a value are not known.
+    fn tokens(&self, index: usize) -> Option<Vec<i64>> {
+        let store = self.store.lock();
+        let mut found = Vec::new();
+        for kept in &store.kept[index] {
+            let positions = kept.positions.as_ref()?.values.iter();
+            found.extend(positions.map(|at| at.0).filter(|at| *at >= 0));
+        }
+        drop(store);
+        found.sort_unstable();
+        found.dedup();
+        Some(found)
     }
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its

@@ -8,6 +8,7 @@
 //! capture alive.
 
 pub mod collector;
+mod joining;
 pub mod keeping;
 pub mod reading;
 pub mod recorder;

@@ -131,17 +131,25 @@ pub fn owned<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     if fills_its_storage(tensor).unwrap_or(false) {
         return Ok(tensor.clone());
     }
+    // A copy made in inference mode could never be part of a graph.
+    outside_inference(py, || tensor.call_method0(intern!(py, "clone")))
+}
+
+/// Makes a tensor outside of the inference mode that this thread may be in.
+pub fn outside_inference<'py>(
+    py: Python<'py>,
+    make: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let torch = py.import(intern!(py, "torch"))?;
     let inference = torch.call_method0(intern!(py, "is_inference_mode_enabled"))?;
     if !inference.is_truthy()? {
-        return tensor.call_method0(intern!(py, "clone"));
+        return make();
     }
-    // A copy made in inference mode could never be part of a graph.
     let normal = torch.call_method1(intern!(py, "inference_mode"), (false,))?;
     normal.call_method0(intern!(py, "__enter__"))?;
-    let copy = tensor.call_method0(intern!(py, "clone"));
+    let made = make();
     normal.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
-    copy
+    made
 }
 
 /// True if a tensor, of no subclass, has each number of its storage, once. Raises for one of another
