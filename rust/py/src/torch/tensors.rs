@@ -147,9 +147,9 @@ pub fn outside_inference<'py>(
     }
     let normal = torch.call_method1(intern!(py, "inference_mode"), (false,))?;
     normal.call_method0(intern!(py, "__enter__"))?;
-    let made = make();
+    let result = make();
     normal.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
-    made
+    result
 }
 
 /// True if a tensor, of no subclass, has each number of its storage, once. Raises for one of another
