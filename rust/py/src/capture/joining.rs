@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PySlice};
 
 use crate::capture::store::{Kept, KeptRows, KeptTensor, Store};
-use crate::rows::numbers::length;
+use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Position, TokenPositions};
 use crate::torch::facts::Facts;
 use crate::torch::made;
@@ -85,11 +85,7 @@ impl<'py> Steps<'py> {
         let joined = outside_inference(py, || {
             let torch = py.import(intern!(py, "torch"))?;
             let tensors = PyList::new(py, tensors)?;
-            let joined = torch.call_method1(intern!(py, "cat"), (tensors, self.dim))?;
-            match self.dim {
-                0 => Ok(joined),
-                _ => joined.call_method1(intern!(py, "squeeze"), (0,)),
-            }
+            torch.call_method1(intern!(py, "cat"), (tensors,))
         })?;
         // Dropped after the lock is released: destructors of tensors run code.
         let _former = self.replace(index, store, &joined);
@@ -132,10 +128,11 @@ impl<'py> Steps<'py> {
 }
 
 impl<'py> Step<'py> {
-    /// Returns the tensor of the tokens alone, which may share memory with others; None if it has not
-    /// one for each position, or was changed in place.
+    /// Returns a tensor of (tokens, ...), which may share memory with others; None if it has not one for
+    /// each position, or was changed in place.
     fn of_tokens(&self, dim: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
         let tensor = &self.tensor;
+        let py = tensor.py();
         let size = self.rows.as_ref().map_or(self.tokens, |rows| rows.size);
         let one_row = || PyResult::Ok(dim == 1 && length(tensor, 0)? == Some(1));
         if !Facts::is_plain(tensor)?
@@ -150,15 +147,24 @@ impl<'py> Step<'py> {
             return Ok(None);
         }
         made::read(tensor)?;
+        let tensor = match dim {
+            0 => tensor.clone(),
+            _ => tensor.get_item(0)?,
+        };
         let Some(KeptRows { rows, .. }) = &self.rows else {
-            return Ok(Some(tensor.clone()));
+            return Ok(Some(tensor));
         };
         if rows.len() != self.tokens {
             return Ok(None);
         }
-        if rows.all(size) {
-            return Ok(Some(tensor.clone()));
+        match rows {
+            rows if rows.all(size) => Ok(Some(tensor)),
+            // Two thirds of the time of `narrow`.
+            Rows::Range { start, length } => {
+                let [start, end] = [*start, start + length].map(isize::try_from);
+                tensor.get_item(PySlice::new(py, start?, end?, 1)).map(Some)
+            }
+            Rows::Index(_) => rows.narrow(&tensor, 0).map(Some),
         }
-        rows.narrow(tensor, dim).map(Some)
     }
 }
