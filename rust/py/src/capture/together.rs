@@ -170,7 +170,7 @@ impl<'py> Stored<'py> {
                 kept = kept.call_method0(intern!(py, "detach"))?;
             }
             let covered = shared.covers(tensor)?;
-            if selected && covered {
+            if selected && covered && !rows.all(shared.size) {
                 kept = rows.narrow(&kept, shared.dim)?;
             }
             if selected && !(covered && rows.copies()) {
