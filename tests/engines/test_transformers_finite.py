@@ -122,12 +122,12 @@ CASES = list(itertools.product(CONFIGS, HOOKS, SETTINGS, DTYPES))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """By day one dtype for each of the others, another one for the next."""
+    """By day one room and dtype for each model and hook, others for the next."""
     if "case" in metafunc.fixturenames:
         cases = (
             CASES
             if by_day.every_case
-            else [CASES[3 * each + each % 3] for each in range(len(CASES) // 3)]
+            else [CASES[6 * each + each % 6] for each in range(len(CASES) // 6)]
         )
         metafunc.parametrize("case", cases, ids=map("-".join, cases))
 
