@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.by_day import by_day
 from support.interpreters import assert_ends_well, run_with_torch
 
 FIRST_CALLS = {
@@ -68,8 +69,10 @@ def call():
 }
 
 # Each child makes the call at another run of the garbage collector, up to the last that a first
-# call has.
-AT_EACH_COLLECTION = """
+# call has; the later ones, which are alike, further apart.
+AT_EACH_COLLECTION = (
+    f"apart = {by_day(3, of=8)}"
+    """
 import signal, traceback
 class Litter:
     def __init__(self):
@@ -91,7 +94,7 @@ first_call, collections, wanted = False, 0, 0
 MORE = 9
 status = MORE
 while status == MORE:
-    wanted += 1 + wanted // 8
+    wanted += 1 + wanted // apart
     if not (child := os.fork()):
         signal.alarm(30)
         gc.collect()
@@ -105,6 +108,7 @@ while status == MORE:
     assert status in {0, MORE}, (status, wanted)
 assert wanted > 1
 """
+)
 
 
 @pytest.mark.collects_at_once
@@ -136,7 +140,7 @@ assert interrupts
 @pytest.mark.collects_at_once
 def test_a_finaliser_may_enter_a_scope_while_another_is_entered() -> None:
     # CPython 3.11 collects garbage in the allocations of `PyContextVar_Set`, which this code walks.
-    code = """
+    code = f"""
 class Litter:
     def __init__(self):
         self.me = self
@@ -148,7 +152,7 @@ class Litter:
 littering = True
 Litter()
 gc.set_threshold(1)
-for entering in range(100):
+for entering in range({by_day(36, of=100)}):
     scope = fh.scope()
     gc.collect()
     more = [[] for _ in range(entering % 12)]
