@@ -7,10 +7,8 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 STAMP := $(shell date -u +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
-# One core per test process: the models are too small for more. One process more than cores, as some
-# tests wait for servers, for half a minute or more.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count(), 3) + 1)')
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# One core per test process: the models are too small for more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo service test batches quantities lint bench figures plots load loom free-threaded oldest interpreters vllm sglang cuda fake-cuda ecosystem release workflow docs build format clean rivals
