@@ -108,7 +108,13 @@ class Mix:
 
     def switch(self) -> None:
         choose = random.Random(0)  # noqa: S311 (not for cryptography)
-        for _ in range(self.SWITCHES):
+        half, end = THREADS * self.CALLS // 2, time.monotonic() + LIMIT
+        done = 0
+        # On a busy machine it may be through before the others have begun.
+        while done < self.SWITCHES or (
+            self.stay_handles[0].calls < half and time.monotonic() < end
+        ):
+            done += 1
             place = choose.randrange(len(self.switched))
             handle, probe = self.switched_handles[place], self.switched[place]
             if handle.enabled:
