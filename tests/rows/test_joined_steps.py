@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -92,6 +92,20 @@ def test_a_stale_step_is_told(model: nn.Sequential) -> None:
     for _ in range(2):
         with pytest.raises(fh.StaleActivationError):
             request.acts["0"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("copy", ["checked", "clone", "ref"])
+def test_a_reader_that_writes_is_told(model: nn.Sequential, steps: int, copy: Any) -> None:
+    request = fh.Plan(fh.keep("0", copy=copy)).prepare(model).open()
+    for at in range(steps):
+        step(model, request, torch.randn(1, WIDTH), at)
+    request.acts["0"].add_(1)
+    if copy == "checked":
+        with pytest.raises(fh.StaleActivationError):
+            request.acts["0"]
+    else:
+        assert len(request.acts["0"]) == steps
 
 
 def test_what_is_joined_in_inference_mode_can_be_part_of_a_graph(model: nn.Sequential) -> None:

@@ -140,7 +140,7 @@ impl Collector {
         tensors.iter().try_for_each(made::read)?;
         let read = values.iter().map(|view| {
             if view.shared && !stale {
-                return view.owned(index, &self.store);
+                return view.owned(index, &self.store, self.checks());
             }
             view.narrowed()
         });
@@ -154,7 +154,8 @@ impl Collector {
             return Ok(None);
         }
         let steps = Steps::of(py, &self.store.lock().kept[index]);
-        steps.map_or(Ok(None), |steps| steps.join(index, &self.store))
+        let join = |steps: Steps<'py>| steps.join(index, &self.store, self.checks());
+        steps.map_or(Ok(None), join)
     }
 
     /// Positions of the tokens of each of these values, and their dimension, None for a padded row;

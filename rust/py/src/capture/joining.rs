@@ -66,8 +66,14 @@ impl<'py> Steps<'py> {
     }
 
     /// Joins them, and stores the result in place of theirs: it is made once, and the tensors of the
-    /// batches are released. None if a tensor is not as it was stored.
-    pub fn join(self, index: usize, store: &Mutex<Store>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// batches are released. None if a tensor is not as it was stored; `checks`: reading it again checks
+    /// that too.
+    pub fn join(
+        self,
+        index: usize,
+        store: &Mutex<Store>,
+        checks: bool,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = self.parts[0].tensor.py();
         let mut tensors = Vec::with_capacity(self.parts.len());
         for step in &self.parts {
@@ -88,17 +94,12 @@ impl<'py> Steps<'py> {
             torch.call_method1(intern!(py, "cat"), (tensors,))
         })?;
         // Dropped after the lock is released: destructors of tensors run code.
-        let _former = self.replace(index, store, &joined);
+        let _former = self.replace(index, store, KeptTensor::copied(&joined, checks)?);
         Ok(Some(joined))
     }
 
     /// Stores one tensor in place of those of the steps, if these are stored still. Returns them.
-    fn replace(
-        self,
-        index: usize,
-        store: &Mutex<Store>,
-        joined: &Bound<'_, PyAny>,
-    ) -> Option<Vec<Kept>> {
+    fn replace(self, index: usize, store: &Mutex<Store>, joined: KeptTensor) -> Option<Vec<Kept>> {
         let mut store = store.lock();
         let calls = &mut store.kept[index];
         let stored = calls.iter().zip(&self.parts);
@@ -109,12 +110,8 @@ impl<'py> Steps<'py> {
         let former = calls.drain(..self.parts.len()).collect();
         calls.push_front(Kept {
             serial: 0, // for gradients, which a request in a batch has none of
-            value: joined.clone().unbind(),
-            tensors: vec![KeptTensor {
-                value: joined.clone().unbind(),
-                version: None, // nobody else can write to it
-                gradient: None,
-            }],
+            value: joined.value.clone_ref(self.parts[0].tensor.py()),
+            tensors: vec![joined],
             bytes: self.bytes,
             shared: false,
             rows: None,

@@ -10,13 +10,30 @@ use rustc_hash::FxHashSet;
 use crate::contexts::calls::Calls;
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::TokenPositions;
-use crate::torch::tensors::{map_tensors, owned};
+use crate::torch::tensors::{map_tensors, owned, version_if_any};
 
 /// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
     pub value: Py<PyAny>,
     pub version: Option<i64>,
     pub gradient: Option<Gradient>,
+}
+
+impl KeptTensor {
+    /// A copy that shares memory with nobody; `checks`: only its readers can write to it, and reading
+    /// it again tells.
+    pub fn copied(tensor: &Bound<'_, PyAny>, checks: bool) -> PyResult<Self> {
+        let version = if checks {
+            version_if_any(tensor)?
+        } else {
+            None
+        };
+        Ok(Self {
+            value: tensor.clone().unbind(),
+            version,
+            gradient: None,
+        })
+    }
 }
 
 pub struct Gradient {
@@ -102,15 +119,16 @@ impl<'py> View<'py> {
 
     /// Copies the rows, so that they share memory with nobody, and stores the copy in place of the
     /// value: it is made once, and the tensor of the batch is released.
-    pub fn owned(&self, index: usize, store: &Mutex<Store>) -> PyResult<Bound<'py, PyAny>> {
+    pub fn owned(
+        &self,
+        index: usize,
+        store: &Mutex<Store>,
+        checks: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let mut tensors = Vec::new();
         let copy = map_tensors(&self.narrowed()?, &mut |tensor| {
             let value = owned(tensor)?;
-            tensors.push(KeptTensor {
-                value: value.clone().unbind(),
-                version: None, // nobody else can write to it
-                gradient: None,
-            });
+            tensors.push(KeptTensor::copied(&value, checks)?);
             Ok(value)
         })?;
         // Dropped after the lock is released: destructors of tensors run code.
