@@ -11,7 +11,6 @@ use crate::capture::store::{Kept, KeptRows, KeptTensor, Store};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Position, TokenPositions};
 use crate::torch::facts::Facts;
-use crate::torch::made;
 use crate::torch::tensors::{outside_inference, version};
 
 /// Values of the steps of a name: tensors with a row for each token, later ones behind earlier ones.
@@ -126,7 +125,7 @@ impl<'py> Steps<'py> {
 
 impl<'py> Step<'py> {
     /// Returns a tensor of (tokens, ...), which may share memory with others; None if it has not one for
-    /// each position, or was changed in place.
+    /// each position, was changed in place, or is on a GPU.
     fn of_tokens(&self, dim: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
         let tensor = &self.tensor;
         let py = tensor.py();
@@ -143,7 +142,10 @@ impl<'py> Step<'py> {
         {
             return Ok(None);
         }
-        made::read(tensor)?;
+        // On a GPU readers on other streams would have to wait for what is made here.
+        if tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
+            return Ok(None);
+        }
         let tensor = match dim {
             0 => tensor.clone(),
             _ => tensor.get_item(0)?,
