@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,9 @@ def wrong_calls(model: Any, called: Any, rounds: int = 100) -> list[str]:
             if not all(same(a, b) for a, b in zip(given, wanted, strict=True)):
                 wrong.append(f"thread {number}, call {place}: {list(output)}")
 
-    in_threads(4, run)
+    # Settings of Dynamo, as its limit of recompilations, are the context's since torch 2.15.
+    contexts = [contextvars.copy_context() for _ in inputs]
+    in_threads(4, lambda number: contexts[number].run(run, number))
     return wrong
 
 
