@@ -27,7 +27,7 @@ test: build $(VENV)/test $(VENV)/models $(VENV)/notebook $(VENV)/service $(VENV)
 	script/embedded
 	$(PYTEST)
 
-batches: build $(VENV)/test $(VENV)/models $(VENV)/oracle ## 5,000 random batches, and the tests that do a part by day whole, six minutes on two cores
+batches: build $(VENV)/test $(VENV)/models $(VENV)/oracle $(VENV)/ray ## 5,000 random batches, and the tests that do a part by day whole, six minutes on two cores
 	$(PYTEST) --requests 5000 tests/rows/test_rows_machine.py
 	$(PYTEST) --every-case $$(grep -rl --include='test_*.py' by_day tests)
 
