@@ -41,11 +41,13 @@ class Admitted:
     prepared: Prepared
     """Its plan, rewritten."""
     captures: list[Capture]
-    """Those of the plan; none once nobody wants them."""
+    """Those of the plan."""
     end: int = 0
     """Position behind its last row."""
     tokens: int = 0
     """Tokens that ran."""
+    taken: bool = False
+    """True once its client has its captures: nothing is kept of it."""
 
     @property
     def row_bytes(self) -> int:
@@ -270,9 +272,10 @@ class EngineWorker:
         for capture in admitted.captures:
             mask = wanted(capture.at, admitted.prompt_length, tokens - 1)
             expected = [position for position in mask.nonzero()[:, 0].tolist() if position >= since]
+            inside = {*expected}
             for name, place, heads in capture.values:
                 found = result.positions(place)
-                if missing := sorted({*expected}.difference(found)):
+                if missing := sorted(inside.difference(found)):
                     if result.error is not None:
                         return packed({}, {}, error=reason_of(result.error))
                     if partial:
@@ -282,7 +285,6 @@ class EngineWorker:
                 if expected:
                     rows = result.acts[place]
                     if found != expected:
-                        inside = {*expected}
                         rows = rows[[row for row, each in enumerate(found) if each in inside]]
                     rows = rows.cpu().contiguous()
                     acts[name] = rows if heads is None else rows.unflatten(-1, heads)

@@ -216,7 +216,7 @@ class Worker(EngineWorker):
     def retire(self, request_id: str) -> tuple[Admitted, Result] | None:
         """Closes a request, and keeps what it captured for its client."""
         ended = super().retire(request_id)
-        if ended is not None and ended[0].captures:
+        if ended is not None and ended[0].captures and not ended[0].taken:
             # Not that of the activations, which are put together as they are read.
             self._keep(_Finished(*ended, ended[0].row_bytes * ended[0].tokens))
         return ended
@@ -321,11 +321,9 @@ class Worker(EngineWorker):
         if found is None:
             missing = "the captures of the request are not there"
             return packed({}, {}, error=_DROPPED if key in self._dropped else missing)
-        try:
-            return self.packed_captures(*found, tokens, since=since)
-        finally:
-            # The runner may run it once more, and others read what that writes: its plan stays.
-            found[0].captures = []  # nothing is kept of it
+        # The runner may run it once more, and others read what that writes: its plan stays.
+        found[0].taken = True
+        return self.packed_captures(*found, tokens, since=since)
 
     def peek(self, key: str, tokens: int, since: int) -> bytes:
         """Returns captures of a request as `take` does, and keeps them; none until all ran.
