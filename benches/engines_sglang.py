@@ -75,7 +75,7 @@ def without(local: Any) -> Iterator[None]:
 
 def measure(local: Any, plans: list[Any]) -> float:
     """Returns the CPU seconds of the steps that serve requests with these plans."""
-    from support.sglang_engine import request  # noqa: PLC0415
+    from support.sglang_engine import answers, request  # noqa: PLC0415
 
     local.scheduler.flush_cache()
     params = {"ignore_eos": True}
@@ -84,9 +84,9 @@ def measure(local: Any, plans: list[Any]) -> float:
         for number, (prompt, text) in enumerate(requests_of(plans))
     ]
     begin = time.process_time()
-    found = local.run([asked])
+    local.serve([asked])
     spent = time.process_time() - begin
-    if any(len(each["tokens"]) != NEW for each in found.values()):
+    if any(len(each["tokens"]) != NEW for each in answers(local.sent).values()):
         msg = "a request was cut short"
         raise RuntimeError(msg)
     return spent

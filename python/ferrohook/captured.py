@@ -42,6 +42,9 @@ class Recorded(NamedTuple):
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the values of a place, the oldest first."""
         finish(self.collector)
+        return self._values(place, stale=stale)
+
+    def _values(self, place: int, *, stale: bool) -> list[Any]:
         values = self.collector.values(place, stale=stale)
         self.copies.finish()
         return values
@@ -57,7 +60,7 @@ class RecordedSteps(Recorded):
         finish(self.collector)
         if not stale and (joined := self.collector.joined(place)) is not None:
             return [joined]
-        values = super().read(place, stale=stale)
+        values = self._values(place, stale=stale)
         collected = self.collector.positions(place)[: len(values)]
         known = [each for each in collected if each is not None]
         if not values or len(known) < len(values):

@@ -279,6 +279,27 @@ def test_results_are_read_on_another_stream(models: Models, options: dict[str, A
     assert torch.allclose(got.cpu(), expected.repeat(2, 1), 0.02, 0.02)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["no positions", "a step", "two steps"])
+def test_a_result_is_read_on_several_streams(models: Models, steps: int) -> None:
+    """What the first reader makes of it is kept for the others."""
+    prepared = fh.Plan(fh.keep("0")).prepare(models.gpu)
+    request, other = prepared.open(), prepared.open()
+    rows = {other: slice(0, 4), request: slice(4, ROWS)}
+    for step in range(max(1, steps)):
+        positions = torch.tensor([*range(4 * step, 4 * step + 4), 2 * step, 2 * step + 1])
+        with fh.batch(rows, positions=positions if steps else None):
+            models.gpu(models.x)
+    torch.cuda.synchronize()
+    for stream in (streams := apart()):
+        with torch.cuda.stream(stream):
+            got = request.acts["0"]
+    with torch.cuda.stream(streams[1]):
+        got = got.cpu()
+    assert close(got, models.by_hand()[0][4:].repeat(max(1, steps), 1))
+    again = request.acts["0"], request.acts["0"]
+    assert again[0].data_ptr() == again[1].data_ptr()
+
+
 @pytest.mark.parametrize("keep", ["kept by a plan", "captured"])
 def test_copies_to_the_host_leave_a_side_stream(models: Models, keep: str) -> None:
     side = torch.cuda.Stream()

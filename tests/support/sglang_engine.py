@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
+from ferrohook.engines.sglang.front_end import as_text
 from ferrohook.engines.wire import FIELD, NAME
 from support.quantity_plans import NEW
 from support.serving import Answer, Arrivals
@@ -85,11 +86,15 @@ class Local:
         Args:
             feed: what comes in before each step.
         """
+        self.serve(feed)
+        return answers(self.sent)
+
+    def serve(self, feed: Iterable[Iterable[Any]]) -> None:
+        """Serves requests until all are answered in `sent`: what the scheduler's process does."""
         self._feed = iter(feed)
         self.sent.clear()
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
-        return answers(self.sent)
 
     @property
     def worker(self) -> Worker:
@@ -146,9 +151,8 @@ def answers(sent: Iterable[Any]) -> dict[str, Any]:
             answer["tokens"] += each.output_ids[place]
             answer["finish"] = each.finished_reasons[place]
             answer["cached"] = each.cached_tokens[place]
-            for part in info.get(FIELD, {place: ()})[place]:
-                if part is not None:
-                    answer[FIELD] = part
+            if (text := as_text(info.get(FIELD, {place: ()})[place])) is not None:
+                answer[FIELD] = text
     return found
 
 

@@ -185,8 +185,7 @@ class Worker(EngineWorker):
             if not (req.customized_info or {}).get(FIELD):
                 msg = f"the self-test failed: {req.finished_reason}"
                 raise HookError(msg)
-            data = base64.b64decode(req.customized_info[FIELD][-1])
-            found.append(unpacked(data).acts)
+            found.append(unpacked(req.customized_info[FIELD][-1]).acts)
         return found
 
     def _run_alone(self) -> None:
@@ -377,7 +376,7 @@ class Worker(EngineWorker):
                 data = self.packed_captures(*ended, len(req.origin_input_ids) + len(texts))
             except Exception as error:  # noqa: BLE001 (the request's failure: the engine goes on)
                 data = packed({}, {}, error=reason_of(error))
-            parts = [None] * (len(texts) - 1) + [base64.b64encode(data).decode()]
+            parts = [None] * (len(texts) - 1) + [data]
             req.customized_info = {**(req.customized_info or {}), FIELD: parts}
 
 

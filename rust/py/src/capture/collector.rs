@@ -16,7 +16,6 @@ use crate::capture::store::{Budget, Gradient, Kept, KeptTensor, OverBudget, Stor
 use crate::error;
 use crate::rows::places::TokenPositions;
 use crate::torch;
-use crate::torch::made;
 use crate::torch::tensors::{requires_grad, version};
 
 /// Protection of a captured tensor against later changes in place.
@@ -112,21 +111,16 @@ impl Collector {
         index: usize,
         stale: bool,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let mut versions = Vec::new();
-        let mut tensors = Vec::new();
-        let values = {
+        let (tensors, values) = {
             let store = self.store.lock();
             let kept = &store.kept[index];
-            for each in kept.iter().flat_map(|kept| &kept.tensors) {
-                tensors.push(each.value.bind(py).clone());
-                if !stale && let Some(version) = each.version {
-                    versions.push((each.value.bind(py).clone(), version));
-                }
-            }
-            kept.iter().map(|kept| kept.view(py)).collect::<Vec<_>>()
+            let tensors = kept.iter().flat_map(|kept| &kept.tensors);
+            let tensors: Vec<_> = tensors.map(|each| each.stored(py)).collect();
+            let values: Vec<_> = kept.iter().map(|kept| kept.view(py)).collect();
+            (tensors, values)
         };
-        for (tensor, captured) in versions {
-            if version(&tensor)? != captured {
+        for tensor in tensors {
+            if !stale && !tensor.is_current()? {
                 return Err(error::stale_activation(
                     py,
                     format!(
@@ -136,8 +130,8 @@ impl Collector {
                     ),
                 ));
             }
+            tensor.begin_read()?;
         }
-        tensors.iter().try_for_each(made::read)?;
         let read = values.iter().map(|view| {
             if view.shared && !stale {
                 return view.owned(index, &self.store, self.checks());
@@ -251,26 +245,22 @@ impl Collector {
         if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let (tensor, captured) = {
+        let tensor = {
             let store = self.store.lock();
             let Some(kept) = store.kept[index].back() else {
                 return Ok(None);
             };
             let whole = !kept.shared && kept.rows.is_none() && kept.positions.is_none();
             match &*kept.tensors {
-                [only] if whole && only.value.is(&kept.value) => {
-                    (only.value.bind(py).clone(), only.version)
-                }
+                [only] if whole && only.value.is(&kept.value) => only.stored(py),
                 _ => return Ok(None),
             }
         };
-        if let Some(captured) = captured
-            && version(&tensor)? != captured
-        {
+        if !tensor.is_current()? {
             return Ok(None);
         }
-        made::read(&tensor)?;
-        Ok(Some(tensor))
+        tensor.begin_read()?;
+        Ok(Some(tensor.value))
     }
 
     /// True if all names have run.

@@ -7,11 +7,11 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice};
 
-use crate::capture::store::{Kept, KeptRows, KeptTensor, Store};
+use crate::capture::store::{Kept, KeptRows, KeptTensor, Store, StoredTensor};
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::{Position, TokenPositions};
 use crate::torch::facts::Facts;
-use crate::torch::tensors::{outside_inference, version};
+use crate::torch::tensors::outside_inference;
 
 /// Values of the steps of a name: tensors with a row for each token, later ones behind earlier ones.
 pub struct Steps<'py> {
@@ -23,8 +23,7 @@ pub struct Steps<'py> {
 }
 
 struct Step<'py> {
-    tensor: Bound<'py, PyAny>,
-    version: Option<i64>,
+    tensor: StoredTensor<'py>,
     rows: Option<KeptRows>,
     tokens: usize,
     shared: bool,
@@ -52,8 +51,7 @@ impl<'py> Steps<'py> {
             found.positions.extend_from_slice(&positions.values);
             found.bytes += kept.bytes;
             found.parts.push(Step {
-                tensor: tensor.value.bind(py).clone(),
-                version: tensor.version,
+                tensor: tensor.stored(py),
                 rows: kept.rows.clone(),
                 tokens: positions.values.len(),
                 shared: kept.shared,
@@ -73,7 +71,7 @@ impl<'py> Steps<'py> {
         store: &Mutex<Store>,
         checks: bool,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = self.parts[0].tensor.py();
+        let py = self.parts[0].tensor.value.py();
         let mut tensors = Vec::with_capacity(self.parts.len());
         for step in &self.parts {
             let Some(tensor) = step.of_tokens(self.dim)? else {
@@ -92,8 +90,10 @@ impl<'py> Steps<'py> {
             let tensors = PyList::new(py, tensors)?;
             torch.call_method1(intern!(py, "cat"), (tensors,))
         })?;
-        // Dropped after the lock is released: destructors of tensors run code.
-        let _former = self.replace(index, store, KeptTensor::copied(&joined, checks)?);
+        if let Some(copy) = KeptTensor::copied(&joined, checks)? {
+            // Dropped after the lock is released: destructors of tensors run code.
+            let _former = self.replace(index, store, copy);
+        }
         Ok(Some(joined))
     }
 
@@ -102,14 +102,14 @@ impl<'py> Steps<'py> {
         let mut store = store.lock();
         let calls = &mut store.kept[index];
         let stored = calls.iter().zip(&self.parts);
-        let same = stored.filter(|(kept, step)| kept.value.is(&step.tensor));
+        let same = stored.filter(|(kept, step)| kept.value.is(&step.tensor.value));
         if same.count() < self.parts.len() {
             return None;
         }
         let former = calls.drain(..self.parts.len()).collect();
         calls.push_front(Kept {
             serial: 0, // for gradients, which a request in a batch has none of
-            value: joined.value.clone_ref(self.parts[0].tensor.py()),
+            value: joined.value.clone_ref(self.parts[0].tensor.value.py()),
             tensors: vec![joined],
             bytes: self.bytes,
             shared: false,
@@ -125,9 +125,9 @@ impl<'py> Steps<'py> {
 
 impl<'py> Step<'py> {
     /// Returns a tensor of (tokens, ...), which may share memory with others; None if it has not one for
-    /// each position, was changed in place, or is on a GPU.
+    /// each position, or was changed in place.
     fn of_tokens(&self, dim: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let tensor = &self.tensor;
+        let tensor = &self.tensor.value;
         let py = tensor.py();
         let size = self.rows.as_ref().map_or(self.tokens, |rows| rows.size);
         let one_row = || PyResult::Ok(dim == 1 && length(tensor, 0)? == Some(1));
@@ -137,15 +137,10 @@ impl<'py> Step<'py> {
         {
             return Ok(None);
         }
-        if let Some(stored) = self.version
-            && version(tensor)? != stored
-        {
+        if !self.tensor.is_current()? {
             return Ok(None);
         }
-        // On a GPU readers on other streams would have to wait for what is made here.
-        if tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
-            return Ok(None);
-        }
+        self.tensor.begin_read()?;
         let tensor = match dim {
             0 => tensor.clone(),
             _ => tensor.get_item(0)?,

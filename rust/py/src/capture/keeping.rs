@@ -7,6 +7,7 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
 use crate::rows::places::TokenPositions;
+use crate::torch::made::Order;
 use crate::torch::tensors::{map_tensors, owned, requires_grad};
 
 /// Stores `value` under a name; `shared`: its tensors may be views of those of a whole batch.
@@ -83,6 +84,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
             value: kept.clone().unbind(),
             version,
             gradient: None,
+            order: Order::Any,
         });
         Ok(kept)
     }

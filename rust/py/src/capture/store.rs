@@ -5,34 +5,74 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use rustc_hash::FxHashSet;
 
 use crate::contexts::calls::Calls;
 use crate::rows::numbers::{Rows, length};
 use crate::rows::places::TokenPositions;
-use crate::torch::tensors::{map_tensors, owned, version_if_any};
+use crate::torch::made::{self, Order};
+use crate::torch::tensors::{map_tensors, owned, version, version_if_any};
 
 /// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
     pub value: Py<PyAny>,
     pub version: Option<i64>,
     pub gradient: Option<Gradient>,
+    /// For readers on other streams, of what one of them made; the others know of the call.
+    pub order: Order,
 }
 
 impl KeptTensor {
-    /// A copy that shares memory with nobody; `checks`: only its readers can write to it, and reading
-    /// it again tells.
-    pub fn copied(tensor: &Bound<'_, PyAny>, checks: bool) -> PyResult<Self> {
+    /// A copy that a reader made just now, and that shares memory with nobody; `checks`: only its
+    /// readers can write to it, and reading it again tells. None if no later reader may have it.
+    pub fn copied(tensor: &Bound<'_, PyAny>, checks: bool) -> PyResult<Option<Self>> {
+        let Some(order) = Order::of(&PyTuple::new(tensor.py(), [tensor])?)? else {
+            return Ok(None);
+        };
         let version = if checks {
             version_if_any(tensor)?
         } else {
             None
         };
-        Ok(Self {
+        Ok(Some(Self {
             value: tensor.clone().unbind(),
             version,
             gradient: None,
+            order,
+        }))
+    }
+
+    /// Returns what is read of it.
+    pub fn stored<'py>(&self, py: Python<'py>) -> StoredTensor<'py> {
+        StoredTensor {
+            value: self.value.bind(py).clone(),
+            version: self.version,
+            order: self.order.clone_ref(py),
+        }
+    }
+}
+
+/// A stored tensor on its way to a reader.
+pub struct StoredTensor<'py> {
+    pub value: Bound<'py, PyAny>,
+    version: Option<i64>,
+    order: Order,
+}
+
+impl StoredTensor<'_> {
+    /// True if it was not changed in place since.
+    pub fn is_current(&self) -> PyResult<bool> {
+        Ok(match self.version {
+            Some(stored) => version(&self.value)? == stored,
+            None => true,
         })
+    }
+
+    /// Orders the current stream, which is about to read it, among those of its GPU.
+    pub fn begin_read(&self) -> PyResult<()> {
+        self.order.begin_use(self.value.py())?;
+        made::read(&self.value)
     }
 }
 
@@ -131,6 +171,9 @@ impl<'py> View<'py> {
             tensors.push(KeptTensor::copied(&value, checks)?);
             Ok(value)
         })?;
+        let Some(tensors) = tensors.into_iter().collect() else {
+            return Ok(copy);
+        };
         // Dropped after the lock is released: destructors of tensors run code.
         let _former = {
             let mut store = store.lock();

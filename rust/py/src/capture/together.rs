@@ -18,6 +18,7 @@ use crate::rows::merging::{
 };
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::{TokenPositions, Tokens};
+use crate::torch::made::Order;
 use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, version_if_any};
 
 /// Recorders of some members.
@@ -208,6 +209,7 @@ impl<'py> Stored<'py> {
             value: tensor.clone().unbind(),
             version: version.filter(|_| checks),
             gradient: None,
+            order: Order::Any,
         });
         Kept {
             serial: 0, // for gradients, which a request in a batch has none of
