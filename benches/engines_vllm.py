@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**28}
-COMPILED = {"no plans": "plain", "all steered in all layers": "steered"}
+COMPILED = ("no plans", "all steered in all layers", "the same, to the engine with no plans")
 SEAMS = ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")
 
 
@@ -55,7 +55,7 @@ def print_compiled(folder: Path, pairs: int, rounds: int = 5) -> None:
     """Prints ratios of compiled engines with sites to ones without ferrohook, by turns.
 
     A process as a whole is up to a tenth faster or slower than its twin, so there are several
-    pairs, and a ratio is the median of a pair's rounds.
+    pairs, and a ratio is the median of a pair's rounds. The last one is of one process.
     """
     env = {"VLLM_CPU_CI_ENV": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"}
     module = "benches.engines_vllm"
@@ -73,11 +73,12 @@ def print_compiled(folder: Path, pairs: int, rounds: int = 5) -> None:
 
 
 def compare_pair(plain: Child, sites: Child, requests: int, rounds: int) -> list[float]:
-    """Returns the median ratio of each kind of `COMPILED`."""
+    """Returns the medians of the ratios of `COMPILED`."""
     ratios = []
     for _ in range(1 + rounds):  # the first is a warm-up
         without = plain.ask(f"{requests} plain")
-        ratios.append([sites.ask(f"{requests} {kind}") / without for kind in COMPILED.values()])
+        idle, steered = (sites.ask(f"{requests} {kind}") for kind in ("plain", "steered"))
+        ratios.append([idle / without, steered / without, steered / idle])
     return [statistics.median(column) for column in zip(*ratios[1:], strict=True)]
 
 

@@ -1,7 +1,7 @@
 """The operators of sites, for graphs that are compiled or replayed: `steer` and `tap`.
 
 They read tables whose contents alone change between calls. On the CPU, where their kernels run in
-each call, a call that the site does not serve passes through.
+each call, these ask the site, and a call that it does not serve passes through.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Site(Protocol):
         """Orders kernels on a GPU behind the writes to the tables."""
         ...
 
+    index: Tensor
+    """Rows of the table for those of the batch, on the CPU."""
+    calls: int
+    """Calls that it served on the CPU, and their rows, as `calls_of` reads them."""
+
     def serves(self, x: Tensor) -> bool:
         """Returns True for the output of a call that it serves."""
         ...
@@ -47,15 +52,6 @@ _SITES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def assign(rows: Tensor, site: Site) -> None:
     """Makes `site` the one of a row of the tables, of `steer` or `tap`."""
     _SITES[rows.data_ptr()] = site
-
-
-def _site(x: Tensor, rows: Tensor) -> Site | None:
-    """Returns the site that a call on the CPU asks."""
-    site = _SITES.get(rows.data_ptr())
-    if site is None or x.is_cpu:
-        return site
-    site.use()
-    return None
 
 
 def calls_of(count: int) -> tuple[int, int]:
@@ -79,15 +75,19 @@ def misfit(x: Tensor, table: Tensor, dim: int) -> str | None:
 
 
 def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
-    site = _site(x, index)
-    if site is not None:
-        if not site.serves(x):
+    site, shape = _SITES.get(index.data_ptr()), x.shape
+    if x.is_cpu:
+        if site is None or not site.serves(x):
             return x.clone()
-    elif (reason := misfit(x, table, dim)) is not None:
-        msg = f"a site got {reason}"
-        raise HookTypeError(msg)
-    shape = x.shape
-    rows = table.index_select(0, index[: shape[dim]])
+        index = site.index
+    else:
+        if site is not None:
+            site.use()
+        if (reason := misfit(x, table, dim)) is not None:
+            msg = f"a site got {reason}"
+            raise HookTypeError(msg)
+        index = index[: shape[dim]]
+    rows = table.index_select(0, index)
     if rows.dtype != x.dtype:
         rows = rows.to(x.dtype)
     count = rows.shape[0]
@@ -109,31 +109,36 @@ def _steer_backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> None:
-    site = _site(x, places)
-    if site is not None:
-        if not site.serves(x):
+    site = _SITES.get(places.data_ptr())
+    if x.is_cpu:
+        if site is None or not site.serves(x):
             return
-    elif misfit(x, kept, dim) is not None:
-        calls.fill_(MISFIT)
-        return
-    call = x.shape[dim] * _ROWS + 1
-    if site is not None and not site.keeps():
-        calls.add_(call)
-        return
-    rows = x.movedim(dim, 0)[: len(places)]
-    if rows.numel() != len(rows) * kept.shape[1]:
-        calls.fill_(MISFIT)
-        return
-    calls.add_(call)
-    places = places[: len(rows)]
-    rows = rows.reshape(len(rows), -1)
-    if site is not None:
-        # Without a graph to replay, rows that nobody keeps cost nothing.
+        site.calls += x.shape[dim] * _ROWS + 1
+        if not site.keeps():  # costs nothing, as no graph is replayed
+            return
+        rows = _flat(x, kept, places, dim)
+        if rows is None:
+            site.calls = MISFIT
+            return
+        places = places[: len(rows)]
         wanted = (places < len(kept) - 1).nonzero().flatten()
-        if not len(wanted):
-            return
-        places, rows = places[wanted], rows[wanted]
-    kept.index_copy_(0, places, rows.to(kept.dtype))
+        kept.index_copy_(0, places[wanted], rows[wanted].to(kept.dtype))
+        return
+    if site is not None:
+        site.use()
+    rows = _flat(x, kept, places, dim) if misfit(x, kept, dim) is None else None
+    if rows is None:
+        calls.fill_(MISFIT)
+        return
+    calls.add_(x.shape[dim] * _ROWS + 1)
+    kept.index_copy_(0, places[: len(rows)], rows.to(kept.dtype))
+
+
+def _flat(x: Tensor, kept: Tensor, places: Tensor, dim: int) -> Tensor | None:
+    """Returns the rows of an output as the table keeps them; None if they do not fit."""
+    rows = x.movedim(dim, 0)[: len(places)]
+    fits = rows.numel() == len(rows) * kept.shape[1]
+    return rows.reshape(len(rows), -1) if fits else None
 
 
 def _tap_fake(*_tables: Any) -> None:

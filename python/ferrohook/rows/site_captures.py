@@ -47,8 +47,8 @@ class Taken(NamedTuple):
     wanted: list[Wanted]
     rows: list[Tensor]
     """Those that each of them keeps: (sites, rows, width)."""
-    counts: Tensor
-    """Calls and their rows at each site, as `calls_of` reads them, on the host."""
+    counts: list[int] | Tensor
+    """Calls and their rows at each site, as `calls_of` reads them; on the host."""
     complete: torch.cuda.Event | None
     """Event behind the copy of the counts from a GPU."""
 
@@ -100,7 +100,8 @@ class SiteCaptures:
 
     def _store(self, taken: Taken) -> list[_Failure]:
         """Stores rows; returns the failures of members."""
-        ran = [calls_of(count) for count in taken.counts.tolist()]
+        counts = taken.counts if isinstance(taken.counts, list) else taken.counts.tolist()
+        ran = [calls_of(count) for count in counts]
         failures = [
             failure
             for site, (calls, rows) in enumerate(ran)

@@ -71,9 +71,10 @@ class SiteRows:
     """Rows of the members of a batch at each site, as the tables take them."""
 
     def __init__(self, sites: int, count: int, nobody: int) -> None:
-        self._everywhere = [0] * count
+        self.slots = [0] * count
         """Slot of each row, for plans that change all sites at all positions."""
-        self._at_sites = torch.zeros(sites, 0, dtype=torch.long)
+        self.at_sites: Tensor | None = None
+        """Slot of each row at each site, for other plans."""
         self._shape = sites, count
         self._nobody = nobody
         self._kept: dict[tuple[int, ...], list[int]] = {}
@@ -92,14 +93,14 @@ class SiteRows:
         sites, count = self._shape
         if program.everywhere:
             for row in rows:
-                self._everywhere[row] = program.slot
+                self.slots[row] = program.slot
         elif program.changes:
-            if not self._at_sites.numel():
-                self._at_sites = torch.zeros(sites, count, dtype=torch.long)
+            if self.at_sites is None:
+                self.at_sites = torch.zeros(sites, count, dtype=torch.long)
             for at, changed in program.changes:
                 chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
                 columns = torch.tensor(chosen, dtype=torch.long)
-                self._at_sites[torch.tensor(changed)[:, None], columns] = program.slot
+                self.at_sites[torch.tensor(changed)[:, None], columns] = program.slot
         for kept in program.kept:
             places = _chosen(request, kept.at, positions, len(rows))
             taken = [rows[place] for place in places]
@@ -117,8 +118,8 @@ class SiteRows:
 
     def index(self) -> Tensor:
         """Returns the slot of each row at each site."""
-        everywhere = torch.tensor(self._everywhere, dtype=torch.long)
-        return everywhere + self._at_sites if self._at_sites.numel() else everywhere
+        everywhere = torch.tensor(self.slots, dtype=torch.long)
+        return everywhere if self.at_sites is None else everywhere + self.at_sites
 
 
 def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ferrohook._core import Attachment, count_sites, frames, to_device
+from ferrohook._core import Attachment, count_sites, to_device
 from ferrohook.arguments import at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
@@ -73,11 +73,13 @@ class _Form(NamedTuple):
 class _Site:
     """A site, for its operators."""
 
-    __slots__ = ("__weakref__", "_number", "_sites")
+    __slots__ = ("__weakref__", "_number", "_sites", "calls", "index")
 
-    def __init__(self, sites: Sites, number: int) -> None:
+    def __init__(self, sites: Sites, number: int, index: Tensor) -> None:
         self._sites = weakref.ref(sites)
         self._number = number
+        self.index = index
+        self.calls = 0
 
     def use(self) -> None:
         """Orders kernels on a GPU behind the writes to the tables."""
@@ -116,6 +118,7 @@ class Sites:
         self._places = torch.full_like(self._index, self.max_rows)
         self._calls = torch.zeros(count, dtype=torch.long, device=like["device"])
         tables = (self._table, self._kept, self._index, self._places, self._calls)
+        self._on_cpu = self._table.is_cpu
         on_gpu = self._table.is_cuda and torch.cuda.is_initialized()
         self._tables = Tables(tables) if on_gpu else contextlib.nullcontext()
         """Context of writes to the tables."""
@@ -128,6 +131,8 @@ class Sites:
         self._expected: tuple[int | None, int, torch.dtype] = (None, width, self._table.dtype)
         """Rows, width and dtype of outputs in the batch."""
         self._positions: list[int] | None = None
+        self._indexed: tuple[list[int], int] | None = None
+        """Slots and rows of the batch that the index is of, if all sites have the same."""
         self._version: int | None = None
         """Changes of the members' hooks that the tables know of; None while they are written."""
         self._written = 0
@@ -137,7 +142,7 @@ class Sites:
         operators.define()
         expected = f"a width of {width} and {self._kept.dtype}"
         self._captures = SiteCaptures(names, self.dim, expected)
-        self._sites = [_Site(self, number) for number in range(count)]
+        self._sites = [_Site(self, number, self._index[number]) for number in range(count)]
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
         self._attachment = Attachment()
@@ -392,17 +397,33 @@ class Sites:
             except RowsError as error:
                 error.member = request
                 raise
-        before, self._written = self._written, max(self._written, batch._named)
-        device = self._index.device
-        self._index[:, : batch._named] = to_device(rows.index(), device)
-        if batch._named < before:
-            self._index[:, batch._named : before] = 0
+        self._write_index(rows, batch)
         if rows.wanted:
-            self._places[:, : batch._named] = to_device(rows.places(), device)
-        self._written = batch._named
+            places = to_device(rows.places(), self._places.device)
+            self._places[:, : batch._named] = places
         self._wanted = rows.wanted
-        self._calls.zero_()
+        if self._on_cpu:
+            for site in self._sites:
+                site.calls = 0
+        else:
+            self._calls.zero_()
         self._positions, self._version = positions, version
+
+    def _write_index(self, rows: SiteRows, batch: BatchBase) -> None:
+        """Writes which row of the tables each row of a batch takes, if it is not there already."""
+        named, size = batch._named, cast("int", batch.size)
+        if rows.at_sites is None and (rows.slots, size) == self._indexed:
+            return
+        self._indexed = None
+        before, self._written = self._written, max(self._written, named)
+        self._index[:, :named] = to_device(rows.index(), self._index.device)
+        if named < before:
+            self._index[:, named:before] = 0
+        self._written = named
+        for site, index in zip(self._sites, self._index[:, :size].unbind(), strict=True):
+            site.index = index
+        if rows.at_sites is None:
+            self._indexed = rows.slots, size
 
     def _serves(self, site: int, x: Tensor) -> bool:
         """Returns True for an output, on the CPU, with the rows of the batch of this context.
@@ -410,9 +431,10 @@ class Sites:
         One without them fails the requests that have hooks here.
         """
         batch = self._serving
-        if batch is None or batch not in frames.get() or batch.closed:
+        version = None if batch is None else batch._version_here()
+        if version is None:
             return False
-        if self._version != batch._version():
+        if version != self._version:
             self._collect()
             self._write(self._positions)
         shape, (size, width, dtype) = x.shape, self._expected
@@ -423,7 +445,7 @@ class Sites:
         if reason is None and fits:
             return True
         got = reason or f"a tensor with {shape[self.dim]} rows"
-        self._captures.fail_at(self._members(batch), site, got)
+        self._captures.fail_at(self._members(cast("BatchBase", batch)), site, got)
         return False
 
     def _collect(self) -> None:
@@ -434,20 +456,20 @@ class Sites:
             self._places[:, : self._written] = self.max_rows
         if batch is None or self._version is None:
             return
-        on_cpu = self._calls.is_cpu
-        if not on_cpu:
+        if not self._on_cpu:
             batch._version()  # no call asked for deadlines
-        ran = [operators.calls_of(count) for count in self._calls.tolist()] if on_cpu else None
-        self._mark_ran(ran)
-        members = self._members(batch)
-        # On the CPU one that has ended meanwhile got the rows of sites before that.
-        wanted = [
-            each for each in wanted if each.rows and (on_cpu or each.number in members.sites_of)
-        ]
+        self._mark_ran(batch)
+        wanted = [each for each in wanted if each.rows]
+        if not self._on_cpu:
+            # On the CPU one that has ended meanwhile got the rows of sites before that.
+            live = {*batch._live()}
+            wanted = [each for each in wanted if each.number in live]
         if not wanted:
             return
-        counts, complete = self._calls.clone(), None
-        if not on_cpu:
+        members = self._members(batch)
+        counts: list[int] | Tensor = [site.calls for site in self._sites]
+        complete = None
+        if not self._on_cpu:
             counts = torch.empty_like(self._calls, device="cpu", pin_memory=True)
             counts.copy_(self._calls, non_blocking=True)
             complete = torch.cuda.Event()
@@ -463,13 +485,13 @@ class Sites:
         """Returns the members of a batch that did not end."""
         return Served(batch, {each: self._served[each].program.sites for each in batch._live()})
 
-    def _mark_ran(self, ran: list[tuple[int, int]] | None) -> None:
+    def _mark_ran(self, batch: BatchBase) -> None:
         """Marks the members whose sites ran; all on a GPU, which is not asked."""
-        batch = cast("BatchBase", self._serving)
-        idle = {site for site, count in enumerate(ran or ()) if count == (0, 0)}
-        for number, (_, program) in self._served.items():
-            if not program.sites.issubset(idle):
-                batch._mark_ran(number)
+        ran = [*self._served]
+        idle = {site for site, each in enumerate(self._sites) if self._on_cpu and not each.calls}
+        if idle:
+            ran = [number for number in ran if not self._served[number].program.sites <= idle]
+        batch._mark_ran(ran)
 
     def end_service(self, batch: BatchBase) -> None:
         """Stores what was kept, and ends the service of a batch."""
@@ -479,8 +501,9 @@ class Sites:
             try:
                 self._collect()
             finally:
-                self._index[:, : self._written] = 0
-                self._written = 0
+                if not self._on_cpu:  # where no graph is replayed that asks nobody
+                    self._index[:, : self._written] = 0
+                    self._written, self._indexed = 0, None
                 self._served, self._wanted = {}, []
                 self._serving = None
 

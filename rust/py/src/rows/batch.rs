@@ -246,6 +246,14 @@ impl BatchBase {
         changes.sum()
     }
 
+    /// As `_version`, in a call that it is entered for; None in any other.
+    fn _version_here(slf: &Bound<'_, Self>) -> PyResult<Option<u64>> {
+        let (py, this) = (slf.py(), slf.get());
+        let here = current::active(py)?.iter().any(|frame| frame.is(slf));
+        let serves = here && !slf.as_super().get().closed();
+        Ok(serves.then(|| this._version(py)))
+    }
+
     /// Fails a member for an exception; raises it if it is no fault, as `KeyboardInterrupt`.
     fn _fail(&self, member: usize, error: &Bound<'_, PyBaseException>) -> PyResult<()> {
         let py = error.py();
@@ -264,9 +272,12 @@ impl BatchBase {
         modules.collect()
     }
 
-    /// Marks that modules of a member ran.
-    fn _mark_ran(&self, member: usize) {
-        self.members[member].ran.store(true, Ordering::Relaxed);
+    /// Marks that modules of members ran.
+    #[expect(clippy::needless_pass_by_value, reason = "arguments of Python")]
+    fn _mark_ran(&self, members: Vec<usize>) {
+        for member in members {
+            self.members[member].ran.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Number of rows up to the last one of a member.
