@@ -273,7 +273,6 @@ impl BatchBase {
     }
 
     /// Marks that modules of members ran.
-    #[expect(clippy::needless_pass_by_value, reason = "arguments of Python")]
     fn _mark_ran(&self, members: Vec<usize>) {
         for member in members {
             self.members[member].ran.store(true, Ordering::Relaxed);
