@@ -237,7 +237,8 @@ impl BatchBase {
 
     /// Fails the members whose deadline has passed, and returns the number of changes, so far, of
     /// members' hooks.
-    fn _version(&self, py: Python<'_>) -> u64 {
+    #[pyo3(name = "_version")]
+    fn version(&self, py: Python<'_>) -> u64 {
         let mut now = None;
         let changes = self.members.iter().map(|member| {
             member.expire(py, &mut now);
@@ -251,7 +252,7 @@ impl BatchBase {
         let (py, this) = (slf.py(), slf.get());
         let here = current::active(py)?.iter().any(|frame| frame.is(slf));
         let serves = here && !slf.as_super().get().closed();
-        Ok(serves.then(|| this._version(py)))
+        Ok(serves.then(|| this.version(py)))
     }
 
     /// Fails a member for an exception; raises it if it is no fault, as `KeyboardInterrupt`.
