@@ -19,6 +19,7 @@ import ferrohook as fh
 import support.engines
 from ferrohook.engines import capabilities, vllm
 from ferrohook.engines.vllm.plugin import connect
+from ferrohook.engines.wire import unpacked
 from ferrohook.plans.entries import KeepEntry
 from support import engine_scenes as scenes
 from support.engine_scenes import (
@@ -319,7 +320,13 @@ def test_captures_that_are_taken_early_do_not_end_a_plan(models: Any, llm: Any) 
     engine.add_request("early", {"prompt_token_ids": PROMPT}, sampling(job.plan, NEW))
     engine.step()
     key = connect(llm).find("early").key
-    engine.collective_rpc("ferrohook_take", args=(key, len(PROMPT) + 1))
+    taken = [
+        unpacked(engine.collective_rpc("ferrohook_take", args=(key, len(PROMPT) + 1))[0])
+        for _ in range(2)  # a client that tries again gets them again
+    ]
+    rows = [each.acts["model.layers.2"] for each in taken]
+    assert len(rows[0]) == len(PROMPT)
+    assert torch.equal(*rows)
     outputs = []
     while engine.has_unfinished_requests():
         outputs += [it for it in engine.step() if it.finished]
