@@ -125,6 +125,28 @@ def test_positions_that_move_within_a_batch(model: nn.Sequential) -> None:
         assert request.positions("0") == [*range(3 + at)]
 
 
+@pytest.mark.parametrize("at", ["generated", slice(1, None)])
+def test_positions_that_move_choose_other_rows(model: nn.Sequential, at: At) -> None:
+    """Rows of a call are none of the next one's, among which nobody's stand."""
+    plan = fh.Plan(fh.keep("0", at=at), fh.on("0", fh.Zero(), at=at)).prepare(model)
+    first, second = plan.open(), plan.open()
+    lengths = {first: 1, second: 2}
+    begin = torch.tensor([0, 0, -1, 0])
+    with fh.batch({first: [0, 1], second: [3]}, positions=begin, lengths=lengths) as batch:
+        for ran in ([0, 1, -1, 1], [2, 3, -1, 2], [4, 5, -1, 3]):
+            batch.move(torch.tensor(ran), lengths)
+            x = torch.randn(4, WIDTH)
+            out = model[0](x)
+            expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+            for row, position in enumerate(ran):
+                length = 1 if at != "generated" or row < 3 else 2
+                assert (out[row] == 0).all() == (row != 2 and position >= length)
+    assert first.positions("0") == [1, 2, 3, 4, 5]
+    assert second.positions("0") == ([2, 3] if at == "generated" else [1, 2, 3])
+    assert torch.allclose(first.acts["0"][-1], expected[1])
+    assert torch.allclose(second.acts["0"][-1], expected[3])
+
+
 def test_without_positions_captures_are_those_of_the_last_call(model: nn.Sequential) -> None:
     request = fh.Plan(fh.keep("0")).prepare(model).open()
     for rows in (2, 3):

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ferrohook as fh
+from ferrohook.rows import operators
 from support.compiling import compiled
 from support.interpreters import run_with_torch
 
@@ -55,6 +57,44 @@ def model() -> Net:
 def sites(model: Net) -> Iterator[Any]:
     with fh.rows.sites(model, "*", max_requests=4, max_rows=8, width=WIDTH) as laid:
         yield laid
+
+
+def test_rows_of_an_interrupted_copy_are_nobody_s(
+    model: Net, sites: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not sites.closed
+    prepared = fh.Plan(fh.keep("first")).prepare(model)
+    for interrupted in (False, True):
+        request = prepared.open()
+
+        def flat(*_args: object) -> Tensor:
+            raise KeyboardInterrupt
+
+        if interrupted:
+            monkeypatch.setattr(operators, "_flat", flat)
+            with pytest.raises(KeyboardInterrupt), fh.batch({request: [0]}, size=2):
+                model(numbered(2))
+        else:
+            with fh.batch({request: [0]}, size=2):
+                model(numbered(2))
+        assert [*request.acts] == [] if interrupted else ["first"]
+
+
+def test_a_batch_of_fake_tensors_is_refused(model: Net, sites: Any) -> None:
+    """Its tables would be none."""
+    assert not sites.closed
+    prepared = fh.Plan(fh.on("first", fh.Add(torch.ones(WIDTH)))).prepare(model)
+    for rows in ([0], [1]):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(fh.RowsError, match="FakeTensorMode"),
+            fh.batch({prepared.open(): rows}, size=2),
+        ):
+            pass
+        with fh.batch({prepared.open(): rows}, size=2):
+            out = model(torch.zeros(2, WIDTH))
+        assert type(out) is Tensor
+        assert out[:, 0].tolist() == [float(row in rows) for row in range(2)]
 
 
 def numbered(rows: int = ROWS, first: float = 1.0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ferrohook as fh
 from ferrohook.engines.sglang import activations, plugin
-from ferrohook.engines.sglang.front_end import as_text
+from ferrohook.engines.sglang.front_end import encode
 from ferrohook.engines.wire import FIELD, NAME
 from support.quantity_plans import NEW
 from support.serving import Answer, Arrivals
@@ -143,7 +143,7 @@ def answers(sent: Iterable[Any]) -> dict[str, Any]:
         if not hasattr(each, "rids"):  # an abort
             found.setdefault(each.rid, {"tokens": []})["finish"] = each.finished_reason or {}
             continue
-        info: Mapping[str, Any] = {}
+        info: dict[str, Any] = {}
         if each.customized_info is not None:
             info = unwrap_from_pickle(each.customized_info)
         for place, rid in enumerate(each.rids):
@@ -151,8 +151,10 @@ def answers(sent: Iterable[Any]) -> dict[str, Any]:
             answer["tokens"] += each.output_ids[place]
             answer["finish"] = each.finished_reasons[place]
             answer["cached"] = each.cached_tokens[place]
-            if (text := as_text(info.get(FIELD, {place: ()})[place])) is not None:
-                answer[FIELD] = text
+            if FIELD in info:
+                encode(None, {}, None, info, place)
+                for part in filter(None, info[FIELD][place]):
+                    answer[FIELD] = part
     return found
 
 

@@ -43,7 +43,7 @@ def serving(folder: Path, log: Path, **options: Any) -> Iterator[Server]:
     port = free_port()
     named: dict[str, Any] = {**OPTIONS, "model_path": folder, "host": "127.0.0.1", "port": port}
     named |= {"chat_template": template, "served_model_name": "tiny", **options}
-    flags = {"disable_cuda_graph", "enable_mixed_chunk"} & named.keys()
+    flags = {"disable_cuda_graph", "enable_mixed_chunk", "log_requests"} & named.keys()
     command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
     command += [f"--{name.replace('_', '-')}" for name in flags]
     for name, value in named.items():

@@ -113,16 +113,16 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
     if x.is_cpu:
         if site is None or not site.serves(x):
             return
+        if site.keeps():  # else it costs nothing, as no graph is replayed
+            rows = _flat(x, kept, places, dim)
+            if rows is None:
+                site.calls = MISFIT
+                return
+            places = places[: len(rows)]
+            wanted = (places < len(kept) - 1).nonzero().flatten()
+            kept.index_copy_(0, places[wanted], rows[wanted].to(kept.dtype))
+        # Behind the copy: rows of an interrupted one would be somebody's.
         site.calls += x.shape[dim] * _ROWS + 1
-        if not site.keeps():  # costs nothing, as no graph is replayed
-            return
-        rows = _flat(x, kept, places, dim)
-        if rows is None:
-            site.calls = MISFIT
-            return
-        places = places[: len(rows)]
-        wanted = (places < len(kept) - 1).nonzero().flatten()
-        kept.index_copy_(0, places[wanted], rows[wanted].to(kept.dtype))
         return
     if site is not None:
         site.use()
@@ -130,8 +130,8 @@ def _tap(x: Tensor, kept: Tensor, calls: Tensor, places: Tensor, dim: int) -> No
     if rows is None:
         calls.fill_(MISFIT)
         return
-    calls.add_(x.shape[dim] * _ROWS + 1)
     kept.index_copy_(0, places[: len(rows)], rows.to(kept.dtype))
+    calls.add_(x.shape[dim] * _ROWS + 1)
 
 
 def _flat(x: Tensor, kept: Tensor, places: Tensor, dim: int) -> Tensor | None:
@@ -186,6 +186,6 @@ def define() -> None:
 
     `torch.ops.ferrohook.steer(x, table, index, dim)` returns `x` plus a row of the table for each
     of its rows; `tap(x, kept, calls, places, dim)` copies rows of `x` to their places and counts
-    the call.
+    the call. On the CPU the site has the index and the count.
     """
     _DEFINITION.complete()

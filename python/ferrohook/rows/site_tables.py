@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ferrohook._core import Attachment, count_sites, to_device
 from ferrohook.arguments import at_least_one, expect_module
@@ -250,10 +251,12 @@ class Sites:
         self._served, self._wanted, self._version = served, [], None
         self._settle([*programs.values()])
 
-    def _refusal(self, batch: BatchBase) -> str | None:
+    def _refusal(self, batch: BatchBase) -> str | None:  # noqa: PLR0911 (one for each reason)
         """Returns why a batch cannot be served, whoever its members are; None if it can."""
         if self.closed:
             return "these sites were closed"
+        if isinstance(torch.empty(0), FakeTensor):
+            return "the tables of sites are written by real tensors: leave the FakeTensorMode"
         if batch.dim != self.dim:
             return f"these sites have the rows in dimension {self.dim}, the batch in {batch.dim}"
         if batch.size is None:
@@ -502,8 +505,9 @@ class Sites:
                 self._collect()
             finally:
                 if not self._on_cpu:  # where no graph is replayed that asks nobody
+                    self._indexed = None
                     self._index[:, : self._written] = 0
-                    self._written, self._indexed = 0, None
+                    self._written = 0
                 self._served, self._wanted = {}, []
                 self._serving = None
 

@@ -40,7 +40,9 @@ def _eos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(llama[0], tmp_path_factory.mktemp("server") / "log") as found:
+    # Answers are logged as JSON too.
+    logged = {"log_requests": True, "log_requests_level": 2, "log_requests_format": "json"}
+    with serving(llama[0], tmp_path_factory.mktemp("server") / "log", **logged) as found:
         yield found
 
 

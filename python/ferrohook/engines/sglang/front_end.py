@@ -24,7 +24,7 @@ from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator
 
 _END: Final = "data: [DONE]"
 _LARGE: Final = 2**16
@@ -79,21 +79,24 @@ async def _serving(
         async for output in outputs:
             for number, each in enumerate(output if isinstance(output, list) else [output]):
                 info = each.get("meta_info") or {}
-                if (text := as_text(info.pop(FIELD, None))) is not None:
-                    info[FIELD] = obj.ferrohook_captures[each.get("index", number)] = text
+                if parts := [part for part in info.get(FIELD) or () if part]:
+                    info[FIELD] = parts[-1]
+                    obj.ferrohook_captures[each.get("index", number)] = parts[-1]
+                else:
+                    info.pop(FIELD, None)
             yield output
 
 
-def as_text(parts: Iterable[bytes | None] | None) -> str | None:
-    """Returns the captures of an answer in base64, None without any.
+def encode(
+    _manager: Any, _meta: Any, _state: Any, info: dict[str, Any], index: int, *_args: Any
+) -> None:
+    """Before a request's fields go to its answer, and to SGLang's logs: its captures in base64.
 
     Not in the scheduler's process, whose next step would wait for it.
-
-    Args:
-        parts: of each of its tokens; the last one has them.
     """
-    found = [part for part in parts or () if part]
-    return base64.b64encode(found[-1]).decode() if found else None
+    if FIELD in info:
+        parts = info[FIELD][index]
+        info[FIELD][index] = parts and [part and base64.b64encode(part).decode() for part in parts]
 
 
 def answered(response: Any, _serving: Any, request: Any, ret: Any, *_args: Any) -> Any:

@@ -4,8 +4,8 @@ Few names of SGLang are used, all through its own registry of hooks, the same in
 were tried. In the scheduler's process: `Scheduler.__init__`, `_add_request_to_queue`,
 `abort_request`, `process_batch_result` and `get_internal_state`, `Req._compute_max_prefix_len`,
 `ForwardBatch.init_new`, `ModelRunner.forward` and `SchedulerOutputStreamer.stream_output`. In the
-front end: `TokenizerManager.__init__` and `generate_request`, and of the OpenAI routes the methods
-that build an answer or a stream.
+front end: `TokenizerManager.__init__`, `generate_request` and `update_request_meta_info`, and of
+the OpenAI routes the methods that build an answer or a stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import weakref
 from typing import Any, Final
 
-from ferrohook.engines.sglang.front_end import answered, generating, streaming
+from ferrohook.engines.sglang.front_end import answered, encode, generating, streaming
 from ferrohook.engines.sglang.supported import CAPABILITIES
 from ferrohook.engines.sglang.worker import Worker
 from ferrohook.engines.wire import NAME
@@ -48,6 +48,7 @@ def register() -> None:
         ),
         ("managers.tokenizer_manager.TokenizerManager.__init__", _serving, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager.generate_request", generating, "AROUND"),
+        ("managers.tokenizer_manager.TokenizerManager.update_request_meta_info", encode, "BEFORE"),
     )
     cache = importlib.import_module("sglang.srt.mem_cache.common")
     if hasattr(cache, "maybe_cache_unfinished_req"):  # before 0.5.22

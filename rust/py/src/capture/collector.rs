@@ -208,6 +208,7 @@ impl Collector {
             visit.call(&kept.value)?;
             for each in &kept.tensors {
                 visit.call(&each.value)?;
+                each.order.traverse(&visit)?;
                 visit.call(each.gradient.as_ref().map(|gradient| &gradient.value))?;
             }
         }

@@ -158,7 +158,7 @@ impl<'py> View<'py> {
     }
 
     /// Copies the rows, so that they share memory with nobody, and stores the copy in place of the
-    /// value: it is made once, and the tensor of the batch is released.
+    /// value, if later readers may have it: it is made once, and the tensor of the batch is released.
     pub fn owned(
         &self,
         index: usize,

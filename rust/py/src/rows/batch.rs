@@ -178,6 +178,8 @@ impl BatchBase {
         let values = values.into_iter().map(Position).collect();
         let positions = Positions::new(values, columns, prompts.collect::<PyResult<_>>()?);
         let _former = self.positions.lock().replace(Arc::new(positions));
+        // Those of rows at the former positions.
+        self.selections.clear();
         Ok(())
     }
 

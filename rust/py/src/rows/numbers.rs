@@ -1,5 +1,6 @@
 //! Rows of one dimension of tensors.
 
+use std::mem;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -203,6 +204,11 @@ impl Selections {
         let selection = Arc::new(Selection::of(rows));
         made.push((key, Arc::clone(&selection)));
         selection
+    }
+
+    pub fn clear(&self) {
+        // Dropped after the lock is released: destructors of tensors run code.
+        let _former = mem::take(&mut *self.0.lock());
     }
 }
 

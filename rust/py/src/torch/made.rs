@@ -1,12 +1,13 @@
 //! Tensors that are made once and used by many calls, on whichever streams of a GPU these run.
 
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 /// Order of the uses of tensors behind the kernels that made them.
 pub enum Order {
-    /// The tensors are not on a GPU.
+    /// The tensors are not on a GPU, or their users know when they were made.
     Any,
     /// A `ferrohook.streams.Made`.
     After(Py<PyAny>),
@@ -26,6 +27,13 @@ impl Order {
         let streams = py.import(intern!(py, "ferrohook.streams"))?;
         let made = streams.call_method1(intern!(py, "made"), (tensors,))?;
         Ok((!made.is_none()).then(|| Self::After(made.unbind())))
+    }
+
+    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self {
+            Self::Any => Ok(()),
+            Self::After(made) => visit.call(made),
+        }
     }
 
     pub fn clone_ref(&self, py: Python<'_>) -> Self {
