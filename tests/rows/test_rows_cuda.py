@@ -281,7 +281,7 @@ def test_results_are_read_on_another_stream(models: Models, options: dict[str, A
 
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["no positions", "a step", "two steps"])
 def test_a_result_is_read_on_several_streams(models: Models, steps: int) -> None:
-    """What the first reader makes of it is kept for the others."""
+    """A copy that the first reader makes is kept for the others."""
     prepared = fh.Plan(fh.keep("0")).prepare(models.gpu)
     request, other = prepared.open(), prepared.open()
     rows = {other: slice(0, 4), request: slice(4, ROWS)}

@@ -77,11 +77,11 @@ def test_rows_of_an_interrupted_copy_are_nobody_s(
         else:
             with fh.batch({request: [0]}, size=2):
                 model(numbered(2))
-        assert [*request.acts] == [] if interrupted else ["first"]
+        assert [*request.acts] == ([] if interrupted else ["first"])
 
 
 def test_a_batch_of_fake_tensors_is_refused(model: Net, sites: Any) -> None:
-    """Its tables would be none."""
+    """Tables that it wrote would be none."""
     assert not sites.closed
     prepared = fh.Plan(fh.on("first", fh.Add(torch.ones(WIDTH)))).prepare(model)
     for rows in ([0], [1]):

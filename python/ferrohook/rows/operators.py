@@ -26,16 +26,16 @@ _WIDER = {
 
 
 class Site(Protocol):
-    """A site, which kernels on the CPU ask for whom they run."""
-
-    def use(self) -> None:
-        """Orders kernels on a GPU behind the writes to the tables."""
-        ...
+    """A site: kernels on the CPU ask it for whom they run, those on a GPU tell it of a use."""
 
     index: Tensor
     """Rows of the table for those of the batch, on the CPU."""
     calls: int
     """Calls that it served on the CPU, and their rows, as `calls_of` reads them."""
+
+    def use(self) -> None:
+        """Orders kernels on a GPU behind the writes to the tables."""
+        ...
 
     def serves(self, x: Tensor) -> bool:
         """Returns True for the output of a call that it serves."""

@@ -423,8 +423,9 @@ class Sites:
         if named < before:
             self._index[:, named:before] = 0
         self._written = named
-        for site, index in zip(self._sites, self._index[:, :size].unbind(), strict=True):
-            site.index = index
+        if self._on_cpu:
+            for site, index in zip(self._sites, self._index[:, :size].unbind(), strict=True):
+                site.index = index
         if rows.at_sites is None:
             self._indexed = rows.slots, size
 

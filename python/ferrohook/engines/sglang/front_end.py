@@ -90,7 +90,7 @@ async def _serving(
 def encode(
     _manager: Any, _meta: Any, _state: Any, info: dict[str, Any], index: int, *_args: Any
 ) -> None:
-    """Before a request's fields go to its answer, and to SGLang's logs: its captures in base64.
+    """Encodes a request's captures in base64, before its fields go to its answer and to logs.
 
     Not in the scheduler's process, whose next step would wait for it.
     """
