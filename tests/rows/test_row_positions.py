@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 import ferrohook as fh
 from ferrohook._core import places_at
 from ferrohook.plans.positions import At, native_at
+from ferrohook.rows.positions import masks_of
 
 WIDTH = 4
 
@@ -181,11 +184,12 @@ def test_positions_of_gathered_rows() -> None:
     assert [*none.acts] == []  # the module did not run for its rows
 
 
-BOUNDS = st.none() | st.integers(-9, 12) | st.sampled_from([10**30, -(10**30)])
+HUGE = st.sampled_from([10**30, -(10**30), 2**63 - 1, 2**63, -(2**63), -(2**63) - 1])
+BOUNDS = st.none() | st.integers(-9, 12) | HUGE
 ATS = (
     st.sampled_from(["prompt", "last_prompt", "generated"])
     | st.integers(-9, 12)
-    | st.sampled_from([10**30, -(10**30)])
+    | HUGE
     | st.builds(slice, BOUNDS, BOUNDS, st.none() | st.integers(1, 4) | st.just(10**30))
 )
 
@@ -210,14 +214,22 @@ def chosen(at: object, position: int, length: int) -> bool:
     return named[str(at)]
 
 
-@given(at=ATS, positions=st.lists(st.integers(-1, 14), max_size=9), length=st.integers(1, 9))
+@given(at=ATS, positions=st.lists(st.integers(-9, 14), max_size=9), length=st.integers(1, 9))
 def test_places_of_positions_are_those_of_ranges(at: At, positions: list[int], length: int) -> None:
     expected = [place for place, each in enumerate(positions) if chosen(at, each, length)]
     assert places_at(native_at(at), positions, length) == expected
-    by_function = native_at(
-        lambda given: torch.tensor([[chosen(at, int(p), length) for p in given[0]]])
-    )
-    assert places_at(by_function, positions, length) == expected
+
+    def by_function(given: torch.Tensor) -> torch.Tensor:
+        # Padding is -1, and does not count.
+        each = [chosen(at, int(p), length) if p >= 0 else int(p) == -1 for p in given[0]]
+        return torch.tensor([each], dtype=torch.bool)
+
+    assert places_at(native_at(by_function), positions, length) == expected
+    for padded in (at, by_function):
+        tokens = torch.tensor([positions], dtype=torch.long)
+        (mask,) = masks_of([padded], tokens, [length])
+        found = [] if mask is None else mask[0].nonzero().flatten().tolist()
+        assert found == expected
 
 
 def test_batches_made_ahead_have_lengths_of_their_own(model: nn.Sequential) -> None:
@@ -253,11 +265,118 @@ def test_lengths_of_several_prompts_are_refused_for_single_tokens(model: nn.Sequ
         model(torch.randn(3, WIDTH))
 
 
-def test_functions_that_choose_more_tokens_than_there_are_are_refused(
-    model: nn.Sequential,
+def raises(_positions: torch.Tensor) -> torch.Tensor:
+    msg = "on purpose"
+    raise fh.RowsError(msg)
+
+
+FAILING = {
+    "raises": raises,
+    "shape": lambda _: torch.ones(1, 5, dtype=torch.bool),
+    "fewer dimensions": lambda positions: torch.ones(positions.shape[-1], dtype=torch.bool),
+    "dtype": lambda positions: positions,
+    "type": lambda positions: (positions == 0).tolist(),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+@pytest.mark.parametrize("way", ["flat", "padded", "flat moves", "padded moves", "sites"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_function_of_positions_that_fails_fails_its_request(
+    model: nn.Sequential, what: str, way: str, keeps: bool
 ) -> None:
-    plan = fh.Plan(fh.on("0", fh.Zero(), at=lambda _: torch.ones(1, 5, dtype=torch.bool)))
-    request = plan.prepare(model).open()
-    batch = fh.batch({request: slice(0, 1)}, positions=torch.tensor([7]))
-    with pytest.raises(ValueError, match="out of range of the rows"), batch:
+    at: Any = FAILING[what]
+    entry = fh.keep("0", at=at) if keeps else fh.on("0", fh.Add(torch.ones(WIDTH)), at=at)
+    good = fh.Plan(fh.on("0", fh.Add(torch.ones(WIDTH)), at=0), fh.keep("0")).prepare(model).open()
+    bad = fh.Plan(entry).prepare(model).open()
+    x = torch.randn(2, WIDTH)
+    plain = model[0](x)
+    if "padded" in way:
+        positions, given, rows = torch.tensor([[0], [0]]), x[:, None], {bad: 0, good: 1}
+    else:
+        positions, given, rows = torch.tensor([0, 0]), x, {bad: 0, good: 1}
+    with contextlib.ExitStack() as stack:
+        if way == "sites":
+            stack.enter_context(
+                fh.rows.sites(
+                    model,
+                    ["0"],
+                    max_requests=4,
+                    max_rows=4,
+                    width=WIDTH,
+                    dtype=x.dtype,
+                    device="cpu",
+                )
+            )
+        if "moves" in way:
+            batch = stack.enter_context(fh.batch(rows, size=2))
+            batch.move(positions)
+        else:
+            stack.enter_context(fh.batch(rows, positions=positions))
+        output = model[0](given).reshape(2, WIDTH)
+    assert torch.equal(output, torch.stack([plain[0], plain[1] + 1]))
+    assert torch.equal(good.acts["0"], output[1:])
+    assert good.error is None
+    assert bad.failed
+    assert isinstance(bad.error, fh.RowsError if what == "raises" else fh.HookTypeError)
+
+
+def test_a_function_of_positions_that_fails_ends_no_generation(model: nn.Sequential) -> None:
+    good = fh.Plan(fh.keep("0")).prepare(model).open()
+    bad = fh.Plan(fh.on("0", fh.Zero(), at=raises)).prepare(model).open()
+    huge = fh.Plan(fh.on("0", fh.Zero(), at=2**70)).prepare(model).open()
+    x = torch.randn(3, 2, WIDTH)
+    with fh.rows.generating([good, bad, huge]):
+        output = model(x)
+    assert torch.equal(output, model(x))
+    assert good.acts["0"].shape == (2, WIDTH)
+    assert (good.error, huge.error, bad.failed) == (None, None, True)
+
+
+def test_an_interrupt_in_a_function_of_positions_is_everybody_s(model: nn.Sequential) -> None:
+    def interrupts(_positions: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    for positions in (torch.tensor([0]), torch.tensor([[0]])):
+        request = fh.Plan(fh.keep("0", at=interrupts)).prepare(model).open()
+        with pytest.raises(KeyboardInterrupt), fh.batch({request: 0}, positions=positions):
+            pass
+        assert not request.failed
+
+
+@pytest.mark.parametrize("sites", [False, True])
+def test_lengths_that_are_missing_are_refused_at_the_door(
+    model: nn.Sequential, sites: bool
+) -> None:
+    request = fh.Plan(fh.keep("0", at="generated")).prepare(model).open()
+    with contextlib.ExitStack() as stack:
+        if sites:
+            stack.enter_context(
+                fh.rows.sites(
+                    model,
+                    ["0"],
+                    max_requests=4,
+                    max_rows=4,
+                    width=WIDTH,
+                    dtype=torch.float32,
+                    device="cpu",
+                )
+            )
+        shapes = [(1,)] if sites else [(1,), (1, 1)]
+        for shape in shapes:
+            batch = fh.batch({request: 0}, positions=torch.zeros(shape, dtype=torch.long))
+            with pytest.raises(fh.RowsError, match="give lengths") as refused, batch:
+                pass
+            assert refused.value.member is request
+            assert not request.failed
+
+
+def test_lengths_are_one_for_each_row_or_one_for_all(model: nn.Sequential) -> None:
+    request = fh.Plan(fh.keep("0", at="generated")).prepare(model).open()
+    positions = torch.zeros(3, 2, dtype=torch.long)
+    lengths: Any = {request: [1, 2]}
+    batch = fh.batch({request: slice(0, 3)}, positions=positions, lengths=lengths)
+    with pytest.raises(fh.RowsError, match="2 prompts for a request with 3 rows"), batch:
         pass
+    with pytest.raises(fh.HookTypeError, match="of 64 bits"):
+        fh.batch({request: 0}, positions=torch.zeros(1, dtype=torch.long), lengths={request: 2**70})

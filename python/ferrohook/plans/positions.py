@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.arguments import expect
-from ferrohook.errors import HookError
+from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ At: TypeAlias = (
 )
 """Positions: a name, an int, a slice, or a function from positions to bools, both (batch, length).
 
-Negative ints and bounds count from the end of the prompt, so -1 is its last token.
+Negative ints and bounds count from the end of the prompt, so -1 is its last token. The function
+gets -1 for padding, and what it returns there does not count.
 """
 
 _NAMES = ("prompt", "last_prompt", "generated")
@@ -36,7 +37,9 @@ _TOKENS = ("input_ids", "inputs_embeds")
 _CACHES = ("cache", "past_key_values")
 """Names of the KV cache: from transformers 5.24 on, and before."""
 PADDING = -1
-"""Position of a padding token."""
+"""Position of a padding token; any other negative one is padding too."""
+_FIRST, _LAST = -(2**63), 2**63 - 1
+"""Limits of positions: an int past them is at no token."""
 
 
 def check_at(at: Any) -> None:
@@ -168,22 +171,40 @@ def _prompt(positions: Tensor, past: int, ids: Tensor | None, before: Prompt | N
 
 
 def mask_of(at: At, tokens: Tokens) -> Tensor:
-    """Returns which tokens of a forward are at some positions: bools, (batch, length)."""
+    """Returns which tokens of a forward are at some positions: bools, (batch, length).
+
+    Raises:
+        HookTypeError: the function of `at` returns no bools of the shape of the positions.
+    """
     positions, lengths = tokens.positions, tokens.prompt.lengths[:, None]
-    real = positions != PADDING
+    return (positions >= 0) & _chosen(at, positions, lengths)
+
+
+def _chosen(at: At, positions: Tensor, lengths: Tensor) -> Tensor:
+    """Returns which positions are chosen, any for padding."""
     if at == "prompt":
-        return real & (positions < lengths)
+        return positions < lengths
     if at == "last_prompt":
-        return real & (positions == lengths - 1)
+        return positions == lengths - 1
     if at == "generated":
         return positions >= lengths
     if isinstance(at, int):
-        return real & (positions == (at if at >= 0 else lengths + at))
+        return positions == _absolute(at, lengths)
     if isinstance(at, slice):
-        return real & _in_slice(at, positions, lengths)
-    chosen = cast("Callable[[Tensor], Tensor]", at)(positions)
-    expect(chosen, Tensor, "the function of `at` returns a tensor of bools")
-    return real & chosen.to(torch.bool)
+        return _in_slice(at, positions, lengths)
+    chosen = cast("Callable[[Tensor], Tensor]", at)(positions.clamp(min=PADDING))
+    expected = f"the function of `at` returns a tensor of bools of the shape {[*positions.shape]}"
+    expect(chosen, Tensor, expected)
+    if chosen.dtype != torch.bool or chosen.shape != positions.shape:
+        msg = f"{expected}, got {chosen.dtype} of the shape {[*chosen.shape]}"
+        raise HookTypeError(msg)
+    return chosen
+
+
+def _absolute(position: int, lengths: Tensor) -> Tensor | int:
+    """Returns a position; a negative one counts from the end of the prompt."""
+    limited = min(max(position, _FIRST), _LAST)
+    return limited if limited >= 0 else lengths + limited
 
 
 def native_at(at: At) -> Any:
@@ -198,11 +219,14 @@ def _places(at: At, positions: list[int], length: int) -> list[int]:
 
 
 def _in_slice(at: slice, positions: Tensor, lengths: Tensor) -> Tensor:
-    def bound(value: int) -> Any:
-        return value if value >= 0 else (lengths + value).clamp(min=0)
+    def bound(value: int) -> Tensor | int:
+        found = _absolute(value, lengths)
+        return found.clamp(min=0) if isinstance(found, Tensor) else found
 
     start = 0 if at.start is None else bound(at.start)
-    chosen = positions >= start
+    chosen: Tensor = positions >= start
     if at.stop is not None:
         chosen &= positions < bound(at.stop)
-    return chosen if at.step is None else chosen & ((positions - start) % at.step == 0)
+    if at.step is None:
+        return chosen
+    return chosen & ((positions - start) % min(at.step, _LAST) == 0)

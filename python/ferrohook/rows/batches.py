@@ -15,7 +15,7 @@ from ferrohook.arguments import at_least_one, expect
 from ferrohook.capture_session import Capture
 from ferrohook.errors import HookTypeError, NeverFiredWarning, RowsError
 from ferrohook.plans import Request
-from ferrohook.rows.positions import masks_of
+from ferrohook.rows.positions import check_lengths, masks_of
 from ferrohook.rows.site_tables import open_sites
 from ferrohook.scopes import Scope
 from ferrohook.selection import select
@@ -95,8 +95,21 @@ class Batch(BatchBase, Scope):
     def _mask(self, positions: Tensor) -> None:
         """Finds the tokens of padded rows at the positions of plans."""
         for number, request in enumerate(self.members):
-            if isinstance(request, Request) and (ats := request.plan_positions):
-                masks = masks_of(ats, positions[self._rows(number)], request.prompt_lengths)
+            if not isinstance(request, Request) or request.failed:
+                continue
+            if not (ats := request.plan_positions):
+                continue
+            own, lengths = positions[self._rows(number)], request.prompt_lengths
+            try:
+                check_lengths(ats, lengths, len(own))
+            except RowsError as error:
+                error.member = request
+                raise
+            try:
+                masks = masks_of(ats, own, lengths)
+            except Exception as error:  # noqa: BLE001 (of a function of `at`: the others go on)
+                self._fail(number, error)
+            else:
                 request.set_masks(masks, positioned=True)
 
     def _end_service(self) -> None:

@@ -23,20 +23,24 @@ def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tu
     Args:
         ats: positions of its plan.
         positions: those of its tokens, on the host.
-        lengths: of its prompts: one for each row, one for all, or none if they are not known.
-
-    Raises:
-        RowsError: the length of its prompt is needed and not known.
+        lengths: of its prompts, see `check_lengths`.
     """
-    _check_lengths(ats, lengths)
     prompts = torch.tensor(lengths or [0])
     tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
     masks = (mask_of(at, tokens) for at in ats)
     return tuple(mask if mask.any() else None for mask in masks)
 
 
-def _check_lengths(ats: Sequence[At], lengths: Sequence[int]) -> None:
+def check_lengths(ats: Sequence[At], lengths: Sequence[int], rows: int = 1) -> None:
+    """Validates the lengths of a request's prompts: one for each of its rows, or one for all.
+
+    Raises:
+        RowsError: there are others, or none, and its plan's positions need them.
+    """
     for at in ats:
         if not lengths and needs_prompt(at):
             msg = f"positions {at!r} need the length of the request's prompt: give lengths"
             raise RowsError(msg)
+    if len(lengths) not in {0, 1, rows}:
+        msg = f"lengths has {len(lengths)} prompts for a request with {rows} rows"
+        raise RowsError(msg)

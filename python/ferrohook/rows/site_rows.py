@@ -12,6 +12,7 @@ from torch import Tensor
 from ferrohook._core import places_at
 from ferrohook.errors import RowsError
 from ferrohook.plans.positions import native_at
+from ferrohook.rows.positions import check_lengths
 
 if TYPE_CHECKING:
     from ferrohook.plans import Request
@@ -89,20 +90,23 @@ class SiteRows:
         rows: list[int],
         positions: list[int] | None,
     ) -> None:
-        """Adds the rows of a member."""
+        """Adds the rows of a member; none if a function of `at` raises."""
         sites, count = self._shape
+        changes = [
+            (_chosen(request, at, positions, len(rows)), changed)
+            for at, changed in ([] if program.everywhere else program.changes)
+        ]
+        keeps = [(kept, _chosen(request, kept.at, positions, len(rows))) for kept in program.kept]
         if program.everywhere:
             for row in rows:
                 self.slots[row] = program.slot
-        elif program.changes:
+        elif changes:
             if self.at_sites is None:
                 self.at_sites = torch.zeros(sites, count, dtype=torch.long)
-            for at, changed in program.changes:
-                chosen = [rows[place] for place in _chosen(request, at, positions, len(rows))]
-                columns = torch.tensor(chosen, dtype=torch.long)
+            for places, changed in changes:
+                columns = torch.tensor([rows[place] for place in places], dtype=torch.long)
                 self.at_sites[torch.tensor(changed)[:, None], columns] = program.slot
-        for kept in program.kept:
-            places = _chosen(request, kept.at, positions, len(rows))
+        for kept, places in keeps:
             taken = [rows[place] for place in places]
             known = None if positions is None else [positions[place] for place in places]
             self._kept.setdefault(kept.sites, []).extend(taken)
@@ -122,16 +126,23 @@ class SiteRows:
         return everywhere if self.at_sites is None else everywhere + self.at_sites
 
 
-def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
-    """Returns the places of the positions `at` among a request's rows.
+def check_positions(request: Request, program: Program, positions: list[int] | None) -> None:
+    """Validates that the positions of a plan can be found among a request's rows.
 
     Raises:
-        RowsError: they are not known.
+        RowsError: they cannot.
     """
-    if at is None:
-        return [*range(count)]
-    if positions is None:
-        msg = f"positions {at!r} at a site are found from the batch's: give it positions"
+    ats = [at for at, _ in program.changes] + [kept.at for kept in program.kept]
+    ats = [at for at in ats if at is not None]
+    if ats and positions is None:
+        msg = f"positions {ats[0]!r} at a site are found from the batch's: give it positions"
         raise RowsError(msg)
+    check_lengths(ats, request.prompt_lengths)
+
+
+def _chosen(request: Request, at: At, positions: list[int] | None, count: int) -> list[int]:
+    """Returns the places of the positions `at` among a request's rows."""
+    if at is None or positions is None:
+        return [*range(count)]
     lengths = request.prompt_lengths
     return places_at(native_at(at), positions, lengths[0] if lengths else None)

@@ -22,7 +22,7 @@ from ferrohook.plans.entries import HookEntry
 from ferrohook.plans.needs import Judge
 from ferrohook.rows import operators
 from ferrohook.rows.site_captures import Served, SiteCaptures, Taken
-from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted
+from ferrohook.rows.site_rows import Kept, Program, SiteRows, Wanted, check_positions
 from ferrohook.selection import select
 from ferrohook.streams import Tables, made
 
@@ -396,10 +396,14 @@ class Sites:
             own = batch._rows(number)
             at = None if positions is None else [positions[row] for row in own]
             try:
-                rows.add(number, request, program, own, at)
+                check_positions(request, program, at)
             except RowsError as error:
                 error.member = request
                 raise
+            try:
+                rows.add(number, request, program, own, at)
+            except Exception as error:  # noqa: BLE001 (of a function of `at`: the others go on)
+                batch._fail(number, error)
         self._write_index(rows, batch)
         if rows.wanted:
             places = to_device(rows.places(), self._places.device)

@@ -88,19 +88,24 @@ impl At {
         }
     }
 
-    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt.
-    fn places(
-        &self,
-        py: Python<'_>,
-        positions: &[Position],
-        prompt: Option<i64>,
-    ) -> PyResult<Vec<MemberPlace>> {
+    /// Raises if they refer to the length of a prompt that is not known.
+    fn check(&self, py: Python<'_>, prompt: Option<i64>) -> PyResult<()> {
         if prompt.is_none() && self.needs_prompt() {
             let at = self.given.bind(py).repr()?;
             let message =
                 format!("positions {at} need the length of the request's prompt: give lengths");
             return Err(rows_error(py, message));
         }
+        Ok(())
+    }
+
+    /// Returns the places of the tokens that are at them. `prompt`: length of the prompt, see `check`.
+    fn places(
+        &self,
+        py: Python<'_>,
+        positions: &[Position],
+        prompt: Option<i64>,
+    ) -> PyResult<Vec<MemberPlace>> {
         let length = prompt.unwrap_or_default();
         let from_end = |bound: i64| match bound {
             0.. => bound,
@@ -149,13 +154,27 @@ pub fn places_at(
     positions: Vec<i64>,
     prompt_length: Option<i64>,
 ) -> PyResult<Vec<usize>> {
+    at.check(py, prompt_length)?;
     let positions: Vec<_> = positions.into_iter().map(Position).collect();
     let places = at.places(py, &positions, prompt_length)?;
     Ok(places.into_iter().map(|place| place.0).collect())
 }
 
 /// Positions that a prepared plan names. Kept with its frame, which requests share.
-struct PlanPositions(Box<[At]>);
+pub struct PlanPositions(Box<[At]>);
+
+impl PlanPositions {
+    /// Returns those of the plan of a member; None if it names none.
+    pub fn of(member: &Frame) -> Option<&Self> {
+        let slot: &dyn Any = member.shared_slot()?;
+        slot.downcast_ref()
+    }
+
+    /// Raises if one refers to the length of a prompt that is not known.
+    pub fn check(&self, py: Python<'_>, prompt: Option<i64>) -> PyResult<()> {
+        self.0.iter().try_for_each(|at| at.check(py, prompt))
+    }
+}
 
 impl Slot for PlanPositions {
     fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -198,26 +217,22 @@ pub enum Chosen {
 }
 
 impl Masks {
-    /// Finds those of a member whose rows are single tokens; None if its plan names no positions.
+    /// Finds those of a member whose rows are single tokens. Raises if a function does.
     pub fn of_rows(
         py: Python<'_>,
-        member: &Frame,
-        positions: impl FnOnce() -> Arc<[Position]>,
-        prompt: impl FnOnce() -> PyResult<Option<i64>>,
+        ats: &PlanPositions,
+        positions: &[Position],
+        prompt: Option<i64>,
         dim: usize,
-    ) -> PyResult<Option<Self>> {
-        let slot: Option<&dyn Any> = member.shared_slot().map(|it| it as _);
-        let Some(PlanPositions(ats)) = slot.and_then(|slot| slot.downcast_ref()) else {
-            return Ok(None);
-        };
-        let (positions, prompt) = (positions(), prompt()?);
-        let places = ats.iter().map(|at| at.places(py, &positions, prompt));
-        Ok(Some(Self::Rows(PlacesOfRows {
+    ) -> PyResult<Self> {
+        let PlanPositions(ats) = ats;
+        let places = ats.iter().map(|at| at.places(py, positions, prompt));
+        Ok(Self::Rows(PlacesOfRows {
             places: places.collect::<PyResult<_>>()?,
             count: positions.len(),
             dim,
             masks: ats.iter().map(|_| OnceLock::new()).collect(),
-        })))
+        }))
     }
 
     /// Returns those at one of the positions; `own`: the rows of the value, where they are not those

@@ -17,7 +17,6 @@ use crate::call::around::AroundSlot;
 use crate::contexts::current;
 use crate::contexts::frame::Frame;
 use crate::error::{hook_error, rows_error};
-use crate::hooks::site::is_fault;
 use crate::rows::given;
 use crate::rows::layout::{Gathered, Layout};
 use crate::rows::member::{Member, Owners};
@@ -261,11 +260,7 @@ impl BatchBase {
     fn _fail(&self, member: usize, error: &Bound<'_, PyBaseException>) -> PyResult<()> {
         let py = error.py();
         let error = PyErr::from_value(error.clone().into_any());
-        if !is_fault(py, &error) {
-            return Err(error);
-        }
-        self.members[member].fail(py, &error);
-        Ok(())
+        self.members[member].settle(py, error)
     }
 
     /// Modules with rows of their own.

@@ -148,13 +148,15 @@ pub fn lengths(lengths: &Bound<'_, PyAny>) -> PyResult<Arc<[i64]>> {
     } else {
         lengths.clone()
     };
-    if given.is_instance_of::<PyInt>() {
-        return Ok(Arc::from([given.extract()?]));
-    }
-    let each: PyResult<Vec<i64>> = given.extract();
+    let each: PyResult<Vec<i64>> = if given.is_instance_of::<PyInt>() {
+        given.extract().map(|only| vec![only])
+    } else {
+        given.extract()
+    };
     each.map(Arc::from).map_err(|_| {
         let got = type_name(lengths);
-        let message = format!("lengths are an int, or ints, for each request, got {got}");
+        let message =
+            format!("lengths are an int, or ints, of 64 bits for each request, got {got}");
         hook_type_error(py, message)
     })
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::contexts::frame::Frame;
 use crate::error::{hook_type_error, rows_error, type_name};
-use crate::hooks::site::log_error;
+use crate::hooks::site::{is_fault, log_error};
 use crate::rows::numbers::BatchRows;
 use crate::rows::places::{BatchRow, MemberPlace};
 
@@ -47,6 +47,15 @@ impl Member {
         if let Err(unlogged) = log_error(py, &message, error) {
             unlogged.write_unraisable(py, None);
         }
+    }
+
+    /// Fails it for an exception; raises it if it is no fault, as `KeyboardInterrupt`.
+    pub fn settle(&self, py: Python<'_>, error: PyErr) -> PyResult<()> {
+        if !is_fault(py, &error) {
+            return Err(error);
+        }
+        self.fail(py, &error);
+        Ok(())
     }
 
     /// Fails it if its deadline has passed, and returns true then. `now` is read when first needed.

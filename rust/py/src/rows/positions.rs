@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use pyo3::prelude::*;
 
 use crate::error::rows_error;
-use crate::rows::at::Masks;
+use crate::rows::at::{Masks, PlanPositions};
 use crate::rows::member::Member;
 use crate::rows::membership::Membership;
 use crate::rows::places::{BatchRow, Position};
@@ -38,7 +38,7 @@ impl Positions {
     }
 
     /// Gives a member the lengths of its prompts, and finds its tokens at the positions of its plan, if
-    /// its rows are single tokens.
+    /// its rows are single tokens. A function of `at` that raises fails the member alone.
     pub fn place(
         &self,
         py: Python<'_>,
@@ -50,21 +50,24 @@ impl Positions {
         if let Some(lengths) = &self.prompts[number] {
             Membership::set_prompts(frame, Arc::clone(lengths));
         }
-        if self.columns.is_some() {
+        let ats = PlanPositions::of(frame);
+        let Some(ats) = ats.filter(|_| self.columns.is_none() && !frame.failed()) else {
             return Ok(());
-        }
-        let prompt = || match *Membership::prompts(frame) {
-            [] => Ok(None),
-            [length] => Ok(Some(length)),
-            _ => Err(rows_error(
-                py,
-                "a request whose rows are single tokens has one prompt: lengths has one int for it"
-                    .to_owned(),
-            )),
         };
-        let own = || self.of(number, member).unwrap_or_default();
-        if let Some(masks) = Masks::of_rows(py, frame, own, prompt, dim)? {
-            Membership::set_masks(frame, Some(masks));
+        let prompt = match *Membership::prompts(frame) {
+            [] => None,
+            [length] => Some(length),
+            _ => {
+                let message = "a request whose rows are single tokens has one prompt: lengths has \
+                               one int for it";
+                return Err(rows_error(py, message.to_owned()));
+            }
+        };
+        ats.check(py, prompt)?;
+        let own = self.of(number, member).unwrap_or_default();
+        match Masks::of_rows(py, ats, &own, prompt, dim) {
+            Ok(masks) => Membership::set_masks(frame, Some(masks)),
+            Err(error) => member.settle(py, error)?,
         }
         Ok(())
     }

@@ -12,7 +12,6 @@ use crate::call::Call;
 use crate::call::stop::Stop;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
-use crate::hooks::site::is_fault;
 use crate::rows::batch::BatchBase;
 use crate::rows::layout::Layout;
 use crate::rows::member::Member;
@@ -26,11 +25,7 @@ pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     if error.is_instance_of::<Stop>(py) {
         return Ok(());
     }
-    if !is_fault(py, &error) {
-        return Err(error);
-    }
-    member.fail(py, &error);
-    Ok(())
+    member.settle(py, error)
 }
 
 /// Marks that hooks of a member run.
