@@ -230,6 +230,19 @@ impl<'py> Call<'_, 'py> {
     where
         'py: 's,
     {
+        self.forward_pre_seen(hooks, target, |_, _| Ok(()))
+    }
+
+    /// As [`Self::forward_pre`]; `seen` gets each hook that replaced the arguments, with the call.
+    pub fn forward_pre_seen<'s>(
+        &mut self,
+        hooks: impl Iterator<Item = Owned<'s, 'py>>,
+        target: &Target<'_, 'py>,
+        mut seen: impl FnMut(Owned<'s, 'py>, &Self) -> PyResult<()>,
+    ) -> PyResult<()>
+    where
+        'py: 's,
+    {
         let inside = Inside::here();
         for hook in hooks {
             let Some(invocation) = hook.enter(&inside) else {
@@ -239,7 +252,11 @@ impl<'py> Call<'_, 'py> {
             let result = self.invoke_forward_pre(hook, target);
             drop((timer, invocation));
             match result {
-                Ok(replaced) => self.replace_input(replaced),
+                Ok(None) => {}
+                Ok(replaced) => {
+                    self.replace_input(replaced);
+                    seen(hook, self)?;
+                }
                 Err(error) => self.apply_on_error(hook, error)?,
             }
         }
@@ -298,8 +315,26 @@ impl<'py> Call<'_, 'py> {
     /// Runs hooks of `forward`. Returns the output behind them.
     pub fn forward<'s>(
         &mut self,
+        hooks: impl Iterator<Item = NextHook<'s, 'py>>,
+        output: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>>
+    where
+        'py: 's,
+    {
+        self.forward_seen(hooks, output, |_, _| ())
+    }
+
+    /// As [`Self::forward`]; `seen` gets each hook that replaced the output, with the new one.
+    #[expect(
+        clippy::inline_always,
+        reason = "the walk itself, which is compiled for those who see nothing"
+    )]
+    #[inline(always)]
+    pub fn forward_seen<'s>(
+        &mut self,
         mut hooks: impl Iterator<Item = NextHook<'s, 'py>>,
         mut output: Bound<'py, PyAny>,
+        mut seen: impl FnMut(NextHook<'s, 'py>, &Bound<'py, PyAny>),
     ) -> PyResult<Bound<'py, PyAny>>
     where
         'py: 's,
@@ -308,7 +343,10 @@ impl<'py> Call<'_, 'py> {
         while let Some(next) = hooks.next() {
             match self.take(next, &inside, Some(&output)) {
                 Ok(None) => {}
-                Ok(Some(replaced)) => output = replaced,
+                Ok(Some(replaced)) => {
+                    seen(next, &replaced);
+                    output = replaced;
+                }
                 Err(error) => {
                     self.run_always_called(&mut hooks, Some(output));
                     return Err(error);

@@ -1,6 +1,7 @@
 //! Recorded values by name, and the budget of their bytes.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
@@ -9,10 +10,10 @@ use pyo3::types::PyTuple;
 use rustc_hash::FxHashSet;
 
 use crate::contexts::calls::Calls;
-use crate::rows::numbers::{Rows, length};
+use crate::rows::numbers::Rows;
 use crate::rows::places::TokenPositions;
 use crate::torch::made::{self, Order};
-use crate::torch::tensors::{map_tensors, owned, version, version_if_any};
+use crate::torch::tensors::{copied, map_tensors, owned, version, version_if_any};
 
 /// A stored tensor, and its version if reading checks that.
 pub struct KeptTensor {
@@ -102,16 +103,23 @@ pub struct KeptRows {
     pub dim: usize,
     /// Number of rows of the tensors that have them.
     pub size: usize,
+    /// For each tensor of the value, true if it has them.
+    pub covered: Arc<[bool]>,
 }
 
 impl KeptRows {
-    /// Narrows a value to the rows: views of its tensors.
-    pub fn narrow<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        map_tensors(value, &mut |tensor| {
-            if length(tensor, self.dim)? != Some(self.size) || self.rows.all(self.size) {
-                return Ok(tensor.clone());
-            }
-            self.rows.narrow(tensor, self.dim)
+    /// Narrows a value to the rows: views of the tensors that have them. `other` gets the others,
+    /// which readers share.
+    fn narrow<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        other: impl Fn(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let mut covered = self.covered.iter();
+        map_tensors(value, &mut |tensor| match covered.next() {
+            Some(true) if self.rows.all(self.size) => Ok(tensor.clone()),
+            Some(true) => self.rows.narrow(tensor, self.dim),
+            _ => other(tensor),
         })
     }
 }
@@ -152,7 +160,15 @@ impl<'py> View<'py> {
     /// Returns the rows, which may share memory with those of others.
     pub fn narrowed(&self) -> PyResult<Bound<'py, PyAny>> {
         match &self.rows {
-            Some(rows) => rows.narrow(&self.stored),
+            Some(rows) => rows.narrow(&self.stored, |tensor| Ok(tensor.clone())),
+            None => Ok(self.stored.clone()),
+        }
+    }
+
+    /// As [`Self::narrowed`], with a copy of each tensor that has no rows: other readers have it too.
+    fn apart(&self) -> PyResult<Bound<'py, PyAny>> {
+        match &self.rows {
+            Some(rows) => rows.narrow(&self.stored, copied),
             None => Ok(self.stored.clone()),
         }
     }
@@ -166,7 +182,7 @@ impl<'py> View<'py> {
         checks: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut tensors = Vec::new();
-        let copy = map_tensors(&self.narrowed()?, &mut |tensor| {
+        let copy = map_tensors(&self.apart()?, &mut |tensor| {
             let value = owned(tensor)?;
             tensors.push(KeptTensor::copied(&value, checks)?);
             Ok(value)

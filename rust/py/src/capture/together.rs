@@ -83,14 +83,7 @@ impl Group {
     fn store(&self, shared: &SharedValue<'_, '_>, failed: &mut Vec<(usize, PyErr)>) {
         let py = shared.value.py();
         let (_, first, _) = &self.recorders[0];
-        let part = match first.get().part_of(shared.value) {
-            Ok(part) => part,
-            Err(error) => {
-                let numbers = self.recorders.iter().map(|(number, ..)| *number);
-                failed.extend(numbers.map(|number| (number, error.clone_ref(py))));
-                return;
-            }
-        };
+        let part = first.get().part_of(shared.value);
         let mut together = None;
         let mut start = 0;
         for (number, recorder, rows) in &self.recorders {
@@ -99,17 +92,19 @@ impl Group {
                 let owner = (shared.owner)(*number);
                 let collector = this.source.of_owner(py, Some(&owner))?;
                 let positions = (shared.positions)(*number);
-                if collector.get().counts() {
-                    // Counted are the bytes that it keeps alive: a copy of these rows alone.
-                    let own = own_rows(rows, shared, &part)?;
-                    return record(&collector, this.index, &own, positions.as_ref(), true);
-                }
                 let all = &self.selection.rows;
-                let stored =
-                    together.get_or_insert_with(|| Stored::of(all, shared, &part, self.clones));
-                let stored = stored.as_ref().map_err(|error| error.clone_ref(py))?;
-                let kept = stored.of_member(&collector, rows, start, shared.dim, positions);
-                collector.get().store(py, this.index, kept)
+                // Counted are the bytes that it keeps alive: a copy of these rows alone. Where not all
+                // can be taken together, or have the part, each is told its own error.
+                if let Ok(part) = &part
+                    && !collector.get().counts()
+                    && let Ok(stored) =
+                        together.get_or_insert_with(|| Stored::of(all, shared, part, self.clones))
+                {
+                    let kept = stored.of_member(&collector, rows, start, shared.dim, positions);
+                    return collector.get().store(py, this.index, kept);
+                }
+                let own = own_rows(rows, shared, &this.part_of(shared.value)?)?;
+                record(&collector, this.index, &own, positions.as_ref(), true)
             };
             if let Err(error) = store() {
                 failed.push((*number, error));
@@ -145,6 +140,8 @@ struct Stored<'py> {
     /// True if it is a selection of the members' rows, one member behind the other.
     selected: bool,
     size: usize,
+    /// For each tensor, true if it has rows of the batch.
+    covered: Arc<[bool]>,
 }
 
 impl<'py> Stored<'py> {
@@ -164,6 +161,7 @@ impl<'py> Stored<'py> {
             Ok(())
         })?;
         selected |= versions_missing;
+        let mut having = Vec::new();
         let value = map_tensors(value, &mut |tensor| {
             let py = tensor.py();
             let mut kept = tensor.clone();
@@ -171,6 +169,7 @@ impl<'py> Stored<'py> {
                 kept = kept.call_method0(intern!(py, "detach"))?;
             }
             let covered = shared.covers(tensor)?;
+            having.push(covered);
             if selected && covered && !rows.all(shared.size) {
                 kept = rows.narrow(&kept, shared.dim)?;
             }
@@ -186,6 +185,7 @@ impl<'py> Stored<'py> {
             tensors,
             selected,
             size,
+            covered: having.into(),
         })
     }
 
@@ -221,6 +221,7 @@ impl<'py> Stored<'py> {
                 rows,
                 dim,
                 size: self.size,
+                covered: Arc::clone(&self.covered),
             }),
             positions,
         }

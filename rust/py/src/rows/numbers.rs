@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PySlice, PyTuple};
 
 use crate::rows::places::{BatchRow, TokenPlace};
 use crate::torch::copies::Copies;
@@ -118,6 +118,11 @@ impl Rows {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         match self {
+            // Two thirds of the time of `narrow`.
+            Self::Range { start, length } if dim == 0 && Facts::is_plain(tensor)? => {
+                let [start, end] = [*start, start + length].map(isize::try_from);
+                tensor.get_item(PySlice::new(py, start?, end?, 1))
+            }
             Self::Range { start, length } => {
                 tensor.call_method1(intern!(py, "narrow"), (dim, *start, *length))
             }

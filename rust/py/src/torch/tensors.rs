@@ -127,11 +127,16 @@ fn tuple_with_items<'py>(
 
 /// Returns a tensor that has its memory for itself: a copy, unless it fills its storage already.
 pub fn owned<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let py = tensor.py();
     if fills_its_storage(tensor).unwrap_or(false) {
         return Ok(tensor.clone());
     }
-    // A copy made in inference mode could never be part of a graph.
+    copied(tensor)
+}
+
+/// Returns a copy of a tensor.
+pub fn copied<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
+    // One made in inference mode could never be part of a graph.
     outside_inference(py, || tensor.call_method0(intern!(py, "clone")))
 }
 
