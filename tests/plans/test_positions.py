@@ -315,3 +315,36 @@ def test_embeddings_and_position_ids(pair: tuple[Any, str]) -> None:
             with prepared.open() as request, fh.capture(model, name) as acts:
                 model(**arguments)
             assert torch.equal(request.acts[name], acts[name][:, column])
+
+
+class Turned(nn.Module):
+    """A layer whose value has its tokens in another order than (batch, length)."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous() if self.what == "length first" else x[:, None]
+
+
+class Turning(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(20, WIDTH), Turned(what)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layer(self.embed(input_ids))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["length first", "heads"])
+@pytest.mark.parametrize(
+    "at", [slice(0, 2), slice(0, 3), "prompt", lambda positions: positions >= 0]
+)
+@pytest.mark.parametrize("way", ["keep", "on", "function"])
+def test_values_without_tokens_are_refused_at_all_tokens_too(what: str, at: Any, way: str) -> None:
+    model, ids = Turning(what).requires_grad_(False), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    hooks: dict[str, Any] = {"on": fh.Zero(), "function": lambda _m, _a, out: out * 0}
+    entry = fh.keep("layer", at=at) if way == "keep" else fh.on("layer", hooks[way], at=at)
+    with pytest.raises(fh.HookTypeError, match=r"positions are known for \[2, 3\] tokens"):
+        fh.run(model, ids, plan=fh.Plan(entry))

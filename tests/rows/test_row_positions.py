@@ -228,8 +228,7 @@ def test_places_of_positions_are_those_of_ranges(at: At, positions: list[int], l
     for padded in (at, by_function):
         tokens = torch.tensor([positions], dtype=torch.long)
         (mask,) = masks_of([padded], tokens, [length])
-        found = [] if mask is None else mask[0].nonzero().flatten().tolist()
-        assert found == expected
+        assert mask[0].nonzero().flatten().tolist() == expected
 
 
 def test_batches_made_ahead_have_lengths_of_their_own(model: nn.Sequential) -> None:

@@ -229,4 +229,5 @@ def _in_slice(at: slice, positions: Tensor, lengths: Tensor) -> Tensor:
         chosen &= positions < bound(at.stop)
     if at.step is None:
         return chosen
-    return chosen & ((positions - start) % min(at.step, _LAST) == 0)
+    every: Tensor = (positions - start) % min(at.step, _LAST) == 0
+    return chosen & every

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from ferrohook._core import (
     Attachment,
@@ -259,7 +259,7 @@ def _find_positions(
     """Finds the positions of a forward that runs for a request."""
     tokens = tokens_of(model, args, kwargs, request._prompt)
     request._prompt = tokens.prompt
-    masks = tuple(_shortened(mask_of(at, tokens)) for at in request.plan_positions)
+    masks = tuple(mask_of(at, tokens) for at in request.plan_positions)
     request.set_masks(masks, positioned=False)
 
 
@@ -572,12 +572,3 @@ def _tree_of(model: nn.Module, modules: dict[str, nn.Module]) -> ModuleTree:
     if tree is None or not tree.holds():
         tree = trees[key] = ModuleTree([model.get_submodule(path) for path in key])
     return tree
-
-
-def _shortened(mask: Tensor) -> Any:
-    """Returns None for a mask of no tokens, and True for one of all, where asking is cheap."""
-    if mask.device.type != "cpu":
-        return mask
-    if not mask.any():
-        return None
-    return True if mask.all() else mask

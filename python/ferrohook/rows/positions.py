@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ferrohook.plans.positions import At
 
 
-def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tuple[Any, ...]:
+def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """Returns which tokens of a request's padded rows are at each of its plan's positions.
 
     Args:
@@ -27,8 +27,7 @@ def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tu
     """
     prompts = torch.tensor(lengths or [0])
     tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
-    masks = (mask_of(at, tokens) for at in ats)
-    return tuple(mask if mask.any() else None for mask in masks)
+    return tuple(mask_of(at, tokens) for at in ats)
 
 
 def check_lengths(ats: Sequence[At], lengths: Sequence[int], rows: int = 1) -> None:

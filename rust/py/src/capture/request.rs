@@ -19,7 +19,6 @@ use crate::rows::mask::Mask;
 use crate::rows::membership::Membership;
 use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OwnRows, Tokens};
-use crate::torch::is_tensor;
 use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -129,8 +128,7 @@ impl RequestBase {
         slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
     }
 
-    /// Sets the tokens at each of the plan's positions: True for all, None for none, or a tensor of
-    /// bools. `positioned`: in the calls of a batch, else in the call that begins on this thread.
+    /// Sets the tokens at each of the plan's positions, tensors of bools. `positioned`: in the calls of a batch, else in the call that begins on this thread.
     #[pyo3(signature = (masks, *, positioned))]
     fn set_masks(
         slf: &Bound<'_, Self>,
@@ -138,11 +136,8 @@ impl RequestBase {
         positioned: bool,
     ) -> PyResult<()> {
         let chosen = |mask: Bound<'_, PyAny>| {
-            Ok(match is_tensor(&mask)? {
-                true => Chosen::At(Arc::new(Mask::of(&mask))),
-                false if mask.is_none() => Chosen::Nothing,
-                false => Chosen::All,
-            })
+            let mask = Mask::of_any(&mask)?;
+            Ok(mask.map_or(Chosen::Nothing, |mask| Chosen::At(Arc::new(mask))))
         };
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
         let (frame, masks) = (slf.as_super().get(), Masks::Tokens(chosen));
@@ -261,20 +256,18 @@ impl Source {
         let own = tokens.and_then(|it| it.own.as_ref());
         let mask = match RequestBase::chosen(request, at, own)? {
             Chosen::Nothing => return Ok(()),
-            Chosen::All => None,
-            Chosen::At(mask) => Some(mask),
+            Chosen::At(mask) => mask,
         };
-        let positions = match (positions, &mask) {
-            (Some(all), Some(mask)) => all.at(&mask.places(py)?, Some(0)),
-            (positions, _) => positions.cloned(),
+        let positions = match positions {
+            Some(all) => all.at(&mask.places(py)?, Some(0)),
+            None => None,
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
             return Ok(());
         }
         let names = collector.get().names();
-        let at = map_tensors(value, &mut |tensor| match &mask {
-            Some(mask) => mask.take(&|| format!("capture of {:?}", names[index]), tensor),
-            None => tensor.call_method1(intern!(py, "flatten"), (0, 1)),
+        let at = map_tensors(value, &mut |tensor| {
+            mask.take(&|| format!("capture of {:?}", names[index]), tensor)
         })?;
         keeping::record(&collector, index, &at, positions.as_ref(), shared)
     }

@@ -69,20 +69,16 @@ impl Native for MaskedHook {
         let own = Tokens::of(turn).and_then(|it| it.own.as_ref());
         let mask = match RequestBase::chosen(request, self.mask, own)? {
             Chosen::Nothing => return Ok(None),
-            Chosen::All => None,
-            Chosen::At(mask) => Some(mask),
+            Chosen::At(mask) => mask,
         };
         let hook = self.hook.bind(py);
         if let Ok(intervention) = hook.cast::<InterventionBase>() {
-            return InterventionBase::run_masked(intervention, turn, mask.as_deref());
+            return InterventionBase::run_masked(intervention, turn, Some(&mask));
         }
         let result = invoke::call(hook, [turn.module, turn.args.as_any(), turn.value])?;
         if result.is_none() {
             return Ok(None);
         }
-        let Some(mask) = mask else {
-            return Ok(Some(result));
-        };
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }

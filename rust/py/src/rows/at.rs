@@ -211,7 +211,6 @@ pub struct PlacesOfRows {
 /// Tokens at one of the positions of a plan.
 #[derive(Clone)]
 pub enum Chosen {
-    All,
     Nothing,
     At(Arc<Mask>),
 }

@@ -12,6 +12,8 @@ use crate::torch::copies::Copies;
 pub struct Mask {
     /// Tensor of bools.
     bools: Py<PyAny>,
+    /// True if all of them are true, as far as the host knows.
+    all: bool,
     on_devices: Copies,
     /// Places of the tokens where it is true, in the order of memory.
     places: Copies,
@@ -21,9 +23,26 @@ impl Mask {
     pub fn of(bools: &Bound<'_, PyAny>) -> Self {
         Self {
             bools: bools.clone().unbind(),
+            all: false,
             on_devices: Copies::default(),
             places: Copies::default(),
         }
+    }
+
+    /// Makes a mask; None if it is of no token. A GPU is not asked, which the host would wait for.
+    pub fn of_any(bools: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let py = bools.py();
+        if !bools.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+            return Ok(Some(Self::of(bools)));
+        }
+        if !bools.call_method0(intern!(py, "any"))?.is_truthy()? {
+            return Ok(None);
+        }
+        let all = bools.call_method0(intern!(py, "all"))?.is_truthy()?;
+        Ok(Some(Self {
+            all,
+            ..Self::of(bools)
+        }))
     }
 
     /// Makes the mask of some of the `count` rows of a dimension.
@@ -68,7 +87,8 @@ impl Mask {
         Ok(places.into_iter().map(TokenPlace).collect())
     }
 
-    /// Takes the tokens of a tensor: a copy, with one dimension in place of those of the mask.
+    /// Takes the tokens of a tensor, with one dimension in place of those of the mask: a copy, unless
+    /// they are all.
     pub fn take<'py>(
         &self,
         describe: &dyn Fn() -> String,
@@ -76,9 +96,12 @@ impl Mask {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let dims = self.dims_of(describe, tensor)?;
-        let places = self.places.on_device_of(tensor, || self.nonzero(py))?;
         let last = dims.saturating_sub(1);
         let flat = tensor.call_method1(intern!(py, "flatten"), (0, last))?;
+        if self.all {
+            return Ok(flat);
+        }
+        let places = self.places.on_device_of(tensor, || self.nonzero(py))?;
         flat.call_method1(intern!(py, "index_select"), (0, places))
     }
 
@@ -91,6 +114,9 @@ impl Mask {
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
         let dims = self.dims_of(describe, x)?;
+        if self.all {
+            return Ok(changed.clone());
+        }
         let bools = || Ok(self.bools.bind(py).clone());
         let mut mask = self.on_devices.on_device_of(x, bools)?;
         let of_x: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
