@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
+
+from ferrohook._core import generated_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DYNAMO = "torch._dynamo"
-
-# Keys are the ids of the two bases, which the class in the value keeps alive.
-_GENERATED: weakref.WeakValueDictionary[tuple[int, int], type] = weakref.WeakValueDictionary()
 
 
 def common_subclass(
@@ -39,8 +37,7 @@ def common_subclass(
     Raises:
         TypeError: Python cannot derive one class from both.
     """
-    key = id(base), id(plain)
-    made = _GENERATED.get(key)
+    made = generated_class(base, plain)
     if made is None:
         namespace = {"__slots__": (), "_made_from": (base, plain), **members()}
         # A custom metaclass has its own `__eq__`.
@@ -53,8 +50,8 @@ def common_subclass(
             and _has_default_init_subclass(plain)
         ):
             made = _make_class(metaclass, name, (plain, base), namespace)
-        made = _GENERATED.setdefault(key, made)
-    return made
+        made = generated_class(base, plain, made)
+    return cast("type", made)
 
 
 def _make_class(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import fx, jit, nn
 from torch.nn.modules import transformer
+from torch.utils.hooks import RemovableHandle
 
 from ferrohook._core import (
     Attachment,
@@ -331,7 +332,7 @@ _NO_HOOK = logging.NullHandler.handle
 
 
 def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
-    """Returns the class that `module` gets, as `make_class`; a hook if it keeps its own.
+    """Returns the class that `module` gets, as `make_class`; a hook and its id if it keeps its own.
 
     Raises:
         HookError: the module cannot be instrumented.
@@ -339,10 +340,7 @@ def _keep_class(kept: Collection[nn.Module], module: nn.Module) -> Any:
     made = make_class(module)
     if module not in kept:
         return made
-    if module._compiled_call_impl is not None:
-        msg = "it was compiled by its compile(), whose place keep_class takes"
-        raise HookError(msg)
-    return _NO_HOOK
+    return RemovableHandle(module._forward_pre_hooks).id, _NO_HOOK
 
 
 def attach(
@@ -465,15 +463,15 @@ def instrument(
         keep_class: modules among them that keep their class, see `select`: for code that asks
             `type(module) is ...`. Their calls go through `nn.Module.__call__`, at its cost; they
             break a graph, and one that was compiled before does not see them; copies have no hooks;
-            `module.compile()` replaces the hooks.
+            `module.compile()` replaces the hooks. Without the GIL it is refused.
 
     Returns:
         A context manager that restores; see also `restore`.
 
     Raises:
         SelectionError: `select` or `keep_class` matches nothing.
-        HookError: a selected module cannot be instrumented, or one of `keep_class` is compiled or
-            has another class already; none was.
+        HookError: a selected module cannot be instrumented, one of `keep_class` is compiled or
+            has another class already, or there is no GIL for `keep_class`; none was.
 
     Examples:
         >>> with fh.instrument(model):
@@ -482,9 +480,19 @@ def instrument(
     """
     modules = _select(model, select)
     kept = {} if keep_class is False else _select(model, keep_class)
+    if kept and not getattr(sys, "_is_gil_enabled", lambda: True)():
+        msg = (
+            "keep_class writes to torch's own entries of a module, which other threads read while "
+            "they call it: without the GIL such a call fails. Leave keep_class out, or start "
+            "Python with PYTHON_GIL=1"
+        )
+        raise HookError(msg)
     for name, module in kept.items():
         if plain_class(type(module)) is not type(module):
             msg = f"{name!r} is instrumented with another class already: restore it first"
+            raise HookError(msg)
+        if find_registry(module) is None and module._compiled_call_impl is not None:
+            msg = f"{name!r} was compiled by its compile(), whose place keep_class takes"
             raise HookError(msg)
     instrumentation = Instrumentation()
     try:

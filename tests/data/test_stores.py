@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from ferrohook.data import LocalStore, Store
 from support.interpreters import assert_ends_well, run_with_torch
 from support.limits import LIMIT
 from support.stores import check, fill, forked, wait_for
-from support.threads import Together, in_threads
+from support.threads import Together, in_threads, run_together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -379,6 +380,67 @@ def test_close_loses_no_batch_that_other_threads_complete_meanwhile(
         assert len(found) < 10_000
 
 
+@pytest.mark.parametrize("last", ["complete", "flush", "close"])
+def test_a_batch_that_another_thread_writes_early_comes_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    store = LocalStore(tmp_path, max_pending=100)
+    assert store._writer is not None
+    put = store._writer.put
+    taken, ended = threading.Event(), threading.Event()
+
+    def held(shard: Any) -> None:
+        if not taken.is_set():  # the early write, held before it is queued
+            taken.set()
+            ended.wait(0.2)  # longer than `end` takes where it does not wait
+        put(shard)
+
+    monkeypatch.setattr(store._writer, "put", held)
+    store.put("run", 0, "layer", {"output": torch.zeros(20)})
+
+    def put_more() -> None:  # exceeds `max_pending`: writes batch 0
+        store.put("run", 1, "layer", {"output": torch.ones(8)})
+
+    def end() -> None:
+        assert taken.wait(LIMIT)
+        if last == "complete":
+            store.complete("run", 0)
+        else:
+            getattr(store, last)()
+        ended.set()
+
+    run_together(put_more, end)
+    if last == "close":
+        assert LocalStore(tmp_path, read_only=True).batches("run") == [0, 1]
+        return
+    reader = LocalStore(tmp_path, read_only=True)
+    if last == "flush":
+        assert reader.layers("run", 0) == ["layer"]
+        store.complete("run", 0)
+    store.flush()
+    lines = (tmp_path / "run" / "index.jsonl").read_text().splitlines()
+    complete = [json.loads(line)["complete"] for line in lines if json.loads(line)["batch"] == 0]
+    assert complete == [False, True]
+    assert (reader.get("run", 0, "layer")["output"] == 0).all()
+    store.close()
+
+
+def test_close_refuses_a_put_or_stores_it(tmp_path: Path, switch_often: None) -> None:
+    for attempt in range(100):
+        store = LocalStore(tmp_path / str(attempt))
+        stored = []
+
+        def put(store: Store = store, stored: list[int] = stored) -> None:
+            with contextlib.suppress(fh.data.StoreError):
+                for batch in range(1000):
+                    store.put("run", batch, "layer", {"output": torch.ones(1)})
+                    stored.append(batch)
+
+        run_together(put, store.close)
+        reader = LocalStore(tmp_path / str(attempt), read_only=True)
+        assert (reader.batches("run") if reader.runs() else []) == stored
+
+
 def test_a_dropped_store_may_be_closed_on_its_writer_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +476,7 @@ def test_a_fork_does_not_write(tmp_path: Path) -> None:
             fh.data.StoreError, match=f"in process {os.getppid()}, which this one was"
         ):
             store.put("run", 1, "layer", {})
+        assert store.completed("run") == []  # reads what is written, and waits for nothing
         store.close()
 
     with LocalStore(tmp_path) as store:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ferrohook as fh
 from support.instrumentation import Log, hook_dicts, logging, small, state_of, x
 from support.internals import is_instrumented
+from support.interpreters import assert_ends_well, run_with_torch
 from support.threads import in_threads, repeating
 
 if TYPE_CHECKING:
@@ -71,6 +72,43 @@ def test_threads_instrument_register_and_restore_one_model_while_others_call() -
         in_threads(4, act)
     assert lost == []
     assert state_of(model) == before
+
+
+@pytest.mark.usefixtures("switch_often")
+@pytest.mark.parametrize(
+    "hooked",
+    [lambda module: (fh.instrument(module), module)[1], fh.HookedModule],
+    ids=["instrument", "HookedModule"],
+)
+def test_threads_share_the_generated_class_of_a_plain_one(hooked: Any) -> None:
+    for _ in range(1000):
+        plain = type("Plain", (nn.Module,), {"forward": lambda _self, x: x})
+        made = in_threads(4, lambda _, plain=plain: hooked(plain()))
+        assert len({id(type(each)) for each in made}) == 1
+        assert all(isinstance(each, type(made[0])) for each in made)
+
+
+def test_threads_that_change_classes_leave_the_garbage_collector_as_it_is() -> None:
+    # In a process of its own, as audit hooks stay. CPython calls them for each change of class.
+    code = """
+import gc
+gc.disable()  # as this thread left it
+model = nn.Sequential(nn.Linear(2, 2))
+off = []
+
+def look(event, arguments):
+    if event == "object.__setattr__" and arguments[1] == "__class__":
+        off.append(gc.isenabled())
+
+sys.addaudithook(look)
+for enabled in (True, False):
+    (gc.enable if enabled else gc.disable)()
+    with fh.instrument(model):
+        pass
+    assert gc.isenabled() is enabled
+assert off == [True] * 4 + [False] * 4, off
+"""
+    assert_ends_well(run_with_torch(code))
 
 
 @pytest.mark.usefixtures("switch_often")

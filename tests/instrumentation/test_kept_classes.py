@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,21 @@ from torch import nn
 import ferrohook as fh
 
 KEPT = "1"
+
+needs_gil = pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="refused without the GIL"
+)
+
+
+def test_without_the_gil_it_is_refused(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There another thread's call fails while torch's entries change."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(fh.HookError, match="without the GIL such a call fails"):
+        fh.instrument(model, keep_class=KEPT)
+    assert vars(model[1]).keys() == vars(nn.Linear(3, 3)).keys()
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.fixture
@@ -25,6 +41,7 @@ def double(_module: object, _args: object, output: Any) -> Any:
     return output * 2
 
 
+@needs_gil
 def test_the_class_is_kept_and_hooks_fire(model: nn.Sequential) -> None:
     x = torch.randn(2, 3)
     plain = model(x)
@@ -46,6 +63,7 @@ def test_the_class_is_kept_and_hooks_fire(model: nn.Sequential) -> None:
     assert torch.equal(model(x), plain)
 
 
+@needs_gil
 def test_every_phase_scope_plan_and_batch(model: nn.Sequential) -> None:
     x = torch.randn(2, 3, requires_grad=True)
     twin = copy.deepcopy(model)
@@ -71,6 +89,7 @@ def test_every_phase_scope_plan_and_batch(model: nn.Sequential) -> None:
             assert ours == right if isinstance(ours, list) else torch.equal(ours, right)
 
 
+@needs_gil
 @pytest.mark.parametrize(
     "duplicate",
     [copy.deepcopy, copy.copy, lambda module: pickle.loads(pickle.dumps(module))],
@@ -90,6 +109,7 @@ def test_copies_are_plain(model: nn.Sequential, duplicate: Any) -> None:
         assert [*acts] == [""]
 
 
+@needs_gil
 def test_models_that_are_compiled_later_run_the_hooks(model: nn.Sequential) -> None:
     """Earlier ones do not guard torch's hooks either (`skip_nnmodule_hook_guards`)."""
     x = torch.randn(2, 3)
@@ -105,6 +125,7 @@ def test_models_that_are_compiled_later_run_the_hooks(model: nn.Sequential) -> N
         assert torch.equal(compiled(x), plain)
 
 
+@needs_gil
 def test_a_transformer_layer_calls_its_modules() -> None:
     """Its fast path would not."""
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -115,6 +136,7 @@ def test_a_transformer_layer_calls_its_modules() -> None:
     assert len(calls) == 1
 
 
+@needs_gil
 def test_what_cannot_keep_its_class_is_refused(model: nn.Sequential) -> None:
     with pytest.raises(fh.SelectionError):
         fh.instrument(model, keep_class="none")
@@ -124,11 +146,27 @@ def test_what_cannot_keep_its_class_is_refused(model: nn.Sequential) -> None:
     ):
         fh.instrument(model, keep_class=KEPT)
     model[1].compile(backend="eager")
-    with pytest.raises(fh.HookError, match=r"1 \(Linear\): it was compiled by its compile"):
-        fh.instrument(model, KEPT, keep_class=KEPT)
-    assert type(model[1]) is nn.Linear
+    for select in (KEPT, None):
+        with pytest.raises(fh.HookError, match="'1' was compiled by its compile"):
+            fh.instrument(model, select, keep_class=KEPT)
+        assert type(model[0]) is type(model[1]) is nn.Linear
 
 
+@needs_gil
+def test_keys_of_torch_s_hooks_are_ints_as_torch_s_own(model: nn.Sequential) -> None:
+    before = nn.Module.register_forward_pre_hook(model[1], lambda *_: None)
+    with fh.instrument(model, keep_class=KEPT):
+        after = nn.Module.register_forward_pre_hook(model[1], lambda *_: None)
+        keys = [*model[1]._forward_pre_hooks]
+        assert {type(key) for key in keys} == {int}
+        assert len({*keys}) == 3
+    assert [*model[1]._forward_pre_hooks] == [before.id, after.id]
+    with fh.instrument(model, keep_class=KEPT):
+        model[1]._forward_pre_hooks.clear()  # another library removed all hooks
+    assert vars(model[1]).keys() == vars(nn.Linear(3, 3)).keys()
+
+
+@needs_gil
 def test_it_is_counted(model: nn.Sequential) -> None:
     first = fh.instrument(model, KEPT, keep_class=KEPT)
     second = fh.instrument(model)

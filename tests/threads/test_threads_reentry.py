@@ -166,7 +166,8 @@ class Litter:
 
 @pytest.mark.collects_at_once
 @pytest.mark.usefixtures("collect_cheaply")
-def test_a_finaliser_may_wait_for_a_thread_that_instruments() -> None:
+@pytest.mark.parametrize("theirs", [0, 1], ids=["this model", "another model"])
+def test_a_finaliser_may_wait_for_a_thread_that_instruments(theirs: int) -> None:
     threshold = gc.get_threshold()
     models = [Echo() for _ in range(2)]
     with fh.instrument(models[0]), fh.instrument(models[1]):
@@ -181,7 +182,7 @@ def test_a_finaliser_may_wait_for_a_thread_that_instruments() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                other = threading.Thread(target=lambda: fh.instrument(models[1]).restore())
+                other = threading.Thread(target=lambda: fh.instrument(models[theirs]).restore())
                 other.start()
                 other.join(LIMIT)
                 stuck.append(other.is_alive())
@@ -209,6 +210,6 @@ gc.freeze()
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import threads.test_threads_reentry as tests
 sys.addaudithook(lambda *_: [[], [[]], [], []] and None)
-tests.test_a_finaliser_may_wait_for_a_thread_that_instruments()
+tests.test_a_finaliser_may_wait_for_a_thread_that_instruments(1)
 """
     assert_ends_well(run_with_torch(code))

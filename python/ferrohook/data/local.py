@@ -104,11 +104,10 @@ class LocalStore(Store):
             self._check_writable()  # again: `close` removes open batches under this lock
             self._open.setdefault((run, batch), Batch()).add(layer, owned)
             # Bounds the memory of open batches: writes the largest early.
-            full = sum(each.nbytes for each in self._open.values()) > self._max_pending
-            largest = max(self._open, key=lambda it: self._open[it].nbytes) if full else None
-            content = None if largest is None else self._open.pop(largest)
-        if largest is not None and content is not None:
-            writer.put(Shard(*largest, content))
+            if sum(each.nbytes for each in self._open.values()) > self._max_pending:
+                largest = max(self._open, key=lambda it: self._open[it].nbytes)
+                # Under the lock, as whatever follows of the batch is queued after it.
+                writer.put(Shard(*largest, self._open.pop(largest)))
 
     def restart(self, run: str, batch: int) -> None:  # noqa: D102
         check_batch(run, batch)
@@ -133,19 +132,22 @@ class LocalStore(Store):
         writer = self._check_writable()
         with self._lock:
             finished = self._open.pop((run, batch), Batch())
-        finished.complete = True
-        finished.fingerprint = fingerprint
-        finished.manifest = manifest
-        writer.put(Shard(run, batch, finished))
+            finished.complete = True
+            finished.fingerprint = fingerprint
+            finished.manifest = manifest
+            writer.put(Shard(run, batch, finished))
 
     def discard(self, run: str, batch: int) -> None:  # noqa: D102
         with self._lock:
             self._open.pop((run, batch), None)
 
     def flush(self) -> None:  # noqa: D102
-        if self._writer is not None and not self._writer.closed:
-            _submit(self._writer, self._lock, self._open)
-            self._writer.drain()
+        writer = self._writer
+        # A forked process has nothing to write: the one that opened the store writes it.
+        if writer is not None and not writer.closed and writer.process == os.getpid():
+            with self._lock:
+                _submit(writer, self._open)
+            writer.drain()
 
     def close(self) -> None:  # noqa: D102
         if not self._finalizer.alive:
@@ -270,15 +272,11 @@ def _warn_unverified(subject: str) -> None:
     warnings.warn(msg, UnverifiedWarning, stacklevel=3)  # the caller of the store
 
 
-def _submit(writer: Writer, lock: threading.Lock, opened: dict[tuple[str, int], Batch]) -> None:
-    """Queues open batches for writing as they are."""
-    while True:
-        with lock:
-            if not opened:
-                return
-            key = next(iter(opened))
-            batch = opened.pop(key)
-        writer.put(Shard(*key, batch))
+def _submit(writer: Writer, opened: dict[tuple[str, int], Batch]) -> None:
+    """Queues open batches for writing as they are. Under the store's lock."""
+    while opened:
+        key = next(iter(opened))
+        writer.put(Shard(*key, opened.pop(key)))
 
 
 def _close(
@@ -288,6 +286,10 @@ def _close(
     if writer is None or writer.process != os.getpid():
         return
     try:
-        _submit(writer, lock, opened)
+        with lock:  # a `put` comes before the last batch is queued, or is refused
+            try:
+                _submit(writer, opened)
+            finally:
+                writer.refuse()
     finally:
         writer.close()

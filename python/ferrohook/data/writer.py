@@ -99,12 +99,16 @@ class Writer:
             wakeup.put(None)
         self._waiters.clear()
 
-    def close(self) -> None:
-        """Ends the thread when the queue is written."""
+    def refuse(self) -> None:
+        """Refuses further shards; the thread ends when the queue is written."""
         with self._lock:
             self.closed = True
             self._notify()
         self._wakeups.put(None)
+
+    def close(self) -> None:
+        """Ends the thread when the queue is written, and waits for that."""
+        self.refuse()
         if threading.get_ident() == self._thread:
             return  # see `put`
         if self._started:  # False if `start` was interrupted

@@ -30,6 +30,8 @@ mod _core {
     #[pymodule_export]
     use crate::attach::dispatcher::Dispatcher;
     #[pymodule_export]
+    use crate::attach::generated::generated_class;
+    #[pymodule_export]
     use crate::attach::instrumenting::{assign_class, release_copy, release_unused};
     #[pymodule_export]
     use crate::attach::wrapper::HookedBase;

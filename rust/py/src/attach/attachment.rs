@@ -124,8 +124,8 @@ impl Attachment {
     ///
     /// Args:
     ///     modules: the modules. Those whose hooks are stored elsewhere (wrappers) are skipped.
-    ///     make_class: makes the class of a module that is not instrumented yet; a hook for
-    ///         one that keeps its own.
+    ///     make_class: makes the class of a module that is not instrumented yet; for one that
+    ///         keeps its own, a key for torch's pre-hooks and the hook.
     ///     explicit: True for a call of `instrument`, False for a hook or a capture.
     ///
     /// Returns:

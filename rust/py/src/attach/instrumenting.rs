@@ -1,12 +1,15 @@
 //! Instrumenting and restoring modules: the change of class, reference-counted.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use ferrohook_core::{Phase, Placement};
-use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
+use parking_lot::{ArcReentrantMutexGuard, Mutex, RawMutex, RawThreadId, ReentrantMutex};
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType};
 
 use crate::attach::dispatcher::{Dispatcher, KeptCall};
 use crate::attach::wrapper::HookedBase;
@@ -25,7 +28,7 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
     let py = module.py();
     let state = instance_dict(module)?;
     let (dispatcher, restored) = {
-        let _others_wait = one_at_a_time(py);
+        let _others_wait = one_at_a_time(module);
         let Some(dispatcher) = dispatcher_in(&state)? else {
             return Ok(());
         };
@@ -36,9 +39,13 @@ pub fn release(module: &Bound<'_, PyAny>, explicit: bool) -> PyResult<()> {
             // Once more after Ctrl-C in an audit hook.
             set_class(module, &plain).or_else(|error| set_class(module, &plain).and(Err(error)))
         });
-        if kept_call_in(&state)? {
+        if let Some(kept_call) = kept_call_in(&state)? {
             state.del_item(intern!(py, KeptCall::KEY))?;
-            pre_hooks(&state)?.del_item(intern!(py, KeptCall::HOOK))?;
+            let (hooks, id) = (pre_hooks(&state)?, kept_call.get().hook_id.bind(py));
+            // False: another library removed all hooks.
+            if hooks.contains(id)? {
+                hooks.del_item(id)?;
+            }
         }
         state.del_item(intern!(py, Dispatcher::KEY))?;
         (dispatcher, restored)
@@ -73,7 +80,7 @@ pub fn assign_class(
     let state = instance_dict(module)?;
     own_class(py)?;
     let set = {
-        let _others_wait = one_at_a_time(py);
+        let _others_wait = one_at_a_time(module);
         let class = if dispatcher_in(&state)?.is_some() {
             instrumented
         } else {
@@ -84,43 +91,47 @@ pub fn assign_class(
     set.map_err(|error| refused(py, error))
 }
 
-/// Guard of the lock for changes of class. While it is held, the garbage collector runs no
-/// finalisers, which may wait for another thread that changes a class.
+/// Locks of the modules whose class changes now, by address.
+static LOCKS: Mutex<BTreeMap<usize, Arc<ReentrantMutex<()>>>> = Mutex::new(BTreeMap::new());
+
+/// Guard of the lock for changes of one module's class.
 struct OneAtATime {
-    collects: bool,
-    _lock: ReentrantMutexGuard<'static, ()>,
+    module: usize,
+    lock: ArcReentrantMutexGuard<RawMutex, RawThreadId, ()>,
 }
 
 impl Drop for OneAtATime {
     fn drop(&mut self) {
-        if self.collects {
-            // SAFETY: locked, and so dropped, with the interpreter attached.
-            unsafe { ffi::PyGC_Enable() };
+        let mut locks = LOCKS.lock();
+        // The map's and the guard's: nobody else waits, or holds it further out.
+        if Arc::strong_count(ArcReentrantMutexGuard::remutex(&self.lock)) == 2 {
+            locks.remove(&self.module);
         }
     }
 }
 
-/// Locks changes of class. Only one kind of Python code runs under the lock: audit hooks, which
-/// CPython calls for each change (filelock registers one). Recursive for signal handlers that run
-/// in these and change a class too.
-fn one_at_a_time(py: Python<'_>) -> OneAtATime {
-    static CLASSES: ReentrantMutex<()> = ReentrantMutex::new(());
+/// Locks changes of a module's class. Nothing allocates objects that the garbage collector tracks
+/// meanwhile, so no finaliser runs under the lock, but in one kind of Python code: audit hooks, which
+/// CPython calls for each change (filelock registers one). A finaliser may wait there for a thread
+/// that changes another module's class. Recursive for finalisers and signal handlers that change
+/// this one's.
+fn one_at_a_time(module: &Bound<'_, PyAny>) -> OneAtATime {
+    let address = module.as_ptr() as usize;
+    let lock = Arc::clone(LOCKS.lock().entry(address).or_default());
     loop {
-        if let Some(lock) = CLASSES.try_lock() {
-            // SAFETY: the interpreter is attached.
-            let collects = unsafe { ffi::PyGC_Disable() } != 0;
+        if let Some(lock) = lock.try_lock_arc() {
             return OneAtATime {
-                collects,
-                _lock: lock,
+                module: address,
+                lock,
             };
         }
         // Audit hooks aside, locked only with the interpreter attached: by no thread across a fork.
-        invoke::detached(py, || drop(CLASSES.lock()));
+        invoke::detached(module.py(), || drop(lock.lock()));
     }
 }
 
 /// Instruments a module; it counts one reason more. `make_class` makes the class of one that is not
-/// instrumented yet, or returns None for one that keeps its own.
+/// instrumented yet, or returns a hook and its id for one that keeps its own.
 pub fn acquire(
     module: &Bound<'_, PyAny>,
     make_class: &Bound<'_, PyAny>,
@@ -129,7 +140,7 @@ pub fn acquire(
     let py = module.py();
     let state = instance_dict(module)?;
     {
-        let _others_wait = one_at_a_time(py);
+        let _others_wait = one_at_a_time(module);
         if let Some(dispatcher) = dispatcher_in(&state)?
             && is_instrumented(module, &state)?
         {
@@ -139,10 +150,12 @@ pub fn acquire(
     }
     // Python code runs here, before any change.
     let class = make_class.call1((module,))?;
-    let kept_call = if class.is_instance_of::<PyType>() {
-        None
-    } else {
-        Some(Bound::new(py, KeptCall::new(module)?)?)
+    let kept_call = match class.cast::<PyTuple>() {
+        Ok(hook) => {
+            let kept_call = KeptCall::new(module, hook.get_item(0)?.unbind())?;
+            Some((Bound::new(py, kept_call)?, hook.get_item(1)?))
+        }
+        Err(_) => None,
     };
     let class_cache = match kept_call {
         Some(_) => Bound::new(py, CallCache::default())?,
@@ -152,13 +165,13 @@ pub fn acquire(
     let fresh = Bound::new(py, Dispatcher::new(registry, class_cache.unbind()))?;
     own_class(py)?;
     let change = || {
-        let _others_wait = one_at_a_time(py);
+        let _others_wait = one_at_a_time(module);
         let dispatcher = dispatcher_in(&state)?;
         let dispatcher = dispatcher.as_ref().unwrap_or(&fresh);
         state.set_item(intern!(py, Dispatcher::KEY), dispatcher)?;
         if !is_instrumented(module, &state)?
             && let Err(error) = match &kept_call {
-                Some(kept_call) => keep_class(&state, kept_call, &class),
+                Some((kept_call, hook)) => keep_class(&state, kept_call, hook),
                 None => set_class(module, &class),
             }
         {
@@ -257,7 +270,7 @@ fn dispatcher_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, 
 
 /// True if the calls of a module run by its dispatcher.
 fn is_instrumented(module: &Bound<'_, PyAny>, state: &Bound<'_, PyDict>) -> PyResult<bool> {
-    Ok(instrumented_from(module)?.is_some() || kept_call_in(state)?)
+    Ok(instrumented_from(module)?.is_some() || kept_call_in(state)?.is_some())
 }
 
 /// Lets a module keep its class. The hook is for Dynamo, which calls `forward` of a module without
@@ -268,7 +281,7 @@ fn keep_class(
     hook: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let py = state.py();
-    pre_hooks(state)?.set_item(intern!(py, KeptCall::HOOK), hook)?;
+    pre_hooks(state)?.set_item(call.get().hook_id.bind(py), hook)?;
     state.set_item(intern!(py, KeptCall::KEY), call)
 }
 
@@ -280,9 +293,9 @@ fn pre_hooks<'py>(state: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
         .get_item(intern!(state.py(), "_forward_pre_hooks"))
 }
 
-fn kept_call_in(state: &Bound<'_, PyDict>) -> PyResult<bool> {
+fn kept_call_in<'py>(state: &Bound<'py, PyDict>) -> PyResult<Option<Bound<'py, KeptCall>>> {
     let found = state.get_item(intern!(state.py(), KeptCall::KEY))?;
-    Ok(found.is_some_and(|found| found.is_instance_of::<KeptCall>()))
+    Ok(found.and_then(|found| found.cast_into().ok()))
 }
 
 /// Returns the plain class if the module's class was made for instrumented modules.

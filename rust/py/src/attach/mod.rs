@@ -2,5 +2,6 @@
 
 pub mod attachment;
 pub mod dispatcher;
+pub mod generated;
 pub mod instrumenting;
 pub mod wrapper;
