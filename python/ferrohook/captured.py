@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.pending import finish
-from ferrohook.tensors import as_leaf, map_tensors, tensors_in
+from ferrohook.tensors import as_leaf, map_tensors
 
 if TYPE_CHECKING:
     from ferrohook._core import Collector
@@ -45,67 +44,16 @@ class Recorded(NamedTuple):
         return self._values(place, stale=stale)
 
     def _values(self, place: int, *, stale: bool) -> list[Any]:
-        values = self.collector.values(place, stale=stale)
-        self.copies.finish()
-        return values
+        return self.collector.read(place, stale=stale, finish=self.copies.finish)
 
 
 class RecordedSteps(Recorded):
-    """Outputs or inputs of a request in batches, put together by position."""
+    """Outputs or inputs of each place: of its last call, or of all whose positions are known."""
 
     __slots__ = ()
 
-    def read(self, place: int, *, stale: bool = False) -> list[Any]:
-        """Reads the values of a place: a list of one, if the positions of all are known."""
-        finish(self.collector)
-        if not stale and (joined := self.collector.joined(place)) is not None:
-            return [joined]
-        values = self._values(place, stale=stale)
-        collected = self.collector.positions(place)[: len(values)]
-        known = [each for each in collected if each is not None]
-        if not values or len(known) < len(values):
-            return values
-        rows = [row for positions, _ in known for row in positions]
-        last = {position: row for row, position in enumerate(rows) if position >= 0}
-        order = [last[position] for position in sorted(last)]
-
-        def put_together(*calls: Any) -> Any:
-            tokens = [
-                _tokens_first(tensor, dim, len(positions))
-                for tensor, (positions, dim) in zip(calls, known, strict=True)
-            ]
-            if any(each is None for each in tokens):
-                return calls[-1]
-            together = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-            if order == list(range(len(together))):
-                return together
-            return together[torch.tensor(order, dtype=torch.long, device=together.device)]
-
-        return [_map_together(put_together, values)]
-
-
-def _tokens_first(tensor: Any, dim: int | None, tokens: int) -> Any:
-    """Returns a tensor of (tokens, ...); None if it does not have them."""
-    shape = tensor.shape
-    if dim is None:  # a padded row
-        return tensor.flatten(0, 1) if shape[:2] == (1, tokens) else None
-    if len(shape) <= dim or shape[dim] != tokens:
-        return None
-    if dim == 0:
-        return tensor
-    tensor = tensor.movedim(dim, 0)
-    return tensor.squeeze(1) if dim == 1 and shape[0] == 1 else tensor
-
-
-def _map_together(change: Callable[..., Any], values: list[Any]) -> Any:
-    """Rebuilds the structure of the last value around the tensors of all of them."""
-    if all(isinstance(value, Tensor) for value in values):
-        return change(*values)
-    leaves = [[*tensors_in(value)] for value in values]
-    if len({len(each) for each in leaves}) > 1:
-        return values[-1]
-    columns = iter([*zip(*leaves, strict=True)])
-    return map_tensors(lambda _tensor: change(*next(columns)), values[-1])
+    def _values(self, place: int, *, stale: bool) -> list[Any]:
+        return self.collector.read(place, joins=True, stale=stale, finish=self.copies.finish)
 
 
 class RecordedGradients(Recorded):
@@ -118,7 +66,7 @@ class RecordedGradients(Recorded):
         del stale  # gradients have no version tag
         calls = self.collector.gradients(place)
         self.copies.finish()
-        values = self.collector.values(place, stale=True)
+        values = self.collector.read(place, stale=True)
         # Not strict: another thread may end a call between the two reads.
         return [
             gradients[0] if isinstance(value, Tensor) else gradients

@@ -193,5 +193,5 @@ def test_a_budget_counts_the_bytes_that_are_kept_alive(model: nn.Sequential, mem
         model(torch.randn(members, WIDTH))
     for request in requests:
         assert request.error is None
-        (kept,) = request.collector(0).values(0, stale=True)  # as it is stored
+        (kept,) = request.collector(0).read(0, stale=True)  # as it is stored
         assert kept.untyped_storage().nbytes() == bytes_of_a_row

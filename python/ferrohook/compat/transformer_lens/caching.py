@@ -66,10 +66,10 @@ class _RecordedValue:
         self._checked = checked
 
     def read(self, _name: str) -> Any:
-        return self._collector.values(self._index)[-1]
+        return self._collector.read(self._index)[-1]
 
     def peek(self) -> Any:
-        return self._collector.values(self._index, stale=True)[-1]
+        return self._collector.read(self._index, stale=True)[-1]
 
     def without_collector(self) -> _Entry:
         """A copy free of the collector, which keeps the other points' tensors alive."""

@@ -1,5 +1,6 @@
 //! `Collector`: stores the values of one capture, by its options.
 
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,10 +12,11 @@ use pyo3::prelude::*;
 use rustc_hash::FxHashSet;
 
 use crate::call::stop::Stop;
-use crate::capture::joining::Steps;
-use crate::capture::store::{Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot};
+use crate::capture::joining::Joined;
+use crate::capture::store::{
+    Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, View,
+};
 use crate::error;
-use crate::rows::places::TokenPositions;
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
 
@@ -99,28 +101,29 @@ impl Collector {
         self.store.lock().ran.clone()
     }
 
-    /// Values of the calls of a name, the oldest first. They share no memory with rows of other
-    /// requests, but with `stale`, which is for sizes and shapes.
+    /// Reads the values of the calls of a name, the oldest first; with `joins`, the tokens of all of them
+    /// as one value, if their positions are known. They share no memory with rows of other requests,
+    /// but with `stale`, which is for sizes and shapes. One call, so that no step comes between.
+    ///
+    /// `finish`: waits until the values can be read.
     ///
     /// Raises:
     ///     StaleActivationError: a tensor was changed in place since; `stale` allows that.
-    #[pyo3(signature = (index, *, stale = false))]
-    fn values<'py>(
+    #[pyo3(signature = (index, *, joins = false, stale = false, finish = None))]
+    fn read<'py>(
         &self,
         py: Python<'py>,
         index: usize,
+        joins: bool,
         stale: bool,
+        finish: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let (tensors, values) = {
-            let store = self.store.lock();
-            let kept = &store.kept[index];
-            let tensors = kept.iter().flat_map(|kept| &kept.tensors);
-            let tensors: Vec<_> = tensors.map(|each| each.stored(py)).collect();
-            let values: Vec<_> = kept.iter().map(|kept| kept.view(py)).collect();
-            (tensors, values)
-        };
-        for tensor in tensors {
-            if !stale && !tensor.is_current()? {
+        let views = self.views(py, index);
+        if let Some(finish) = finish {
+            finish.call0()?;
+        }
+        for view in &views {
+            if !stale && !view.is_current()? {
                 return Err(error::stale_activation(
                     py,
                     format!(
@@ -130,9 +133,15 @@ impl Collector {
                     ),
                 ));
             }
-            tensor.begin_read()?;
+            view.begin_read()?;
         }
-        let read = values.iter().map(|view| {
+        if joins && let Some(joined) = Joined::of(&views)? {
+            if !stale {
+                self.replace(index, &views, &joined)?;
+            }
+            return Ok(vec![joined.value]);
+        }
+        let read = views.iter().map(|view| {
             if view.shared && !stale {
                 return view.owned(index, &self.store, self.checks());
             }
@@ -141,38 +150,24 @@ impl Collector {
         read.collect()
     }
 
-    /// Tokens of the stored calls of a name as one tensor, in order of position, which is stored in
-    /// place of theirs; None where `values` has to tell.
-    fn joined<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.keep != 1 || !self.merges() {
-            return Ok(None);
-        }
-        let steps = Steps::of(py, &self.store.lock().kept[index]);
-        let join = |steps: Steps<'py>| steps.join(index, &self.store, self.checks());
-        steps.map_or(Ok(None), join)
-    }
-
-    /// Positions of the tokens of each of these values, and their dimension, None for a padded row;
-    /// None where they are not known.
-    fn positions(&self, index: usize) -> Vec<Option<(Vec<i64>, Option<usize>)>> {
+    /// Number of calls of a name so far, and number of those whose values made way for later ones.
+    fn counts_of(&self, index: usize) -> (usize, usize) {
         let store = self.store.lock();
-        let positions = store.kept[index].iter().map(|kept| &kept.positions);
-        let found = |it: &TokenPositions| (it.values.iter().map(|at| at.0).collect(), it.dim);
-        positions.map(|it| it.as_ref().map(found)).collect()
+        (store.kept[index].count, store.kept[index].dropped)
     }
 
-    /// Positions of all tokens of these values, in order; None if those of a value are not known.
+    /// Positions of all tokens of these values, row by row, in order; None if those of a value are not
+    /// known.
     fn tokens(&self, index: usize) -> Option<Vec<i64>> {
         let store = self.store.lock();
         let mut found = Vec::new();
-        for kept in &store.kept[index] {
-            let positions = kept.positions.as_ref()?.values.iter();
-            found.extend(positions.map(|at| at.0).filter(|at| *at >= 0));
+        for kept in &store.kept[index].calls {
+            found.extend(kept.positions.as_ref()?.tokens().flatten());
         }
         drop(store);
         found.sort_unstable();
         found.dedup();
-        Some(found)
+        Some(found.into_iter().map(|(_, position)| position.0).collect())
     }
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its
@@ -180,8 +175,8 @@ impl Collector {
     fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
         let gradient = |tensor: &KeptTensor| Some(tensor.gradient.as_ref()?.value.bind(py).clone());
-        store.kept[index]
-            .iter()
+        let calls = store.kept[index].calls.iter();
+        calls
             .map(|kept| kept.tensors.iter().map(gradient).collect())
             .collect()
     }
@@ -204,7 +199,7 @@ impl Collector {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.convert)?;
-        for kept in self.store.lock().kept.iter().flatten() {
+        for kept in self.store.lock().kept.iter().flat_map(|it| &it.calls) {
             visit.call(&kept.value)?;
             for each in &kept.tensors {
                 visit.call(&each.value)?;
@@ -248,7 +243,7 @@ impl Collector {
         }
         let tensor = {
             let store = self.store.lock();
-            let Some(kept) = store.kept[index].back() else {
+            let Some(kept) = store.kept[index].calls.back() else {
                 return Ok(None);
             };
             let whole = !kept.shared && kept.rows.is_none() && kept.positions.is_none();
@@ -296,12 +291,59 @@ impl Collector {
     ///     Stop: all modules have run in this call of the model.
     pub fn store(&self, py: Python<'_>, index: usize, kept: Kept) -> PyResult<()> {
         let bytes = kept.bytes;
-        match self.put(index, kept) {
-            Put::OverBudget(_refused, budget) => Err(self.over_budget(py, index, bytes, &budget)),
+        let (ends_call, sparse) = match self.put(py, index, kept) {
+            Put::OverBudget(_refused, budget) => {
+                return Err(self.over_budget(py, index, bytes, &budget));
+            }
             Put::Kept {
-                ends_call: true, ..
-            } => Err(Stop::new_err((self.stop, torch::stopped(py)?.unbind()))),
-            Put::Kept { .. } => Ok(()),
+                ends_call, sparse, ..
+            } => (ends_call, sparse),
+        };
+        for view in &sparse {
+            self.shrink(index, view)?;
+        }
+        if ends_call {
+            return Err(Stop::new_err((self.stop, torch::stopped(py)?.unbind())));
+        }
+        Ok(())
+    }
+
+    /// Takes what can be read of the calls of a name.
+    fn views<'py>(&self, py: Python<'py>, index: usize) -> Vec<View<'py>> {
+        let store = self.store.lock();
+        store.kept[index]
+            .calls
+            .iter()
+            .map(|kept| kept.view(py))
+            .collect()
+    }
+
+    /// Stores a value in place of those that it was put together of: it is made once, and the tensors of
+    /// the batches are released.
+    fn replace(&self, index: usize, views: &[View<'_>], joined: &Joined<'_>) -> PyResult<()> {
+        // A gradient finds its tensor by its call.
+        if self.gradients || !joined.copied {
+            return Ok(());
+        }
+        let Some(tensors) = joined.kept(self.checks())? else {
+            return Ok(());
+        };
+        // Dropped after the lock is released: destructors of tensors run code.
+        let _gone = self.store.lock().kept[index].join(views, joined, tensors);
+        Ok(())
+    }
+
+    /// Copies the tokens of a call that are left, to release the memory of those that ran again.
+    fn shrink(&self, index: usize, view: &View<'_>) -> PyResult<()> {
+        // Not if it was changed, which its reader is told; nor if it may be on its way from a GPU.
+        if self.convert.is_some() || !view.is_current()? {
+            return Ok(());
+        }
+        view.begin_read()?;
+        let views = slice::from_ref(view);
+        match Joined::of(views)? {
+            Some(joined) => self.replace(index, views, &joined),
+            None => Ok(()),
         }
     }
 
@@ -335,32 +377,27 @@ impl Collector {
         tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
     }
 
-    fn put(&self, index: usize, kept: Kept) -> Put {
+    fn put<'py>(&self, py: Python<'py>, index: usize, kept: Kept) -> Put<'py> {
         let mut store = self.store.lock();
-        let slot = &mut store.kept[index];
-        let first = slot.is_empty();
-        // The last value of a request in batches has all positions.
-        let part_of_last = self.keep == 1 && kept.positions.is_some();
-        let replaced = if slot.len() >= self.keep && !part_of_last {
-            slot.pop_front()
-        } else {
-            None
-        };
-        let freed = replaced.as_ref().map_or(0, |oldest| oldest.bytes);
+        let replacing = store.kept[index].replaced_by(&kept, self.keep);
         let shared = self.shared_budget.as_deref();
-        if let Err(over) = store.afford(kept.bytes, freed, self.max_bytes, shared) {
-            if let Some(oldest) = replaced {
-                store.kept[index].push_front(oldest);
-            }
+        if let Err(over) = store.afford(kept.bytes, replacing.freed, self.max_bytes, shared) {
             return Put::OverBudget(kept, over);
         }
-        store.kept[index].push_back(kept);
-        if first {
+        if store.kept[index].count == 0 {
             store.ran.push(index);
         }
+        let replaces = !replacing.is_empty();
+        let former = store.kept[index].put(kept, replacing);
+        let calls = store.kept[index]
+            .calls
+            .iter()
+            .filter(|kept| replaces && kept.is_sparse());
+        let sparse = calls.map(|kept| kept.view(py)).collect();
         Put::Kept {
             ends_call: self.stop.is_some() && store.ends_call(index, self.names.len()),
-            _replaced: replaced,
+            sparse,
+            _former: former,
         }
     }
 
@@ -371,7 +408,7 @@ impl Collector {
         gradient: Gradient,
     ) -> Result<Option<Gradient>, OverBudget> {
         let mut store = self.store.lock();
-        let calls = &store.kept[slot.index];
+        let calls = &store.kept[slot.index].calls;
         let Some(at) = calls.iter().position(|kept| kept.serial == slot.serial) else {
             return Ok(None);
         };
@@ -380,7 +417,7 @@ impl Collector {
         let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
         let shared = self.shared_budget.as_deref();
         store.afford(gradient.bytes, freed, self.max_bytes, shared)?;
-        let kept = &mut store.kept[slot.index][at];
+        let kept = &mut store.kept[slot.index].calls[at];
         kept.bytes = kept.bytes - freed + gradient.bytes;
         Ok(kept.tensors[slot.position].gradient.replace(gradient))
     }
@@ -468,10 +505,12 @@ impl Collector {
 
 /// Result of storing a value. It owns what has to be dropped after the lock is released:
 /// destructors of tensors run code.
-enum Put {
+enum Put<'py> {
     Kept {
         ends_call: bool,
-        _replaced: Option<Kept>,
+        /// Values most of whose tokens ran again.
+        sparse: Vec<View<'py>>,
+        _former: Vec<Kept>,
     },
     OverBudget(Kept, OverBudget),
 }

@@ -1,160 +1,209 @@
-//! Tokens of the steps of a request as one tensor.
+//! Tokens of the calls of a request as one value.
 
-use std::collections::VecDeque;
-
-use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::capture::store::{Kept, KeptRows, KeptTensor, Store, StoredTensor};
-use crate::rows::numbers::length;
-use crate::rows::places::{Position, TokenPositions};
-use crate::torch::facts::Facts;
-use crate::torch::tensors::outside_inference;
+use crate::capture::store::{Kept, KeptTensor, Values, View};
+use crate::rows::numbers::{Rows, length};
+use crate::rows::places::{Token, TokenDims, TokenPositions};
+use crate::torch::tensors::{copied, for_each_tensor, map_tensors, outside_inference, owned};
 
-/// Values of the steps of a name: tensors with a row for each token, later ones behind earlier ones.
-pub struct Steps<'py> {
-    parts: Vec<Step<'py>>,
-    positions: Vec<Position>,
-    /// Dimension of the tokens.
-    dim: usize,
-    bytes: usize,
+/// Value that is put together of those of many calls: tensors with a row for each token, in order of
+/// position. What has no tokens is that of the last call.
+pub struct Joined<'py> {
+    pub value: Bound<'py, PyAny>,
+    positions: TokenPositions,
+    tensors: Vec<Bound<'py, PyAny>>,
+    /// True if each of its tensors is a copy that has all tokens.
+    pub copied: bool,
 }
 
-struct Step<'py> {
-    tensor: StoredTensor<'py>,
-    rows: Option<KeptRows>,
-    tokens: usize,
-    shared: bool,
+/// Rows of tensors that are put together, one call behind the other.
+struct Order {
+    /// Row of each token, in order of position.
+    rows: Vec<usize>,
+    tokens: Vec<Token>,
 }
 
-impl<'py> Steps<'py> {
-    /// Returns those of the stored calls; None if they are not of this kind.
-    pub fn of(py: Python<'py>, calls: &VecDeque<Kept>) -> Option<Self> {
-        let dim = calls.front()?.positions.as_ref()?.dim?;
-        let mut found = Self {
-            parts: Vec::with_capacity(calls.len()),
-            positions: Vec::new(),
-            dim,
-            bytes: 0,
+impl Order {
+    /// Of tokens that ran twice, the last one counts.
+    fn of(calls: &[&TokenPositions]) -> Self {
+        let tokens = calls.iter().flat_map(|call| call.tokens()).enumerate();
+        let mut found: Vec<_> = tokens.filter_map(|(row, it)| Some((it?, row))).collect();
+        found.sort_unstable_by_key(|(token, row)| (*token, std::cmp::Reverse(*row)));
+        found.dedup_by_key(|(token, _)| *token);
+        let (tokens, rows) = found.into_iter().unzip();
+        Self { rows, tokens }
+    }
+}
+
+impl<'py> Joined<'py> {
+    /// Joins the values of some calls; None if the positions of one are not known.
+    pub fn of(views: &[View<'py>]) -> PyResult<Option<Self>> {
+        let calls = views.iter().map(|view| view.positions.as_ref());
+        let Some(calls) = calls.collect::<Option<Vec<_>>>() else {
+            return Ok(None);
         };
-        for kept in calls {
-            let positions = kept.positions.as_ref().filter(|it| it.dim == Some(dim))?;
-            let [tensor] = &*kept.tensors else {
-                return None;
-            };
-            let others = kept.rows.as_ref().is_some_and(|rows| rows.dim != dim);
-            if others || !tensor.value.is(&kept.value) {
-                return None;
+        let Some((last, first)) = views.last().zip(calls.first()) else {
+            return Ok(None);
+        };
+        let order = Order::of(&calls);
+        let mut columns: Vec<Vec<Bound<'py, PyAny>>> = Vec::with_capacity(views.len());
+        let mut value = None;
+        for view in views {
+            let narrowed = view.narrowed()?;
+            let mut leaves = Vec::new();
+            for_each_tensor(&narrowed, &mut |tensor| {
+                leaves.push(tensor.clone());
+                Ok(())
+            })?;
+            columns.push(leaves);
+            value = Some(narrowed);
+        }
+        let Some(value) = value else { return Ok(None) };
+        let count = columns[views.len() - 1].len();
+        let alike = columns.iter().all(|leaves| leaves.len() == count);
+        let (mut at, mut tensors, mut all) = (0, Vec::new(), alike && count > 0);
+        let value = map_tensors(&value, &mut |tensor| {
+            let mut parts = Vec::with_capacity(views.len());
+            if alike {
+                for ((view, leaves), positions) in views.iter().zip(&columns).zip(&calls) {
+                    if view.covers(at) {
+                        parts.extend(tokens_first(&leaves[at], positions)?);
+                    }
+                }
             }
-            found.positions.extend_from_slice(&positions.values);
-            found.bytes += kept.bytes;
-            found.parts.push(Step {
-                tensor: tensor.stored(py),
-                rows: kept.rows.clone(),
-                tokens: positions.values.len(),
-                shared: kept.shared,
-            });
-        }
-        let first = found.positions.first()?;
-        let ordered = found.positions.is_sorted_by(|one, next| one.0 < next.0);
-        (first.0 >= 0 && ordered).then_some(found)
-    }
-
-    /// Joins them, and stores the result in place of theirs: it is made once, and the tensors of the
-    /// batches are released. None if a tensor is not as it was stored; `checks`: reading it again checks
-    /// that too.
-    pub fn join(
-        self,
-        index: usize,
-        store: &Mutex<Store>,
-        checks: bool,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = self.parts[0].tensor.value.py();
-        let mut tensors = Vec::with_capacity(self.parts.len());
-        for step in &self.parts {
-            let Some(tensor) = step.of_tokens(self.dim)? else {
-                return Ok(None);
+            at += 1;
+            let joined = if parts.len() == views.len() {
+                order.joined(&parts, last.shared)?
+            } else {
+                None
             };
-            tensors.push(tensor);
-        }
-        if let ([only], [step]) = (&*tensors, &*self.parts)
-            && !step.shared
-            && self.dim == 0
-        {
-            return Ok(Some(only.clone()));
-        }
-        let joined = outside_inference(py, || {
-            let torch = py.import(intern!(py, "torch"))?;
-            let tensors = PyList::new(py, tensors)?;
-            torch.call_method1(intern!(py, "cat"), (tensors,))
+            all &= joined.is_some();
+            let joined = match joined {
+                Some(joined) => joined,
+                None if parts.len() == views.len() => parts[0].clone(),
+                None if last.shared => copied(tensor)?,
+                None => tensor.clone(),
+            };
+            tensors.push(joined.clone());
+            Ok(joined)
         })?;
-        if let Some(copy) = KeptTensor::copied(&joined, checks)? {
-            // Dropped after the lock is released: destructors of tensors run code.
-            let _former = self.replace(index, store, copy);
-        }
-        Ok(Some(joined))
+        let (rows, values): (Vec<_>, Vec<_>) = order.tokens.into_iter().unzip();
+        let positions = TokenPositions {
+            values: values.into(),
+            rows: first.rows.is_some().then(|| rows.into()),
+            dims: TokenDims::Rows(0),
+            sequences: first.sequences,
+        };
+        Ok(Some(Self {
+            value,
+            positions,
+            tensors,
+            copied: all,
+        }))
     }
 
-    /// Stores one tensor in place of those of the steps, if these are stored still. Returns them.
-    fn replace(self, index: usize, store: &Mutex<Store>, joined: KeptTensor) -> Option<Vec<Kept>> {
-        let mut store = store.lock();
-        let calls = &mut store.kept[index];
-        let stored = calls.iter().zip(&self.parts);
-        let same = stored.filter(|(kept, step)| kept.value.is(&step.tensor.value));
-        if same.count() < self.parts.len() {
-            return None;
+    /// Returns its tensors as they are stored; None if later readers must not have one.
+    pub fn kept(&self, checks: bool) -> PyResult<Option<Vec<KeptTensor>>> {
+        let tensors = self.tensors.iter();
+        tensors
+            .map(|tensor| KeptTensor::copied(tensor, checks))
+            .collect()
+    }
+}
+
+impl Order {
+    /// Joins the tensors of the calls; None if that is the only one as it is.
+    fn joined<'py>(
+        &self,
+        parts: &[Bound<'py, PyAny>],
+        shared: bool,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = parts[0].py();
+        let mut total = 0;
+        for part in parts {
+            total += length(part, 0)?.unwrap_or_default();
         }
-        let former = calls.drain(..self.parts.len()).collect();
-        calls.push_front(Kept {
-            serial: 0, // for gradients, which a request in a batch has none of
-            value: joined.value.clone_ref(self.parts[0].tensor.value.py()),
-            tensors: vec![joined],
-            bytes: self.bytes,
+        let in_order = self.rows.len() == total && self.rows.is_sorted();
+        if in_order && parts.len() == 1 {
+            return if shared {
+                owned(&parts[0]).map(Some)
+            } else {
+                Ok(None)
+            };
+        }
+        outside_inference(py, || {
+            let mut together = parts[0].clone();
+            if parts.len() > 1 {
+                let torch = py.import(intern!(py, "torch"))?;
+                let parts = PyList::new(py, parts)?;
+                together = torch.call_method1(intern!(py, "cat"), (parts,))?;
+            }
+            if in_order {
+                return Ok(together);
+            }
+            match Rows::of(self.rows.clone()) {
+                rows @ Rows::Index(_) => rows.narrow(&together, 0),
+                rows @ Rows::Range { .. } => owned(&rows.narrow(&together, 0)?),
+            }
+        })
+        .map(Some)
+    }
+}
+
+/// Returns a tensor of (tokens, ...), which may share memory with others; None if it has not one for
+/// each position.
+fn tokens_first<'py>(
+    tensor: &Bound<'py, PyAny>,
+    positions: &TokenPositions,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = tensor.py();
+    let (tokens, first) = (positions.values.len(), length(tensor, 0)?);
+    match positions.dims {
+        TokenDims::Padded(rows) => {
+            let columns = length(tensor, 1)?.unwrap_or_default();
+            let fits = first == Some(rows) && rows * columns == tokens;
+            let flatten = || tensor.call_method1(intern!(py, "flatten"), (0, 1));
+            fits.then(flatten).transpose()
+        }
+        TokenDims::Rows(dim) if length(tensor, dim)? != Some(tokens) => Ok(None),
+        TokenDims::Rows(0) => Ok(Some(tensor.clone())),
+        TokenDims::Rows(1) if first == Some(1) => tensor.get_item(0).map(Some),
+        TokenDims::Rows(dim) => tensor
+            .call_method1(intern!(py, "movedim"), (dim, 0))
+            .map(Some),
+    }
+}
+
+impl Values {
+    /// Stores a value in place of those that it was put together of, if these are stored still. Returns
+    /// what is not stored any more, to be dropped without a lock.
+    pub fn join(
+        &mut self,
+        views: &[View<'_>],
+        joined: &Joined<'_>,
+        tensors: Vec<KeptTensor>,
+    ) -> Result<Vec<Kept>, Vec<KeptTensor>> {
+        let Some(first) = self.calls.iter().position(|kept| kept.is_of(&views[0])) else {
+            return Err(tensors);
+        };
+        let stored = self.calls.iter().skip(first).zip(views);
+        if stored.filter(|(kept, view)| kept.is_of(view)).count() < views.len() {
+            return Err(tensors);
+        }
+        let former: Vec<_> = self.calls.drain(first..first + views.len()).collect();
+        let own = Kept {
+            serial: 0, // for gradients, which are found by the call
+            value: joined.value.clone().unbind(),
+            tensors,
+            bytes: former.iter().map(|kept| kept.bytes).sum(),
             shared: false,
             rows: None,
-            positions: Some(TokenPositions {
-                values: self.positions.into(),
-                dim: Some(0),
-            }),
-        });
-        Some(former)
-    }
-}
-
-impl<'py> Step<'py> {
-    /// Returns a tensor of (tokens, ...), which may share memory with others; None if it has not one for
-    /// each position, or was changed in place.
-    fn of_tokens(&self, dim: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let tensor = &self.tensor.value;
-        let size = self.rows.as_ref().map_or(self.tokens, |rows| rows.size);
-        let one_row = || PyResult::Ok(dim == 1 && length(tensor, 0)? == Some(1));
-        let having = self.rows.as_ref().is_none_or(|rows| rows.covered[0]);
-        if !Facts::is_plain(tensor)?
-            || !having
-            || length(tensor, dim)? != Some(size)
-            || !(dim == 0 || one_row()?)
-        {
-            return Ok(None);
-        }
-        if !self.tensor.is_current()? {
-            return Ok(None);
-        }
-        self.tensor.begin_read()?;
-        let tensor = match dim {
-            0 => tensor.clone(),
-            _ => tensor.get_item(0)?,
+            positions: Some(joined.positions.clone()),
         };
-        let Some(KeptRows { rows, .. }) = &self.rows else {
-            return Ok(Some(tensor));
-        };
-        if rows.len() != self.tokens {
-            return Ok(None);
-        }
-        if rows.all(size) {
-            return Ok(Some(tensor));
-        }
-        rows.narrow(&tensor, 0).map(Some)
+        self.calls.insert(first, own);
+        Ok(former)
     }
 }

@@ -15,7 +15,7 @@ pub fn record<'py>(
     collector: &Bound<'py, Collector>,
     index: usize,
     value: &Bound<'py, PyAny>,
-    positions: Option<&TokenPositions>,
+    positions: Option<TokenPositions>,
     shared: bool,
 ) -> PyResult<()> {
     let mut keeping = Keeping::of(collector, index, shared);
@@ -27,7 +27,7 @@ pub fn record<'py>(
         bytes: keeping.bytes,
         shared,
         rows: None,
-        positions: positions.cloned(),
+        positions,
     };
     collector.get().store(collector.py(), index, kept)
 }

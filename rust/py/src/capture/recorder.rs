@@ -195,12 +195,13 @@ pub fn store_rows(
     values: Vec<(usize, Bound<'_, PyAny>)>,
     positions: Option<Vec<i64>>,
 ) -> PyResult<()> {
-    let positions = positions.map(|values| TokenPositions {
-        values: values.into_iter().map(Position).collect(),
-        dim: Some(0),
-    });
+    let of_rows = |values: Vec<i64>| {
+        let values = values.into_iter().map(Position).collect();
+        TokenPositions::of_rows(values, 0)
+    };
+    let positions = positions.map(of_rows);
     values.iter().try_for_each(|(index, value)| {
-        keeping::record(collector, *index, value, positions.as_ref(), true)
+        keeping::record(collector, *index, value, positions.clone(), true)
     })
 }
 

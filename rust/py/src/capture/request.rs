@@ -18,7 +18,7 @@ use crate::rows::at::{Chosen, Masks};
 use crate::rows::mask::Mask;
 use crate::rows::membership::Membership;
 use crate::rows::merging::Places;
-use crate::rows::places::{MemberPlace, OwnRows, Tokens};
+use crate::rows::places::{MemberPlace, OwnRows, TokenPositions, Tokens};
 use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
@@ -244,13 +244,15 @@ impl Source {
         let py = value.py();
         // Only a member of a batch has tokens: its tensors may be views of those of all.
         let shared = tokens.is_some();
-        let positions = tokens.and_then(|it| it.positions.as_ref());
+        let positions = tokens.and_then(|it| it.positions.clone());
         let Some(place) = &self.place else {
+            let positions = positions.and_then(TokenPositions::of_whole);
             return keeping::record(self.collector.bind(py), index, value, positions, shared);
         };
         let request = Self::request(owner)?;
         let collector = request.get().collector(py, place.capture)?;
         let Some(at) = place.mask else {
+            let positions = positions.and_then(TokenPositions::of_whole);
             return keeping::record(&collector, index, value, positions, shared);
         };
         let own = tokens.and_then(|it| it.own.as_ref());
@@ -259,7 +261,7 @@ impl Source {
             Chosen::At(mask) => mask,
         };
         let positions = match positions {
-            Some(all) => all.at(&mask.places(py)?, Some(0)),
+            Some(all) => all.at(&mask.places(py)?, 0),
             None => None,
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
@@ -269,7 +271,7 @@ impl Source {
         let at = map_tensors(value, &mut |tensor| {
             mask.take(&|| format!("capture of {:?}", names[index]), tensor)
         })?;
-        keeping::record(&collector, index, &at, positions.as_ref(), shared)
+        keeping::record(&collector, index, &at, positions, shared)
     }
 
     /// Returns the collector of an owner.

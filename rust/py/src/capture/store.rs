@@ -11,7 +11,7 @@ use rustc_hash::FxHashSet;
 
 use crate::contexts::calls::Calls;
 use crate::rows::numbers::Rows;
-use crate::rows::places::TokenPositions;
+use crate::rows::places::{Position, Token, TokenPositions};
 use crate::torch::made::{self, Order};
 use crate::torch::tensors::{copied, map_tensors, owned, version, version_if_any};
 
@@ -129,9 +129,21 @@ impl Kept {
     pub fn view<'py>(&self, py: Python<'py>) -> View<'py> {
         View {
             stored: self.value.bind(py).clone(),
+            tensors: self.tensors.iter().map(|each| each.stored(py)).collect(),
             rows: self.rows.clone(),
+            positions: self.positions.clone(),
             shared: self.shared,
         }
+    }
+
+    /// True if it is stored as it was when a view was taken of it.
+    pub fn is_of(&self, view: &View<'_>) -> bool {
+        let same = match (&self.positions, &view.positions) {
+            (Some(own), Some(of_view)) => Arc::ptr_eq(&own.values, &of_view.values),
+            (None, None) => true,
+            _ => false,
+        };
+        same && self.value.is(&view.stored)
     }
 
     /// Replaces the value by a copy that shares memory with nobody. Returns what it replaces.
@@ -152,11 +164,35 @@ impl Kept {
 /// Value of a call, on its way to a reader.
 pub struct View<'py> {
     stored: Bound<'py, PyAny>,
+    tensors: Vec<StoredTensor<'py>>,
     rows: Option<KeptRows>,
+    pub positions: Option<TokenPositions>,
     pub shared: bool,
 }
 
 impl<'py> View<'py> {
+    /// True if no tensor was changed in place since.
+    pub fn is_current(&self) -> PyResult<bool> {
+        for tensor in &self.tensors {
+            if !tensor.is_current()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Orders the current stream, which is about to read it, among those of its GPU.
+    pub fn begin_read(&self) -> PyResult<()> {
+        self.tensors.iter().try_for_each(StoredTensor::begin_read)
+    }
+
+    /// True if one of its tensors, by number, has the rows.
+    pub fn covers(&self, tensor: usize) -> bool {
+        self.rows
+            .as_ref()
+            .is_none_or(|rows| rows.covered.get(tensor) == Some(&true))
+    }
+
     /// Returns the rows, which may share memory with those of others.
     pub fn narrowed(&self) -> PyResult<Bound<'py, PyAny>> {
         match &self.rows {
@@ -193,8 +229,8 @@ impl<'py> View<'py> {
         // Dropped after the lock is released: destructors of tensors run code.
         let _former = {
             let mut store = store.lock();
-            let mut calls = store.kept[index].iter_mut();
-            let kept = calls.find(|kept| kept.shared && kept.value.is(&self.stored));
+            let mut calls = store.kept[index].calls.iter_mut();
+            let kept = calls.find(|kept| kept.shared && kept.is_of(self));
             kept.map(|kept| kept.own(&copy, tensors))
         };
         Ok(copy)
@@ -210,10 +246,171 @@ pub struct TensorSlot {
     pub position: usize,
 }
 
+/// Values of one name.
+#[derive(Default)]
+pub struct Values {
+    /// Those of its last calls, the oldest first. Of one that is put together of many calls, those
+    /// with tokens that are the last at their position.
+    pub calls: VecDeque<Kept>,
+    /// Number of calls so far.
+    pub count: usize,
+    /// Number of these whose values made way for those of later calls.
+    pub dropped: usize,
+    /// Last position of each row so far.
+    ends: Vec<Position>,
+}
+
+/// What becomes of a stored value as another one comes.
+enum Fate {
+    Stays,
+    /// Another one takes its place.
+    Goes,
+    /// Some of its tokens ran again: the positions of those that are left, and the bytes of the others.
+    Partly(TokenPositions, usize),
+}
+
+/// What a value replaces.
+#[derive(Default)]
+pub struct Replacing {
+    /// Of the stored values, the oldest first; those that are missing stay.
+    fates: Vec<Fate>,
+    /// Number of calls whose tokens are no longer those of the value.
+    dropped: usize,
+    /// Number of bytes of what goes.
+    pub freed: usize,
+}
+
+impl Replacing {
+    /// True if no stored value goes, or a part of one.
+    pub fn is_empty(&self) -> bool {
+        self.fates.is_empty()
+    }
+}
+
+impl Values {
+    /// Finds what a new value replaces; `keep`: number of calls that are stored.
+    pub fn replaced_by(&self, new: &Kept, keep: usize) -> Replacing {
+        let positions = new.positions.as_ref().filter(|_| keep == 1);
+        let of_same = |positions: &&TokenPositions| {
+            let first = self.calls.front().and_then(|kept| kept.positions.as_ref());
+            first.is_some_and(|first| first.sequences == positions.sequences)
+        };
+        let (fates, dropped) = if let Some(positions) = positions.filter(of_same) {
+            (self.run_again(positions), 0)
+        } else {
+            let over = (self.calls.len() + 1).saturating_sub(keep);
+            let fates = std::iter::repeat_with(|| Fate::Goes).take(over);
+            // One call takes the place of all tokens that were put together.
+            let dropped = if keep == 1 {
+                self.count - self.dropped
+            } else {
+                over
+            };
+            (fates.collect(), dropped)
+        };
+        let freed = self
+            .calls
+            .iter()
+            .zip(&fates)
+            .map(|(kept, fate)| match fate {
+                Fate::Stays => 0,
+                Fate::Goes => kept.bytes,
+                Fate::Partly(_, freed) => *freed,
+            });
+        Replacing {
+            freed: freed.sum(),
+            fates,
+            dropped,
+        }
+    }
+
+    /// Returns what becomes of the stored values as their tokens at some positions run again.
+    fn run_again(&self, positions: &TokenPositions) -> Vec<Fate> {
+        let ran = |(row, position): &Token| self.ends.get(*row).is_some_and(|end| position <= end);
+        let again: FxHashSet<Token> = positions.tokens().flatten().filter(ran).collect();
+        if again.is_empty() {
+            return Vec::new(); // most often, whatever the number of calls
+        }
+        self.calls
+            .iter()
+            .map(|kept| kept.run_again(&again))
+            .collect()
+    }
+
+    /// Stores a value. Returns those that it replaces, to be dropped without a lock.
+    pub fn put(&mut self, new: Kept, replacing: Replacing) -> Vec<Kept> {
+        let mut replaced = Vec::new();
+        let before = replacing.fates.len();
+        let mut stay = Vec::new();
+        for (mut kept, fate) in self.calls.drain(..before).zip(replacing.fates) {
+            match fate {
+                Fate::Goes => replaced.push(kept),
+                Fate::Stays => stay.push(kept),
+                Fate::Partly(positions, freed) => {
+                    kept.bytes -= freed;
+                    kept.positions = Some(positions);
+                    stay.push(kept);
+                }
+            }
+        }
+        for kept in stay.into_iter().rev() {
+            self.calls.push_front(kept);
+        }
+        self.count += 1;
+        self.dropped += replacing.dropped;
+        if self.calls.is_empty() {
+            self.ends.clear();
+        }
+        for (row, position) in new
+            .positions
+            .iter()
+            .flat_map(TokenPositions::tokens)
+            .flatten()
+        {
+            if self.ends.len() <= row {
+                self.ends.resize(row + 1, Position::NOBODY);
+            }
+            self.ends[row] = self.ends[row].max(position);
+        }
+        self.calls.push_back(new);
+        replaced
+    }
+}
+
+impl Kept {
+    /// Returns what becomes of it as some tokens run again.
+    fn run_again(&self, again: &FxHashSet<Token>) -> Fate {
+        let Some(positions) = &self.positions else {
+            return Fate::Goes;
+        };
+        let left = positions.tokens().flatten().count();
+        let found = positions
+            .tokens()
+            .flatten()
+            .filter(|token| again.contains(token));
+        match found.count() {
+            0 => Fate::Stays,
+            all if all == left => Fate::Goes,
+            some => Fate::Partly(
+                positions.without(|token| again.contains(token)),
+                self.bytes * some / left,
+            ),
+        }
+    }
+
+    /// True if most of its tokens ran again.
+    pub fn is_sparse(&self) -> bool {
+        self.positions.as_ref().is_some_and(|positions| {
+            let left = positions.tokens().flatten().count();
+            2 * left < positions.values.len()
+        })
+    }
+}
+
 #[derive(Default)]
 pub struct Store {
-    /// For each name the values of its last calls, the oldest first.
-    pub kept: Vec<VecDeque<Kept>>,
+    /// Values by name.
+    pub kept: Vec<Values>,
     /// Indices of the names in the order in which they first ran.
     pub ran: Vec<usize>,
     pub serial: u64,
@@ -225,7 +422,7 @@ pub struct Store {
 impl Store {
     pub fn of(names: usize) -> Self {
         let mut store = Self::default();
-        store.kept.resize_with(names, VecDeque::new);
+        store.kept.resize_with(names, Values::default);
         store
     }
 

@@ -104,7 +104,7 @@ impl Group {
                     return collector.get().store(py, this.index, kept);
                 }
                 let own = own_rows(rows, shared, &this.part_of(shared.value)?)?;
-                record(&collector, this.index, &own, positions.as_ref(), true)
+                record(&collector, this.index, &own, positions, true)
             };
             if let Err(error) = store() {
                 failed.push((*number, error));

@@ -23,7 +23,7 @@ use crate::rows::member::{Member, Owners};
 use crate::rows::membership::Membership;
 use crate::rows::merged::MergedHooks;
 use crate::rows::numbers::{BatchRows, Selections, length};
-use crate::rows::places::{Position, TokenPositions};
+use crate::rows::places::{MemberPlace, Position, TokenPositions};
 use crate::rows::positions::Positions;
 use crate::rows::remembered::{Key, Remembered};
 use crate::torch::copies;
@@ -527,17 +527,18 @@ impl BatchBase {
     /// Returns the positions of a member's tokens in the tensors of a module, if they are known.
     pub fn positions_of(&self, layout: &Layout, member: usize) -> Option<TokenPositions> {
         let positions = Arc::clone(self.positions.lock().as_ref()?);
-        let dim = positions.columns.is_none().then_some(layout.dim);
-        let values = positions.of(member, &self.members[member])?;
-        let of_batch = TokenPositions { values, dim };
-        match layout.own_rows(member) {
-            None => Some(of_batch),
-            Some(own) => match positions.columns {
-                None => of_batch.of_own(own),
-                // As for several padded rows of a member: whose columns they are is not known.
-                Some(_) => (own.places.len() == 1).then_some(of_batch),
-            },
-        }
+        let values = positions.of(member, &self.members[member]);
+        let own = layout.own_rows(member);
+        let Some(columns) = positions.columns else {
+            let of_batch = TokenPositions::of_rows(values, layout.dim);
+            return own.map_or(Some(of_batch.clone()), |own| of_batch.of_own(own));
+        };
+        let all = 0..self.members[member].rows.len();
+        let places = own.map_or_else(
+            || all.map(MemberPlace).collect(),
+            |own| Arc::clone(&own.places),
+        );
+        Some(TokenPositions::of_padded(&values, columns, &places))
     }
 
     /// Selections of the rows in a module's tensors; None if it has rows of its own.

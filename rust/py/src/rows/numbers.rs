@@ -174,11 +174,6 @@ impl BatchRows {
         self.0.iter().map(BatchRow)
     }
 
-    /// The only one; None if there are others or none.
-    pub fn single(&self) -> Option<BatchRow> {
-        self.iter().next().filter(|_| self.len() == 1)
-    }
-
     /// Returns the rows of tensors whose rows are those of the batch.
     pub fn in_tensors(&self) -> &Rows {
         &self.0

@@ -26,8 +26,11 @@ pub struct MemberPlace(pub usize);
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct TokenPlace(pub usize);
 
+/// Row of a token among those of its request, and its position.
+pub type Token = (usize, Position);
+
 /// Position of a token in its request; negative for padding.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Position(pub i64);
 
 impl Position {
@@ -58,27 +61,106 @@ pub fn in_tensors(of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
     of_batch.iter().map(|place| TokenPlace(place.0)).collect()
 }
 
-/// Positions of the tokens of a member in the tensors of a module.
+/// Positions of the tokens of a request in the tensors of a module.
 #[derive(Clone)]
 pub struct TokenPositions {
     /// By place.
     pub values: Arc<[Position]>,
-    /// Dimension whose rows are the tokens; None for a padded row, the tokens of which are columns.
-    pub dim: Option<usize>,
+    /// Row of each token among those of its request; None if that has one row.
+    pub rows: Option<Arc<[usize]>>,
+    pub dims: TokenDims,
+    /// Id of the sequences that they are of, among those that run in a request; see [`OF_REQUEST`].
+    pub sequences: u64,
 }
 
+/// Dimensions of tensors that are those of tokens.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum TokenDims {
+    /// One, each row of which is a token.
+    Rows(usize),
+    /// The first two: so many padded rows, and their columns.
+    Padded(usize),
+}
+
+/// Id of the sequences of a member of batches, all of whose tokens are of the request.
+pub const OF_REQUEST: u64 = 0;
+
 impl TokenPositions {
-    /// Those of the tokens at these places, along a dimension; None if one is out of range.
-    pub fn at(&self, places: &[TokenPlace], dim: Option<usize>) -> Option<Self> {
+    /// Those of the tokens at these places, in a dimension; None if one is out of range.
+    pub fn at(&self, places: &[TokenPlace], dim: usize) -> Option<Self> {
         let chosen = places.iter().map(|place| self.values.get(place.0).copied());
         let values = chosen.collect::<Option<_>>()?;
-        Some(Self { values, dim })
+        let rows = self.rows.as_ref();
+        let rows = rows.map(|rows| places.iter().map(|place| rows[place.0]).collect());
+        Some(Self {
+            values,
+            rows,
+            dims: TokenDims::Rows(dim),
+            sequences: self.sequences,
+        })
+    }
+
+    /// Those of single tokens along a dimension.
+    pub fn of_rows(values: Arc<[Position]>, dim: usize) -> Self {
+        Self {
+            values,
+            rows: None,
+            dims: TokenDims::Rows(dim),
+            sequences: OF_REQUEST,
+        }
+    }
+
+    /// Those of padded rows, whose columns have these positions; `places`: of the rows among those of
+    /// the request.
+    pub fn of_padded(positions: &Arc<[Position]>, columns: usize, places: &[MemberPlace]) -> Self {
+        let of_row = |place: &MemberPlace| &positions[place.0 * columns..(place.0 + 1) * columns];
+        let row_of = |place: &MemberPlace| std::iter::repeat_n(place.0, columns);
+        let all = places.len() * columns == positions.len();
+        let in_order = all && places.iter().enumerate().all(|(at, place)| place.0 == at);
+        Self {
+            values: if in_order {
+                Arc::clone(positions)
+            } else {
+                places.iter().flat_map(of_row).copied().collect()
+            },
+            rows: (positions.len() > columns).then(|| places.iter().flat_map(row_of).collect()),
+            dims: TokenDims::Padded(places.len()),
+            sequences: OF_REQUEST,
+        }
+    }
+
+    /// Those of a whole value; None for several padded rows, whose calls are not joined.
+    pub fn of_whole(self) -> Option<Self> {
+        let several =
+            self.rows.is_some() || matches!(self.dims, TokenDims::Padded(rows) if rows != 1);
+        (!several).then_some(self)
+    }
+
+    /// Row and position of each token, None for padding and for one that was run again.
+    pub fn tokens(&self) -> impl Iterator<Item = Option<Token>> + '_ {
+        let tokens = self.values.iter().enumerate();
+        tokens.map(|(place, position)| {
+            let row = self.rows.as_ref().map_or(0, |rows| rows[place]);
+            (position.0 >= 0).then_some((row, *position))
+        })
+    }
+
+    /// Returns them without the tokens for which `ran_again` is true.
+    pub fn without(&self, ran_again: impl Fn(&Token) -> bool) -> Self {
+        let left = self.tokens().map(|token| match token {
+            Some(token) if !ran_again(&token) => token.1,
+            _ => Position::NOBODY,
+        });
+        Self {
+            values: left.collect(),
+            ..self.clone()
+        }
     }
 
     /// Those of a member's rows in the tensors of a module that has rows of its own. `self`: those
     /// in tensors whose rows are the batch's.
     pub fn of_own(&self, own: &OwnRows) -> Option<Self> {
-        self.at(&in_tensors(&own.places), Some(own.dim))
+        self.at(&in_tensors(&own.places), own.dim)
     }
 }
 

@@ -64,7 +64,7 @@ impl Positions {
             }
         };
         ats.check(py, prompt)?;
-        let own = self.of(number, member).unwrap_or_default();
+        let own = self.of(number, member);
         match Masks::of_rows(py, ats, &own, prompt, dim) {
             Ok(masks) => Membership::set_masks(frame, Some(masks)),
             Err(error) => member.settle(py, error)?,
@@ -72,14 +72,11 @@ impl Positions {
         Ok(())
     }
 
-    /// Returns the positions of a member's tokens; None for several padded rows.
-    pub fn of(&self, number: usize, member: &Member) -> Option<Arc<[Position]>> {
-        if let Some(columns) = self.columns {
-            let BatchRow(row) = member.rows.single()?;
-            let found = || self.values[row * columns..(row + 1) * columns].into();
-            return Some(Arc::clone(self.members[number].get_or_init(found)));
-        }
-        let found = || member.rows.iter().map(|row| self.values[row.0]).collect();
-        Some(Arc::clone(self.members[number].get_or_init(found)))
+    /// Returns the positions of a member's tokens: of its first row, then of the next.
+    pub fn of(&self, number: usize, member: &Member) -> Arc<[Position]> {
+        let width = self.columns.unwrap_or(1);
+        let of_row = |BatchRow(row): BatchRow| &self.values[row * width..(row + 1) * width];
+        let found = || member.rows.iter().flat_map(of_row).copied().collect();
+        Arc::clone(self.members[number].get_or_init(found))
     }
 }

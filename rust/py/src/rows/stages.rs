@@ -130,8 +130,8 @@ impl Stages<'_> {
         let number = self.hooks.members[at.0].number;
         let of_member = self.batch.positions_of(self.layout, number)?;
         match self.places(at) {
-            None => Some(of_member),
-            Some(places) => of_member.at(&places, of_member.dim),
+            None => of_member.of_whole(),
+            Some(places) => of_member.at(&places, self.layout.dim),
         }
     }
 
