@@ -13,7 +13,7 @@ from ferrohook.engines.wire import NAME
 from ferrohook.errors import HookTypeError
 from ferrohook.plans import Plan
 from ferrohook.plans.entries import HookEntry, KeepEntry
-from ferrohook.plans.positions import Prompt, Tokens, mask_of
+from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,7 +124,7 @@ class Admission:
         """
         if not read.changes:
             return None
-        counts = any(_counts_from_prompt(entry.at) for entry in read.changes)
+        counts = any(needs_prompt(entry.at) for entry in read.changes)
         content = json.dumps([of_client, read.digest, prompt_length if counts else None])
         salt = hashlib.blake2b(content.encode(), key=self._secret, digest_size=16).hexdigest()
         return f"{_SALT}{salt}"
@@ -145,8 +145,7 @@ def wanted(at: At, prompt: int, tokens: int) -> Tensor:
     """Returns which of the first positions of a request an entry names: bools, (tokens,)."""
     if at is None:
         return torch.ones(tokens, dtype=torch.bool)
-    lengths = Prompt(torch.tensor([prompt]), None)
-    return mask_of(at, Tokens(torch.arange(tokens)[None], lengths))[0]
+    return mask_of(at, Tokens(torch.arange(tokens)[None], torch.tensor([prompt])))[0]
 
 
 def text_of(value: Any) -> str:
@@ -167,15 +166,6 @@ def text_of(value: Any) -> str:
 def _digest(text: str, vectors: Mapping[str, str]) -> str:
     content = json.dumps([text, sorted(vectors.items())])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _counts_from_prompt(at: At) -> bool:
-    """True if positions depend on the length of the prompt."""
-    if at is None or callable(at):
-        return False
-    if isinstance(at, slice):
-        return any(bound is not None and bound < 0 for bound in (at.start, at.stop))
-    return isinstance(at, str) or at < 0
 
 
 def _reaches_back(at: At) -> bool:

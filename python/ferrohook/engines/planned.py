@@ -99,7 +99,7 @@ class EnginePlans(PreparedPlans):
         return plan
 
     def _fresh(self, plan: Plan) -> Prepared:
-        prepared = super()._fresh(plan)
+        prepared = Prepared(plan.entries, self._model, positioned=True)
         self._check(prepared)
         return prepared
 

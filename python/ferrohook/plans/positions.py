@@ -1,15 +1,12 @@
-"""Positions of tokens in the calls of a model, for the hooks and captures of a plan.
+"""Positions of tokens that the hooks and captures of a plan name.
 
 Absolute: the first token of a prompt has position 0, whatever the padding, and tokens that a KV
-cache holds count. They are found from what transformers' models are called with: `input_ids` or
-`inputs_embeds` for the shape, `attention_mask` for the padding, `past_key_values` or `cache` (or
-the length of the mask) for the tokens before; failing these, `position_ids`.
+cache holds count. How those of a call are found stands in `sequences`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -19,9 +16,7 @@ from ferrohook.arguments import expect
 from ferrohook.errors import HookError, HookTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
+    from collections.abc import Callable
 
 At: TypeAlias = (
     'Literal["prompt", "last_prompt", "generated"] | int | slice | Callable[[Tensor], Tensor]| None'
@@ -33,9 +28,6 @@ gets -1 for padding, and what it returns there does not count.
 """
 
 _NAMES = ("prompt", "last_prompt", "generated")
-_TOKENS = ("input_ids", "inputs_embeds")
-_CACHES = ("cache", "past_key_values")
-"""Names of the KV cache: from transformers 5.24 on, and before."""
 PADDING = -1
 """Position of a padding token; any other negative one is padding too."""
 _FIRST, _LAST = -(2**63), 2**63 - 1
@@ -70,104 +62,30 @@ def needs_prompt(at: At) -> bool:
     return isinstance(at, str) or (isinstance(at, int) and at < 0)
 
 
-class Prompt(NamedTuple):
-    """The prompts of the running generation."""
-
-    lengths: Tensor
-    """Number of tokens of each row's prompt: (batch,)."""
-    ids: Tensor | None
-    """Token ids of the latest forward without cached tokens: (batch, length)."""
-
-
 class Tokens(NamedTuple):
     """Tokens of one forward."""
 
     positions: Tensor
-    """Position of each token, `PADDING` for padding: (batch, length)."""
-    prompt: Prompt
+    """Position of each token, negative for padding: (batch, length)."""
+    lengths: Tensor | None
+    """Number of tokens of each row's prompt: (batch,); None if they are not known."""
+    after: Any = None
+    """The sequences behind the call, until their KV cache is known."""
 
 
-def knows_positions(model: nn.Module) -> bool:
-    """True if positions can be found from the arguments of a model's forward."""
-    try:
-        names = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):
-        return False
-    return any(name in names for name in _TOKENS)
-
-
-def tokens_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Prompt | None
-) -> Tokens:
-    """Finds the positions of a forward's tokens; `before`: the prompts of the forward before it.
+def check_prompt(at: At, tokens: Tokens, name: str) -> None:
+    """Validates that the prompt of a call is known where positions refer to it.
 
     Raises:
-        HookError: the call takes no tokens.
+        HookError: it is not known.
     """
-    signature = inspect.signature(model.forward)
-    arguments = signature.bind_partial(*args, **kwargs).arguments
-    arguments |= arguments.pop("kwargs", {})
-    tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
-    if tokens is None:
+    if tokens.lengths is None and needs_prompt(at):
         msg = (
-            f"the positions of a call of {type(model).__name__} are not known: it has neither "
-            "input_ids nor inputs_embeds; in a batch, give them by positions="
+            f"positions {at!r} refer to the prompt, and a call of {name} does not tell where that "
+            "ends: it goes on from a KV cache whose first call this request has not seen, or that "
+            "generate filled, or was cut back; say it by prepared.open(prompt=...)"
         )
         raise HookError(msg)
-    batch, length = tokens.shape[:2]
-    given_mask = arguments.get("attention_mask")
-    mask = given_mask if isinstance(given_mask, Tensor) and given_mask.dim() == 2 else None  # noqa: PLR2004 (rows and columns)
-    past = _cached(arguments, mask, length)
-    if mask is not None and mask.shape[1] >= past + length:
-        real = mask[:, : past + length].to(torch.long)
-        positions = (real.cumsum(-1) - 1).where(real > 0, PADDING)[:, past:]
-    elif (given := arguments.get("position_ids")) is not None:
-        positions = given.expand(batch, length)
-        if mask is None and given_mask is not None:
-            positions = _without_padding(positions)
-    else:
-        positions = torch.arange(past, past + length, device=tokens.device).expand(batch, length)
-    ids = arguments.get("input_ids")
-    return Tokens(positions, _prompt(positions, past, ids, before))
-
-
-def _without_padding(positions: Tensor) -> Tensor:
-    """Marks the padding on the left, for which `generate` has position 0 too.
-
-    With a static cache the attention mask has four dimensions, and says nothing of it.
-    """
-    zero = positions == 0
-    padding = zero.clone()
-    padding[:, :-1] &= zero[:, 1:]
-    padding[:, -1:] = False
-    return positions.masked_fill(padding, PADDING)
-
-
-def _cached(arguments: Mapping[str, Any], mask: Tensor | None, length: int) -> int:
-    """Returns the number of tokens, padding included, that the KV cache holds."""
-    for name in _CACHES:
-        cache: Any = arguments.get(name)
-        if hasattr(cache, "get_seq_length"):
-            return int(cache.get_seq_length())
-        if isinstance(cache, tuple | list) and cache:
-            return int(cache[0][0].shape[-2])
-    return 0 if mask is None else max(mask.shape[1] - length, 0)
-
-
-def _prompt(positions: Tensor, past: int, ids: Tensor | None, before: Prompt | None) -> Prompt:
-    if before is not None and before.lengths.shape[0] == positions.shape[0]:
-        if past:
-            return before
-        # Generation without a cache runs all tokens again.
-        former = before.ids
-        if (
-            ids is not None
-            and former is not None
-            and former.shape[1] < ids.shape[1]
-            and torch.equal(ids[:, : former.shape[1]], former)
-        ):
-            return Prompt(before.lengths, ids)
-    return Prompt(positions.amax(-1) + 1, ids)
 
 
 def mask_of(at: At, tokens: Tokens) -> Tensor:
@@ -176,7 +94,8 @@ def mask_of(at: At, tokens: Tokens) -> Tensor:
     Raises:
         HookTypeError: the function of `at` returns no bools of the shape of the positions.
     """
-    positions, lengths = tokens.positions, tokens.prompt.lengths[:, None]
+    positions = tokens.positions
+    lengths = positions.new_zeros(1) if tokens.lengths is None else tokens.lengths[:, None]
     return (positions >= 0) & _chosen(at, positions, lengths)
 
 
@@ -213,7 +132,7 @@ def native_at(at: At) -> Any:
 
 
 def _places(at: At, positions: list[int], length: int) -> list[int]:
-    tokens = Tokens(torch.tensor([positions]), Prompt(torch.tensor([length]), None))
+    tokens = Tokens(torch.tensor([positions]), torch.tensor([length]))
     places: list[int] = mask_of(at, tokens)[0].nonzero().flatten().tolist()
     return places
 

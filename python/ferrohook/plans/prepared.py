@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ferrohook._core import (
     Attachment,
@@ -22,6 +22,7 @@ from ferrohook._core import (
     name_positions,
 )
 from ferrohook.activations import ActivationCache, cache_of
+from ferrohook.arguments import expect
 from ferrohook.attention import DIMENSIONS, is_point
 from ferrohook.captured import not_captured
 from ferrohook.errors import HookError, HookTypeError, NeverFiredWarning, SelectionError
@@ -31,7 +32,8 @@ from ferrohook.pending import finish
 from ferrohook.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
-from ferrohook.plans.positions import At, mask_of, native_at, tokens_of
+from ferrohook.plans.positions import At, check_prompt, mask_of, native_at
+from ferrohook.plans.sequences import Sequences, no_tokens, stacks_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.recorders import PlaceInPlan, Recorders, options_of
@@ -45,7 +47,8 @@ if TYPE_CHECKING:
     from ferrohook._core import Collector
     from ferrohook.attention import AttentionPoint
     from ferrohook.places import HookGroup, Place
-    from ferrohook.plans.positions import Prompt
+    from ferrohook.plans.positions import Tokens
+    from ferrohook.plans.sequences import Stack
 
 
 _HEADS_BEHIND_QUERIES: Final = DIMENSIONS["queries"].index("heads") - len(DIMENSIONS["queries"])
@@ -79,9 +82,13 @@ class Prepared:
         entries: tuple[HookEntry | KeepEntry, ...],
         model: nn.Module,
         max_bytes: int | None = None,
+        *,
+        positioned: bool = False,
     ) -> None:
         self.entries = entries
         self._max_bytes = max_bytes
+        self._positioned = positioned
+        """True if all its requests run in batches that know their positions."""
         self._frame = Frame()
         self._contents = _Contents(model, self._frame)
         attachment = Attachment()
@@ -104,15 +111,21 @@ class Prepared:
                 _check_width(number, entry, places)
         _check_order(self.entries, found)
         everything = modules_of(it for places in found for it in places.values())
-        attach(everything | {"": model}, attachment)
+        stacks = self._stacks(model, found)
+        parts = {path: model.get_submodule(path) for path in stacks}
+        attach(everything | {"": model} | parts, attachment)
         self.tree = _tree_of(model, everything)
         """Modules of the model; plans for the same ones share it."""
-        guard = PlanGuard(self.tree, _find_untraced if self._needs_positions() else None)
         first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self._frame}
-        (self._contents.guard,) = attachment.register([model], "forward_pre", guard, **first)
-        if self._needs_positions():
-            ending = EndOfCall()
-            attachment.register([model], "forward", ending, always_call=True, scope=self._frame)
+        for path, module in ({"": model} | parts).items():
+            find = functools.partial(_find_untraced, stacks[path]) if path in stacks else None
+            guard = PlanGuard(None if path else self.tree, find)
+            handles = attachment.register([module], "forward_pre", guard, **first)
+            if not path:
+                (self._contents.guard,) = handles
+            if find is not None:
+                ending: Any = {"always_call": True, "scope": self._frame}
+                attachment.register([module], "forward", EndOfCall(_note), **ending)
         names: set[str] = set()
         for number, (entry, places) in enumerate(zip(self.entries, found, strict=True)):
             if isinstance(entry, HookEntry):
@@ -140,8 +153,35 @@ class Prepared:
             raise HookError(msg)
         return _find(model, number, self.entries[number])
 
-    def _needs_positions(self) -> bool:
-        return any(entry.at is not None for entry in self.entries)
+    def _stacks(self, model: nn.Module, found: list[dict[str, Place]]) -> dict[str, Stack | None]:
+        """Returns the modules, by path, whose calls tell positions; None for one that cannot."""
+        places = [
+            (number, place)
+            for number, (entry, each) in enumerate(zip(self.entries, found, strict=True))
+            if entry.at is not None
+            for place in each.values()
+        ]
+        stacks: dict[str, Stack | None] = {}
+        if places and self._positioned:
+            stacks[""] = None
+            return stacks
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False) if places else ():
+            paths.setdefault(module, []).append(path)
+        for number, place in places:
+            try:
+                own = [stacks_of(model, path) for path in paths.get(place.module, [place.path])]
+            except HookError as error:
+                msg = f"entry {number} of the plan: {error}"
+                raise HookError(msg) from error
+            # A part of encoder and decoder runs in these, and not in the model that holds it.
+            inside = [each for each in own if each and not any(it.prefix for it in each.values())]
+            for each in inside or own:
+                if each:
+                    stacks.update(each)
+                else:
+                    stacks[""] = None
+        return stacks
 
     def _register(
         self, number: int, entry: HookEntry, places: dict[str, Place], attachment: Attachment
@@ -190,7 +230,9 @@ class Prepared:
         self._contents.ats.append(at)
         return len(self._contents.ats) - 1
 
-    def open(self, *, deadline: float | None = None) -> Request:
+    def open(
+        self, *, deadline: float | None = None, prompt: int | Sequence[int] | None = None
+    ) -> Request:
         """Opens a request: enter it by `with` around its calls, or give it to `batch`.
 
         Costs the same for any number of modules. A request is opened by any thread or task, and any
@@ -199,12 +241,21 @@ class Prepared:
 
         Args:
             deadline: seconds from now after which the request fails in batches, by `TimeoutError`.
+            prompt: number of tokens of the prompt, those in a KV cache included; for calls with
+                several rows, one for each or one for all. For positions that refer to the prompt
+                where the call does not tell its end.
 
         Raises:
             HookError: the plan was closed, or its model is gone.
+            HookTypeError: `prompt` has something else than ints.
+            ValueError: it has an int below 1, or none.
         """
+        lengths = _lengths_of(prompt)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
+        request._sequences = Sequences(lengths)
+        if lengths:
+            request.set_prompt_lengths(lengths)
         if deadline is not None:
             request.expire(deadline)
         return request
@@ -253,23 +304,58 @@ class Prepared:
         return f"<Prepared for {title}{', closed' if self.closed else ''}>\n{table(self.entries)}"
 
 
+def _lengths_of(prompt: Any) -> list[int]:
+    """Returns the lengths of prompts that a caller gave; none if it gave none."""
+    if prompt is None:
+        return []
+    given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    lengths = [*given] if isinstance(given, list | tuple) else [given]
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int):
+            expect(length, (), "prompt is an int, or a list of ints, one for each row")
+    if not lengths or min(lengths) < 1:
+        msg = f"prompt has the numbers of tokens of prompts, each at least 1, got {prompt!r}"
+        raise ValueError(msg)
+    return lengths
+
+
 def _find_positions(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+    stack: Stack | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
 ) -> None:
-    """Finds the positions of a forward that runs for a request."""
-    tokens = tokens_of(model, args, kwargs, request._prompt)
-    request._prompt = tokens.prompt
-    masks = tuple(mask_of(at, tokens) for at in request.plan_positions)
-    request.set_masks(masks, positioned=False)
+    """Finds the positions of a call that runs for a request."""
+    if stack is None:
+        raise no_tokens(module._get_name())
+    around: tuple[Tokens, Sequences] | None = request.tokens_around
+    if stack.inner and around is not None:
+        tokens = stack.tokens(stack.arguments(args, kwargs))
+        if tokens.shape[:2] == around[0].positions.shape:
+            request.inherit_tokens()
+            return
+    found = request._sequences.find(stack, module, args, kwargs)
+    for at in request.plan_positions:
+        check_prompt(at, found, module._get_name())
+    masks = tuple(mask_of(at, found) for at in request.plan_positions)
+    request.set_masks(masks, (found, request._sequences))
 
 
 def _find_untraced(*call: Any) -> None:
     _find_positions(*call)
 
 
+def _note(known: tuple[Tokens, Sequences], output: Any) -> None:
+    """Takes note of the KV cache that a call made."""
+    tokens, sequences = known
+    sequences.note(tokens, output)
+
+
 # Dynamo would compile functions that the native call of a compiled region calls. Two of them, as a
 # plan may be prepared before Dynamo is imported: the second is then looked up in each call.
 never_trace(sys.modules[__name__], "_find_positions", "native code calls it")
+never_trace(sys.modules[__name__], "_note", "native code calls it")
 never_trace_frame(_find_untraced, "native code calls it")
 
 
@@ -286,7 +372,7 @@ class Request(RequestBase, Scope):
 
     _prepared: Prepared
     """Kept alive: dropping it removes the hooks."""
-    _prompt: Prompt | None = None
+    _sequences: Sequences
     stacklevel = 2
     """Of its warnings: the frame that leaves it."""
 
@@ -369,6 +455,11 @@ class Request(RequestBase, Scope):
         if complete:
             finish(collector)
         return collector
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The numbers of tokens of its prompts that it was opened with; none if it was not."""
+        return self._sequences.prompt
 
     @property
     def plan_positions(self) -> Sequence[At]:

@@ -16,7 +16,7 @@ from ferrohook.errors import HookError
 from ferrohook.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from torch import nn
 
@@ -52,14 +52,18 @@ class PreparedPlans:
         """Those that anybody refers to."""
 
     @contextlib.contextmanager
-    def open(self, plan: Plan) -> Iterator[Request]:
+    def open(self, plan: Plan, *, prompt: int | Sequence[int] | None = None) -> Iterator[Request]:
         """Opens a request of a plan for the calls in a block.
+
+        Args:
+            plan: prepared if it is not yet.
+            prompt: numbers of tokens of the prompts, see `Prepared.open`.
 
         Raises:
             HookError: the plan does not fit the model, see `Plan.prepare`; or `close` was called.
         """
         prepared = self.prepare(plan)  # this reference keeps it open
-        request = prepared.open()
+        request = prepared.open(prompt=prompt)
         request.stacklevel = 4  # the block, behind two frames of `contextmanager`
         with request:
             yield request

@@ -382,7 +382,7 @@ def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     if args or kwargs:
         return Example(args, kwargs, _shape_of(args, kwargs))
-    names = _parameters(model)
+    names = _names(model)
     if "input_ids" not in names:
         msg = (
             f"{model._get_name()} takes no input_ids, so an example is needed: "
@@ -395,11 +395,23 @@ def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return Example((), made, (ROWS, TOKENS))
 
 
-def _parameters(model: nn.Module) -> Iterable[str]:
+def _names(model: nn.Module) -> Iterable[str]:
+    """Returns the names of a model's arguments.
+
+    Those of a model that passes any on are those of the first part that takes token ids.
+    """
+    names = _parameters(model)
+    if "input_ids" in names or all(each.kind is not each.VAR_KEYWORD for each in names.values()):
+        return names
+    inside = (_parameters(module) for module in model.modules())
+    return next((each for each in inside if "input_ids" in each), names)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
-        return ()
+        return {}
 
 
 def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:

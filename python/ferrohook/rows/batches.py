@@ -110,7 +110,7 @@ class Batch(BatchBase, Scope):
             except Exception as error:  # noqa: BLE001 (of a function of `at`: the others go on)
                 self._fail(number, error)
             else:
-                request.set_masks(masks, positioned=True)
+                request.set_masks(masks)
 
     def _end_service(self) -> None:
         """Takes what sites kept; called as the batch is left."""

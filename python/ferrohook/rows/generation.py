@@ -13,7 +13,8 @@ from ferrohook.arguments import expect
 from ferrohook.errors import HookError, RowsError
 from ferrohook.instrumentation import attach
 from ferrohook.plans import Request
-from ferrohook.plans.positions import Prompt, knows_positions, tokens_of
+from ferrohook.plans.positions import check_prompt
+from ferrohook.plans.sequences import Sequences, stacks_in
 from ferrohook.priorities import AHEAD_OF_ALL
 from ferrohook.rows.batches import Batch, models_of
 
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ferrohook.plans.positions import Tokens
+    from ferrohook.plans.sequences import Stack
+
 
 class _Generation(Batch):
     """Forwards of a generation: a row for each prompt."""
 
     _model: nn.Module
     _places: dict[Request, int]
-    _prompt: Prompt | None = None
+    _sequences: Sequences
+    _running: list[Tokens | None]
+    """Tokens of the calls that run, inner ones behind outer ones."""
     _attached = False
 
     def __enter__(self) -> Self:
@@ -45,15 +51,30 @@ class _Generation(Batch):
         self._attached = True
         attachment = Attachment()
         attachment.release_with(self)
-        attach({"": self._model}, attachment)
-        # Not a method, which the model would keep the batch by.
-        find = functools.partial(_find, weakref.ref(self))
-        first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self}
-        attachment.register([self._model], "forward_pre", find, with_kwargs=True, **first)
+        stacks = stacks_in(self._model)
+        parts = {path: self._model.get_submodule(path) for path in stacks}
+        attach(parts, attachment)
+        # Not methods, which the model would keep the batch by.
+        itself: weakref.ref[_Generation] = weakref.ref(self)
+        for path, stack in stacks.items():
+            find = functools.partial(_find, itself, stack)
+            first: Any = {"priority": AHEAD_OF_ALL, "prepend": True, "scope": self}
+            attachment.register([parts[path]], "forward_pre", find, with_kwargs=True, **first)
+            end = functools.partial(_end, itself)
+            attachment.register([parts[path]], "forward", end, always_call=True, scope=self)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sets the positions of a forward."""
-        tokens = tokens_of(self._model, args, kwargs, self._prompt)
+    def find(
+        self, stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Sets the positions of a call."""
+        around = next((each for each in reversed(self._running) if each is not None), None)
+        self._running.append(None)
+        if stack.inner and around is not None:
+            given = stack.tokens(stack.arguments(args, kwargs))
+            if given.shape[:2] == around.positions.shape:
+                return
+        tokens = self._sequences.find(stack, module, args, kwargs)
+        self._running[-1] = tokens
         if (rows := len(tokens.positions)) != self.size:
             msg = (
                 f"the model is called with {rows} rows for {self.size} prompts: rows of beams, and "
@@ -61,30 +82,46 @@ class _Generation(Batch):
                 "num_beams=1 and num_return_sequences=1, and give an entry for each prompt"
             )
             raise RowsError(msg)
-        self._prompt = tokens.prompt
-        both = torch.cat((tokens.prompt.lengths[:, None], tokens.positions), 1)
-        both = both.cpu()  # the one wait for a GPU
-        lengths = both[:, 0].tolist()
-        self.move(both[:, 1:], {request: lengths[row] for request, row in self._places.items()})
+        untold = [each for each in self._places if not each.prompt]
+        for request in untold:
+            for at in request.plan_positions:
+                check_prompt(at, tokens, module._get_name())
+        known = tokens.positions[:, 0] if tokens.lengths is None else tokens.lengths
+        both = torch.cat((known[:, None], tokens.positions), 1).cpu()  # the one wait for a GPU
+        lengths = {} if tokens.lengths is None else {it: self._places[it] for it in untold}
+        prompts = both[:, 0].tolist()
+        self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
+
+    def end(self, output: Any) -> None:
+        """Ends a call."""
+        if self._running and (tokens := self._running.pop()) is not None:
+            self._sequences.note(tokens, output)
 
 
 def _find(
     shared: weakref.ref[_Generation],
-    _model: nn.Module,
+    stack: Stack,
+    module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     if (generation := shared()) is not None:
-        generation.find(args, kwargs)
+        generation.find(stack, module, args, kwargs)
+
+
+def _end(shared: weakref.ref[_Generation], _module: nn.Module, _args: Any, output: Any) -> None:
+    if (generation := shared()) is not None:
+        generation.end(output)
 
 
 def generating(requests: Sequence[Request | None]) -> Batch:
     """Makes a batch for `model.generate` of transformers, which a request shares for each prompt.
 
-    The positions of each forward are found from what the model is called with: `attention_mask`,
-    `past_key_values`, `position_ids`. So `at=` of plans works, and a capture has the activations of
-    all positions that ran, (positions, ...). A prompt that ends before the others goes on with
-    padding tokens: cut its activations to its length.
+    The positions of each forward are found from `generate` and from what the model is called with:
+    `attention_mask`, the KV cache, `position_ids`. So `at=` of plans works, in prompts that are
+    chunked or behind a cache and with drafts too, and a capture has the activations of all
+    positions that ran, (positions, ...). A prompt that ends before the others goes on with padding
+    tokens: cut its activations to its length.
 
     Args:
         requests: one for each row of `input_ids`, open and not entered; None for a prompt without.
@@ -113,8 +150,9 @@ def generating(requests: Sequence[Request | None]) -> Batch:
     models = models_of(places)
     made = _Generation(dict(places), 0, len(requests) or None, [])
     (model,) = models
-    if not knows_positions(model):
+    if not stacks_in(model):
         msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"
         raise HookError(msg)
     made._model, made._places = model, places
+    made._sequences, made._running = Sequences(), []
     return made

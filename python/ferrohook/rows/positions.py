@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ferrohook.errors import RowsError
-from ferrohook.plans.positions import Prompt, Tokens, mask_of, needs_prompt
+from ferrohook.plans.positions import Tokens, mask_of, needs_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def masks_of(ats: Sequence[At], positions: Tensor, lengths: Sequence[int]) -> tu
         lengths: of its prompts, see `check_lengths`.
     """
     prompts = torch.tensor(lengths or [0])
-    tokens = Tokens(positions, Prompt(prompts.expand(positions.shape[0]), None))
+    tokens = Tokens(positions, prompts.expand(positions.shape[0]))
     return tuple(mask_of(at, tokens) for at in ats)
 
 

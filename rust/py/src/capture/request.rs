@@ -16,7 +16,7 @@ use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::rows::at::{Chosen, Masks};
 use crate::rows::mask::Mask;
-use crate::rows::membership::Membership;
+use crate::rows::membership::{Call, Membership};
 use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OwnRows, TokenPositions, Tokens};
 use crate::torch::tensors::map_tensors;
@@ -128,12 +128,13 @@ impl RequestBase {
         slf.call_method0(intern!(py, "_warn_of_silence")).map(drop)
     }
 
-    /// Sets the tokens at each of the plan's positions, tensors of bools. `positioned`: in the calls of a batch, else in the call that begins on this thread.
-    #[pyo3(signature = (masks, *, positioned))]
+    /// Sets the tokens at each of the plan's positions, tensors of bools. In the calls of a batch; or,
+    /// with what is known of its `tokens`, in the call that begins on this thread.
+    #[pyo3(signature = (masks, tokens = None))]
     fn set_masks(
         slf: &Bound<'_, Self>,
         masks: &Bound<'_, PyTuple>,
-        positioned: bool,
+        tokens: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let chosen = |mask: Bound<'_, PyAny>| {
             let mask = Mask::of_any(&mask)?;
@@ -141,12 +142,27 @@ impl RequestBase {
         };
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
         let (frame, masks) = (slf.as_super().get(), Masks::Tokens(chosen));
-        if positioned {
+        if tokens.is_none() {
             Membership::set_masks(frame, Some(masks));
         } else {
-            Membership::set_call(frame, masks);
+            let masks = Some(Arc::new(masks));
+            Membership::set_call(frame, Call { masks, tokens });
         }
         Ok(())
+    }
+
+    /// What is known of the tokens of the call around the one that begins on this thread.
+    #[getter]
+    fn tokens_around(slf: &Bound<'_, Self>) -> Option<Py<PyAny>> {
+        Membership::around(slf.py(), slf.as_super().get())?.tokens
+    }
+
+    /// Has the call that begins on this thread the tokens of the one around it.
+    fn inherit_tokens(slf: &Bound<'_, Self>) {
+        let frame = slf.as_super().get();
+        if let Some(call) = Membership::around(slf.py(), frame) {
+            Membership::set_call(frame, call);
+        }
     }
 
     /// The tokens at the plan's positions in the running forward.
@@ -162,11 +178,16 @@ impl RequestBase {
 
     /// Ends the repetition.
     fn end_repeat(slf: &Bound<'_, Self>) {
-        Membership::end_call(slf.as_super().get());
+        drop(Membership::end_call(slf.as_super().get())); // runs Python code
     }
 
-    /// Numbers of tokens of its prompts, as the last batch with `lengths` for it had them; none if no
-    /// batch had.
+    /// Sets the numbers of tokens of its prompts.
+    fn set_prompt_lengths(slf: &Bound<'_, Self>, lengths: Vec<i64>) {
+        Membership::set_prompts(slf.as_super().get(), lengths.into());
+    }
+
+    /// Numbers of tokens of its prompts, as it was opened with or the last batch with `lengths` for it
+    /// had them; none if nobody said.
     #[getter]
     fn prompt_lengths(slf: &Bound<'_, Self>) -> Vec<i64> {
         Membership::prompts(slf.as_super().get()).to_vec()

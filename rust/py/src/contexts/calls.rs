@@ -29,6 +29,15 @@ impl<T> Calls<T> {
         Some(&mut self.0[call].1)
     }
 
+    /// The call around the innermost one on this thread.
+    pub fn around(&self) -> Option<&T> {
+        let inner = self.on_this_thread()?;
+        let outer = self.0[..inner]
+            .iter()
+            .rfind(|(its, _)| *its == current().id());
+        outer.map(|(_, call)| call)
+    }
+
     /// The innermost call, if all are on one thread, which may not be this one: a forward may share
     /// its work out.
     pub fn only(&mut self) -> Option<&mut T> {

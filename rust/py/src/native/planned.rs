@@ -127,11 +127,12 @@ fn request_of<'a, 'py>(turn: &Turn<'a, 'py>) -> PyResult<&'a Bound<'py, RequestB
     Ok(turn.owner.ok_or_else(nobody)?.cast()?)
 }
 
-/// Hook on the model of a prepared plan: refuses a model whose modules were replaced, and has the
-/// positions of a forward found.
+/// Hook on the model of a prepared plan, which refuses one whose modules were replaced, and on modules
+/// that take tokens, which has the positions of these found.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
 pub struct PlanGuard {
-    tree: Py<ModuleTree>,
+    /// None on a part of the model.
+    tree: Option<Py<ModuleTree>>,
     /// Finds positions, called with (module, args, kwargs, request); None if the plan needs none.
     positions: Option<Py<PyAny>>,
 }
@@ -140,7 +141,7 @@ pub struct PlanGuard {
 impl PlanGuard {
     /// Makes a guard for the modules of a tree.
     #[new]
-    fn new(tree: Py<ModuleTree>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
+    fn new(tree: Option<Py<ModuleTree>>, positions: Option<Py<PyAny>>) -> (Self, NativeHook) {
         (Self { tree, positions }, NativeHook::of::<Self>())
     }
 
@@ -161,7 +162,9 @@ impl Native for PlanGuard {
 
     fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
         let py = object.py();
-        if !self.tree.get().holds(py)? {
+        if let Some(tree) = &self.tree
+            && !tree.get().holds(py)?
+        {
             return Err(hook_error(
                 py,
                 "modules of the model were replaced since the plan was prepared, and its hooks \
@@ -192,15 +195,22 @@ impl Native for PlanGuard {
     }
 }
 
-/// Hook on the model of a plan with positions, which ends the call that the guard began.
+/// Hook that ends the call which a guard with positions began.
 #[pyclass(frozen, extends = NativeHook, module = "ferrohook._core")]
-pub struct EndOfCall;
+pub struct EndOfCall {
+    /// Takes note of the call, called with (tokens, output).
+    note: Py<PyAny>,
+}
 
 #[pymethods]
 impl EndOfCall {
     #[new]
-    fn new() -> (Self, NativeHook) {
-        (Self, NativeHook::of::<Self>())
+    fn new(note: Py<PyAny>) -> (Self, NativeHook) {
+        (Self { note }, NativeHook::of::<Self>())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.note)
     }
 }
 
@@ -217,10 +227,14 @@ impl Native for EndOfCall {
         Some(in_batch::<Self>())
     }
 
-    fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+    fn run<'py>(&self, object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
+        let py = object.py();
         let request = request_of(turn)?.as_super().get();
-        if !Membership::positioned(request) {
-            Membership::end_call(request);
+        if Membership::positioned(request) {
+            return Ok(None);
+        }
+        if let Some(tokens) = Membership::end_call(request).and_then(|call| call.tokens) {
+            invoke::call(self.note.bind(py), [tokens.bind(py), turn.value])?;
         }
         Ok(None)
     }
@@ -243,6 +257,6 @@ impl InBatch for PlanGuard {
     }
 
     fn checks(&self) -> Option<usize> {
-        Some(self.tree.as_ptr() as usize)
+        Some(self.tree.as_ref()?.as_ptr() as usize)
     }
 }

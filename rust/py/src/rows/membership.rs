@@ -34,8 +34,17 @@ struct State {
     prompts: Arc<[i64]>,
     /// Tokens at the positions of its plan in the calls of its batch.
     masks: Option<Arc<Masks>>,
-    /// Those of the calls of the model that run; None until they are found.
-    calls: Calls<Option<Arc<Masks>>>,
+    /// Those of the calls of the model that run.
+    calls: Calls<Call>,
+}
+
+/// Call of a module that takes tokens.
+#[derive(Default)]
+pub struct Call {
+    /// Tokens at the positions of the plan; None until they are found.
+    pub masks: Option<Arc<Masks>>,
+    /// What Python knows of its tokens.
+    pub tokens: Option<Py<PyAny>>,
 }
 
 const SERVED: &str =
@@ -71,27 +80,35 @@ impl Membership {
         Self::of(frame).is_some_and(|membership| membership.0.lock().masks.is_some())
     }
 
-    /// Begins a call of the model on this thread, whose tokens at the positions are these, if they
-    /// are known.
+    /// Begins a call on this thread, whose tokens at the positions are these, if they are known.
     pub fn begin_call(frame: &Frame, masks: Option<Arc<Masks>>) {
         if let Some(membership) = Self::of_any(frame) {
-            membership.0.lock().calls.begin(masks);
+            let tokens = None;
+            membership.0.lock().calls.begin(Call { masks, tokens });
         }
     }
 
-    /// Sets the tokens of the innermost call on this thread.
-    pub fn set_call(frame: &Frame, masks: Masks) {
+    /// Sets what is known of the innermost call on this thread.
+    pub fn set_call(frame: &Frame, call: Call) {
         let former = Self::of(frame).and_then(|membership| {
             let mut state = membership.0.lock();
-            state.calls.innermost()?.replace(Arc::new(masks))
+            Some(mem::replace(state.calls.innermost()?, call))
         });
         drop(former); // runs Python code
     }
 
-    /// Ends the innermost call on this thread.
-    pub fn end_call(frame: &Frame) {
-        let former = Self::of(frame).map(|membership| membership.0.lock().calls.end());
-        drop(former); // runs Python code
+    /// Returns the call around the innermost one on this thread.
+    pub fn around(py: Python<'_>, frame: &Frame) -> Option<Call> {
+        let state = Self::of(frame)?.0.lock();
+        state.calls.around().map(|call| Call {
+            masks: call.masks.clone(),
+            tokens: call.tokens.as_ref().map(|it| it.clone_ref(py)),
+        })
+    }
+
+    /// Ends the innermost call on this thread, and returns it.
+    pub fn end_call(frame: &Frame) -> Option<Call> {
+        Self::of(frame)?.0.lock().calls.end()
     }
 
     /// Tokens at the positions of a plan in the running forward; None if they are not known.
@@ -101,9 +118,9 @@ impl Membership {
             return state.masks.clone();
         }
         if let Some(call) = state.calls.innermost() {
-            return call.clone();
+            return call.masks.clone();
         }
-        state.calls.only()?.clone()
+        state.calls.only()?.masks.clone()
     }
 
     pub fn set_prompts(frame: &Frame, lengths: Arc<[i64]>) {

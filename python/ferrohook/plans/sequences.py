@@ -1,0 +1,496 @@
+"""Tokens of a call of a model: the sequence, position and part (prompt or generated) of each.
+
+The one place that finds them, from what tells them:
+
+- How many tokens came before: the KV cache; for one that does not count, the calls that filled it;
+  `cache_position`; an `attention_mask` that is longer than the tokens.
+- Padding: `attention_mask` of (batch, tokens); in transformers' `generate` the one that it got.
+- Where the prompt ends: whoever opened the request. Else, in `generate`, its input, whatever is
+  chunked, drafted or cached. Else the first call of a sequence: its tokens are the prompt, and
+  what runs with its KV cache is generated.
+
+What is known of a sequence is kept with its KV cache, weakly, so that threads, turns and copies of
+a cache do not mix. What nobody tells is refused where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import weakref
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ferrohook.errors import HookError
+from ferrohook.plans.positions import PADDING, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
+
+_TOKENS: Final = ("input_ids", "inputs_embeds")
+_DECODER: Final = "decoder_"
+"""Prefix of the names of a decoder's tokens, in a module with an encoder too."""
+_CACHES: Final = ("cache", "past_key_values", "cache_params")
+"""Names of the KV cache: from transformers 5.24 on, and before."""
+_GENERATE: Final = "transformers.generation.utils"
+_CALLBACKS: Final = frozenset(
+    {"transformers.generation.logits_process", "transformers.generation.stopping_criteria"}
+)
+"""Modules whose objects `generate` calls: models that they call do not run its tokens."""
+_PAIR: Final = 2
+"""Number of the dimensions (batch, tokens)."""
+
+
+class Stack(NamedTuple):
+    """Module that takes tokens."""
+
+    name: str
+    """Of its class, for errors."""
+    parameters: tuple[str, ...]
+    """Names of the parameters of its forward."""
+    prefix: str
+    """Of the names of its tokens."""
+    inner: bool
+    """True if a module around it may give it its own tokens."""
+    encoder: bool
+    """True if no tokens are generated behind its own."""
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call by name."""
+        return dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+
+    def tokens(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Returns the tokens of a call: (batch, length, ...).
+
+        Raises:
+            HookError: it has none.
+        """
+        for name in _TOKENS:
+            tokens = arguments.get(self.prefix + name)
+            if isinstance(tokens, Tensor) and tokens.dim() >= _PAIR:
+                return tokens
+        raise no_tokens(self.name, self.prefix)
+
+
+def no_tokens(name: str, prefix: str = "") -> HookError:
+    """Makes the error for a call without tokens."""
+    names = " nor ".join(prefix + each for each in _TOKENS)
+    return HookError(
+        f"the positions of a call of {name} are not known: it has neither {names}; in a batch, "
+        "give them by positions="
+    )
+
+
+def stacks_of(model: nn.Module, path: str) -> dict[str, Stack]:
+    """Returns the modules, by path, whose calls tell the positions of what runs in a module.
+
+    That is the nearest one around it that takes tokens, and those around that one that give it
+    their own.
+
+    Raises:
+        HookError: the nearest model around it takes something else, such as images.
+    """
+    around = [*_around(model, path)]
+    found: dict[str, Stack] = {}
+    for place in reversed(range(len(around))):
+        name, module = around[place]
+        # A part that takes embeddings alone may be one of images.
+        alone = "inputs_embeds" in _parameters(module) and place == 0
+        if not (_takes_tokens(module) or alone):
+            if not found and (other := _other_input(module)) is not None:
+                msg = (
+                    f"at= is a position among tokens, and {path!r} is in a "
+                    f"{type(module).__name__}, which takes {other}"
+                )
+                raise HookError(msg)
+            continue
+        parameters = _parameters(module)
+        prefix = _DECODER if _has_decoder(module) else ""
+        if not found and not prefix:
+            _check_beside_towers(path, module, around[-1][1])
+        if prefix and any(not each.prefix for each in found.values()):
+            break  # it has tokens of two kinds
+        outer = [_encoder_of(each) for _, each in around[:place]]
+        encoder = any(each is it for _, each in around[: place + 1] for it in outer)
+        found[name] = Stack(type(module).__name__, parameters, prefix, inner=True, encoder=encoder)
+    if found:
+        outermost = [*found][-1]
+        found[outermost] = found[outermost]._replace(inner=False)
+    return found
+
+
+def stacks_in(model: nn.Module) -> dict[str, Stack]:
+    """Returns all modules of a model, by path, that take tokens of one kind."""
+    found: dict[str, Stack] = {}
+    for path, module in model.named_modules():
+        if (_takes_tokens(module) and not _has_decoder(module)) or not path:
+            found |= {at: it for at, it in stacks_of(model, path).items() if not it.prefix}
+    return found
+
+
+def _around(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules on a path, by name, from the model to the last one."""
+    yield "", model
+    module, names = model, path.split(".") if path else []
+    for place, name in enumerate(names):
+        inside = getattr(module, name, None)
+        if not isinstance(inside, nn.Module):
+            return  # the path of a point inside of attention
+        module = inside
+        yield ".".join(names[: place + 1]), module
+
+
+_known: weakref.WeakKeyDictionary[FunctionType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""Names of the parameters of functions."""
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    function = None if "forward" in vars(module) else type(module).forward
+    if isinstance(function, FunctionType) and function in _known:
+        return _known[function]
+    try:
+        names = tuple(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return ()
+    if isinstance(function, FunctionType):
+        _known[function] = names
+    return names
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    return "input_ids" in _parameters(module) or _has_decoder(module)
+
+
+def _has_decoder(module: nn.Module) -> bool:
+    return f"{_DECODER}input_ids" in _parameters(module)
+
+
+def _encoder_of(module: nn.Module) -> nn.Module | None:
+    find = getattr(module, "get_encoder", None) if _has_decoder(module) else None
+    encoder: Any = find() if callable(find) else None
+    return None if encoder is module else encoder
+
+
+def _other_input(module: nn.Module) -> str | None:
+    """Returns the name of the input of a model of transformers that takes no tokens."""
+    if not hasattr(type(module), "main_input_name") or _takes_tokens(module):
+        return None
+    names, main = _parameters(module), str(module.main_input_name)
+    return main if main in names or not names else names[0]
+
+
+def _check_beside_towers(path: str, model: nn.Module, module: nn.Module) -> None:
+    """Validates that a module of a model with other towers is one that runs on tokens.
+
+    Raises:
+        HookError: it is not known to.
+    """
+    other = next((each for each in model.modules() if _other_input(each) is not None), None)
+    if other is None or module is model or any(map(_takes_tokens, module.modules())):
+        return
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(head) and head() is module:
+        return
+    msg = (
+        f"at= is a position among tokens, and {path!r} stands beside a {type(other).__name__}, "
+        "which takes none: it is not known to run on tokens itself"
+    )
+    raise HookError(msg)
+
+
+class _Sequence(NamedTuple):
+    """What is known of the sequences of a KV cache."""
+
+    prompt: tuple[Tensor, int] | None
+    """Tokens of the prompts, (batch,), and their columns; None if nobody tells where they end."""
+    seen: int
+    """Columns that ran, padding included."""
+    ends: Tensor
+    """Position behind the last token of each: (batch,)."""
+
+
+class _Generation(NamedTuple):
+    """Input of a running call of `generate`."""
+
+    columns: int
+    mask: Tensor | None
+    """Which columns are no padding; None for all."""
+    lengths: Tensor | None
+    """Tokens of the prompts; None if they are not known."""
+    use_cache: bool
+
+    def columns_until(self, end: int, call: _Call) -> Tensor:
+        """Returns which of the first columns are no padding.
+
+        Raises:
+            HookError: the call has other rows.
+        """
+        if self.mask is None:
+            return torch.ones(call.batch, end, device=call.device)
+        if len(self.mask) != call.batch:
+            msg = f"generate has {len(self.mask)} rows, and calls the model with {call.batch}"
+            raise HookError(msg)
+        mask = self.mask.to(call.device)
+        new = mask.new_ones(call.batch, max(end - self.columns, 0))
+        return torch.cat((mask, new), 1)[:, :end]
+
+
+class Sequences:
+    """Sequences that a request or batch has seen run.
+
+    Args:
+        prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
+            caller did not tell.
+    """
+
+    def __init__(self, prompt: Sequence[int] = ()) -> None:
+        self.prompt = prompt
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        """Sequences by their cache and generations by their configuration: by address."""
+
+    def _get(self, key: Any) -> Any:
+        known = self._known.get(id(key))
+        return None if known is None or known[0]() is not key else known[1]
+
+    def _put(self, key: Any, value: Any) -> None:
+        address, known = id(key), self._known
+        with contextlib.suppress(TypeError):  # a tuple: nothing can be kept with it
+            known[address] = (weakref.ref(key, lambda _: known.pop(address, None)), value)
+
+    def find(
+        self, stack: Stack, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tokens:
+        """Finds the tokens of a call.
+
+        Raises:
+            HookError: their positions are not known.
+        """
+        call = _Call(stack, stack.arguments(args, kwargs))
+        before: _Sequence | None = None if call.cache is None else self._get(call.cache)
+        if before is not None and len(before.ends) != call.batch:
+            before = None  # rows were chosen or repeated
+        past = call.past(before)
+        generation: _Generation | None = None
+        if not stack.encoder and (local := self._generate_of(module)) is not None:
+            config = local.get("generation_config")
+            generation = self._get(config)
+            if generation is None:
+                generation = _read(local, call, past)
+                self._put(config, generation)
+            elif call.cache is None:
+                # Without a cache all tokens run again; else the model has one of its own, and a
+                # longer mask may tell.
+                past = past or None if generation.use_cache else 0
+        goes_on = before if before is not None and past and past == before.seen else None
+        positions = call.positions(past, generation, goes_on)
+        ends = positions.amax(-1) + 1
+        if goes_on is not None:
+            ends = torch.maximum(goes_on.ends, ends)
+        prompt = None
+        if generation is None and past == 0:
+            prompt = (ends, call.length) if call.is_one_run() else None
+        elif generation is None and before is not None and past and before.prompt is not None:
+            # Not if the cache was cut back into its prompt.
+            prompt = before.prompt if past >= before.prompt[1] else None
+        after = None if past is None else _Sequence(prompt, past + call.length, ends)
+        if call.cache is not None and after is not None:
+            self._put(call.cache, after)
+            after = None
+        if generation is not None:
+            lengths = generation.lengths
+        else:
+            lengths = None if prompt is None else prompt[0]
+        return Tokens(positions, self._lengths(call, lengths), after)
+
+    def note(self, tokens: Tokens, output: Any) -> None:
+        """Takes note of the KV cache that a call made itself, by its output."""
+        if tokens.after is not None and (cache := _cache_in(output)) is not None:
+            self._put(cache, tokens.after)
+
+    def _lengths(self, call: _Call, found: Tensor | None) -> Tensor | None:
+        """Returns the lengths of the prompts of a call; None if nobody tells them."""
+        if not self.prompt:
+            return found if found is not None and len(found) == call.batch else None
+        if len(self.prompt) not in {1, call.batch}:
+            msg = f"prompt has {len(self.prompt)} lengths for a call of {call.batch} rows"
+            raise HookError(msg)
+        return torch.tensor(self.prompt, device=call.device).expand(call.batch)
+
+    def _generate_of(self, module: nn.Module) -> dict[str, Any] | None:
+        """Returns the local variables of the call of transformers' `generate` that a call is in.
+
+        They are read where they are: each call has its own, on its thread, and nothing of
+        transformers is changed. That of an assistant, which drafts, is part of the one it assists.
+        """
+        local: dict[str, Any] | None = None
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            place = frame.f_globals.get("__name__")
+            if place in _CALLBACKS:
+                break
+            if place == _GENERATE and frame.f_code.co_name == "generate":
+                found = frame.f_locals
+                config = found.get("generation_config")
+                if local is None and self._get(config) is None and not _contains(found, module):
+                    break
+                local = found
+                if not getattr(config, "is_assistant", False):
+                    break
+            frame = frame.f_back
+        return local
+
+
+class _Call:
+    """What a call of a stack is given."""
+
+    def __init__(self, stack: Stack, arguments: dict[str, Any]) -> None:
+        self._name = stack.name
+        self._arguments = arguments
+        tokens = stack.tokens(arguments)
+        self.batch, self.length = tokens.shape[:2]
+        self.device = tokens.device
+        found = (arguments.get(name) for name in _CACHES)
+        self.cache = next((cache for cache in found if cache is not None), None)
+        self._mask = arguments.get(f"{stack.prefix}attention_mask")
+        places = arguments.get(f"{stack.prefix}position_ids")
+        # With three dimensions they are not positions of tokens alone (M-RoPE).
+        self._places = places if isinstance(places, Tensor) and places.dim() <= _PAIR else None
+
+    def past(self, before: _Sequence | None) -> int | None:
+        """Returns how many tokens, padding included, came before; None if nothing tells."""
+        cache, start = self.cache, self._arguments.get("cache_position")
+        if isinstance(cache, tuple | list) and cache and isinstance(cache[0], tuple | list):
+            return int(cache[0][0].shape[-2])
+        if cache is not None and (length := _length_of(cache)) is not None:
+            return length
+        if before is not None:
+            return before.seen
+        if isinstance(start, Tensor) and start.numel():
+            return int(start.reshape(-1)[0])
+        mask = self._columns()
+        if cache is not None and (mask is None or mask.shape[1] == self.length):
+            return None
+        return 0 if mask is None else max(mask.shape[1] - self.length, 0)
+
+    def is_one_run(self) -> bool:
+        """True if each row is one sequence, its tokens in order."""
+        if self._places is None or self._columns() is not None:
+            return True
+        return bool((self._places.diff() == 1).all())
+
+    def positions(
+        self, past: int | None, generation: _Generation | None, before: _Sequence | None
+    ) -> Tensor:
+        """Returns the position of each token, `PADDING` for padding: (batch, length).
+
+        Raises:
+            HookError: nothing tells them.
+        """
+        if past is None:
+            if self._places is None:
+                raise self._unknown
+            return self._places.expand(self.batch, self.length)
+        own, until = self._columns(), past + self.length
+        if own is not None and own.shape[1] >= until:
+            return _counted(own[:, :until])[:, past:]
+        if generation is not None:
+            return _counted(generation.columns_until(until, self))[:, past:]
+        if own is not None and before is not None and own.shape[1] == self.length:
+            counted = _counted(own)
+            return (counted + before.ends[:, None]).where(counted >= 0, PADDING)
+        if self._places is not None and (self._mask is None or self.is_one_run()):
+            return self._places.expand(self.batch, self.length)
+        if self._mask is not None:
+            raise self._unknown
+        columns = torch.arange(self.length, device=self.device).expand(self.batch, self.length)
+        return columns + (past if before is None else before.ends[:, None])
+
+    def _columns(self) -> Tensor | None:
+        mask = self._mask
+        return mask if isinstance(mask, Tensor) and mask.dim() == _PAIR else None
+
+    @property
+    def _unknown(self) -> HookError:
+        given = [name for name, value in self._arguments.items() if value is not None]
+        return HookError(
+            f"the positions of a call of {self._name} are not known: {', '.join(given)} do not "
+            "tell how many tokens came before, or which are padding. Give an attention_mask of "
+            "(batch, tokens so far), or position_ids that increase by one"
+        )
+
+
+def _counted(mask: Tensor) -> Tensor:
+    """Returns the position of each column, `PADDING` for padding."""
+    real = mask.to(torch.long)
+    return (real.cumsum(-1) - 1).where(real > 0, PADDING)
+
+
+def _has_states_alone(cache: Any) -> bool:
+    """True for the cache of a state-space model, which has no keys and does not count."""
+    return all(getattr(cache, "is_linear", None) or [False])
+
+
+def _length_of(cache: Any) -> int | None:
+    """Returns the number of tokens that a KV cache holds; None if it does not know."""
+    if _has_states_alone(cache):
+        return None if cache.has_previous_state() else 0
+    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else None
+
+
+def _cache_in(output: Any) -> Any:
+    """Returns the KV cache in a model's output, if there is one."""
+    if isinstance(output, dict):
+        found = (dict.get(output, name) for name in _CACHES)
+        return next((cache for cache in found if cache is not None), None)
+    items = output if isinstance(output, tuple | list) else ()
+    return next((item for item in items if hasattr(item, "get_seq_length")), None)
+
+
+def _contains(local: Mapping[str, Any], module: nn.Module) -> bool:
+    """True if a module is part of the model that generates."""
+    model = local.get("self")
+    return isinstance(model, nn.Module) and any(each is module for each in model.modules())
+
+
+def _read(local: Mapping[str, Any], call: _Call, past: int | None) -> _Generation:
+    """Reads the input of a call of `generate`, as its first call of the model begins.
+
+    Raises:
+        HookError: this version of transformers has others.
+    """
+    try:
+        config, options, ids = (
+            local[name] for name in ("generation_config", "model_kwargs", "input_ids")
+        )
+        decodes = bool(getattr(local["self"].config, "is_encoder_decoder", False))
+    except KeyError as error:
+        msg = (
+            f"generate of this version of transformers does not tell its prompt ({error}): give "
+            "the number of its tokens by open(prompt=...)"
+        )
+        raise HookError(msg) from error
+    mask = options.get(f"{_DECODER}attention_mask" if decodes else "attention_mask")
+    embeds = None if decodes else options.get("inputs_embeds")
+    # Behind a cache its input is the whole text, if it has a mask as long, and else goes on.
+    whole = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    if embeds is not None:
+        columns = embeds.shape[1]
+    elif whole is None or (past and _has_states_alone(call.cache)):
+        columns = (past or 0) + ids.shape[1]
+    else:
+        columns = whole
+    lengths: Tensor | None = torch.full((len(ids),), columns, device=call.device)
+    if mask is not None:
+        fits = mask.dim() == _PAIR and mask.shape[1] == columns
+        mask, lengths = (mask, mask.to(call.device).sum(-1)) if fits else (None, None)
+    drafts = getattr(local.get("decoding_method"), "__name__", "") == "_assisted_decoding"
+    if not drafts and past is not None and past + call.length > columns:
+        lengths = None  # a tuned prompt, of which `generate` does not know
+    if (local.get("generation_mode_kwargs") or {}).get("assistant_tokenizer") is not None:
+        lengths = None  # the drafts are of other tokens
+    return _Generation(columns, mask, lengths, bool(config.use_cache))

@@ -1,0 +1,649 @@
+"""Where a prompt ends, and which position a token has, in calls of every kind.
+
+The oracle finds the positions of captured rows by comparing them with the hidden states that
+transformers returns for the whole text, or computes them from the arguments of the call.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ferrohook as fh
+from support.language_models import LAYERS, language_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+transformers = pytest.importorskip("transformers")
+# Names of arguments that older versions have, and what peft uses.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+WIDTH = 16
+LAYER = "model.layers.0"
+NEW = 5
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def llama(seed: int = 0) -> Any:
+    model = language_model("llama", WIDTH, initializer_range=0.5)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+def prompt(length: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 32, (1, length), generator=generator)
+
+
+def rows_of(request: fh.Request, name: str = LAYER) -> list[Tensor]:
+    """The rows of each call."""
+    return [*request.acts[name]] if name in request.acts else []
+
+
+def found_in(model: Any, text: Tensor, calls: list[Tensor]) -> list[list[int]]:
+    """Positions of captured rows, by comparing them with those of the whole text."""
+    states = model.model(text, output_hidden_states=True).hidden_states[1][0]
+    return [
+        [int((states - row).abs().amax(-1).argmin()) for row in call.reshape(-1, call.shape[-1])]
+        for call in calls
+    ]
+
+
+def flat(calls: list[list[int]]) -> list[int]:
+    return [position for call in calls for position in call]
+
+
+def kept(model: Any, at: Any, call: Callable[[], Any], **opened: Any) -> tuple[Any, list[Tensor]]:
+    plan = fh.Plan(fh.keep(LAYER, at=at, calls="all", copy="clone"))
+    with plan.prepare(model) as prepared, prepared.open(**opened) as request:
+        result = call()
+    return result, rows_of(request)
+
+
+quiet = pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning")
+
+
+@quiet
+@pytest.mark.parametrize("chunk", [1, 4, 11])
+@pytest.mark.parametrize(
+    ("at", "right"),
+    [
+        ("prompt", [*range(11)]),
+        ("last_prompt", [10]),
+        (-2, [9]),
+        ("generated", [*range(11, 11 + NEW - 1)]),
+        (slice(-3, None), [*range(8, 11 + NEW - 1)]),
+    ],
+    ids=str,
+)
+def test_chunks_of_a_prompt(model: Any, at: Any, right: list[int], chunk: int) -> None:
+    ids = prompt(11)
+    text, calls = kept(model, at, lambda: model.generate(ids, prefill_chunk_size=chunk, **GREEDY))
+    assert flat(found_in(model, text, calls)) == right
+
+
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "an assistant of the same class": lambda: {"assistant_model": llama(7)},
+    "the model assists itself by its first layer": lambda: {"assistant_early_exit": 1},
+}
+
+
+@quiet
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_drafts_are_no_part_of_the_prompt(model: Any, drafts: Callable[[], Any]) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    generate = lambda: model.generate(ids, **GREEDY, **drafts())  # noqa: E731
+    text, calls = kept(model, "prompt", generate)
+    assert torch.equal(text, model.generate(ids, **GREEDY))
+    # Once, or more often by an assistant that is the model itself.
+    assert {*flat(found_in(model, text, calls))} == {*range(10)}
+    _, last = kept(model, "last_prompt", generate)
+    assert {tuple(each) for each in found_in(model, text, last)} == {(9,)}
+    _, new = kept(model, "generated", generate)
+    ran = {position for call in found_in(model, text, new) for position in call}
+    assert ran >= {*range(10, 10 + NEW - 1)}
+
+
+def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
+    prefix, cache = prompt(4), transformers.DynamicCache(config=model.config)
+    model(prefix, past_key_values=cache)
+    plan = fh.Plan(fh.keep(LAYER, at="generated", calls="all"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        for length in (3, 5, 1):
+            before = len(rows_of(request))
+            ids = torch.cat([prefix, prompt(length, seed=length)], 1)
+            text = model.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+            got = found_in(model, text, rows_of(request)[before:])
+            assert flat(got) == [*range(4 + length, 4 + length + NEW - 1)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_second_turn_behind_a_cache(model: Any, whole: bool) -> None:
+    cache = transformers.DynamicCache(config=model.config)
+    plan = fh.Plan(fh.keep(LAYER, at="generated", calls="all"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        text = model.generate(prompt(4), past_key_values=cache, **GREEDY)
+        before = len(rows_of(request))
+        chat = torch.cat([text, prompt(3, seed=2)], 1)
+        new = chat if whole else chat[:, cache.get_seq_length() :]
+        mask = torch.ones_like(chat)
+        model.generate(new, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert [len(each) for each in rows_of(request)[before:]] == [1] * (NEW - 1)
+
+
+def test_a_padded_second_turn(model: Any) -> None:
+    ids = torch.cat([torch.tensor([[0, 0]]), prompt(3)], 1)
+    ids = torch.cat([ids, prompt(5, seed=3)])
+    mask = (ids > 0).long()
+    cache = transformers.DynamicCache(config=model.config)
+    text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    more = torch.cat([text, prompt(3, seed=2).expand(2, 3)], 1)
+    mask = torch.cat([mask, torch.ones(2, NEW + 3, dtype=torch.long)], 1)
+    _, calls = kept(
+        model,
+        "last_prompt",
+        lambda: model.generate(more, attention_mask=mask, past_key_values=cache, **GREEDY),
+    )
+    (last,) = calls
+    for row, states in enumerate(last):
+        alone = model.model(more[row][mask[row] > 0][None], output_hidden_states=True)
+        torch.testing.assert_close(states, alone.hidden_states[1][0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_texts_that_grow_are_prompts_each(model: Any) -> None:
+    text = prompt(7)
+    plan = fh.Plan(fh.keep(LAYER, at="last_prompt", calls="all"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        for length in (2, 4, 7, 3):
+            model(text[:, :length], use_cache=False)
+    assert flat(found_in(model, text, rows_of(request))) == [1, 3, 6, 2]
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["a cache passed", "a cache returned"])
+def test_steps_by_hand_go_on_from_the_first_call(model: Any, passed: bool) -> None:
+    ids, other = prompt(4), prompt(9, seed=5)
+    plan = fh.Plan(fh.keep(LAYER, at="generated", calls="all"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        cache = transformers.DynamicCache(config=model.config) if passed else None
+        cache = model(ids, past_key_values=cache).past_key_values
+        model(other)  # another sequence
+        model(other[:, :1], past_key_values=cache)
+        model(other[:, 1:3], past_key_values=cache)
+    text = torch.cat([ids, other[:, :3]], 1)
+    assert found_in(model, text, rows_of(request)) == [[4], [5, 6]]
+
+
+REFUSED: dict[str, Callable[[Any, Any], Any]] = {
+    "filled outside of the request": lambda model, cache: None,
+    "copied": lambda model, cache: copy.deepcopy(cache),
+    "cut back into its prompt": lambda model, cache: cache.crop(-2),
+}
+
+
+@quiet
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_prompt_that_nobody_tells_is_refused_and_can_be_told(model: Any, case: str) -> None:
+    plan = fh.Plan(fh.keep(LAYER, at="generated", calls="all"), fh.keep(LAYER, at=4, label="4"))
+    ids, more = prompt(4), prompt(3, seed=2)
+    with plan.prepare(model) as prepared:
+        for told in (False, True):
+            cache = transformers.DynamicCache(config=model.config)
+            if case == "filled outside of the request":
+                model(ids, past_key_values=cache)
+            with prepared.open(prompt=5 if told else None) as request:
+                if case != "filled outside of the request":
+                    model(ids, past_key_values=cache)
+                cache = REFUSED[case](model, cache) or cache
+                start = cache.get_seq_length()
+                if told:
+                    model(more, past_key_values=cache)
+                    text = torch.cat([ids[:, :start], more], 1)
+                    got = found_in(model, text, rows_of(request))
+                    assert flat(got) == [each for each in range(start, start + 3) if each >= 5]
+                else:
+                    with pytest.raises(fh.HookError, match=r"'generated'.*open\(prompt="):
+                        model(more, past_key_values=cache)
+
+
+def test_after_generate_nobody_tells(model: Any) -> None:
+    cache = transformers.DynamicCache(config=model.config)
+    plan = fh.Plan(fh.keep(LAYER, at="generated"))
+    with plan.prepare(model) as prepared, prepared.open():
+        model.generate(prompt(4), past_key_values=cache, **GREEDY)
+        with pytest.raises(fh.HookError, match=r"open\(prompt="):
+            model(prompt(2), past_key_values=cache)
+
+
+def test_absolute_positions_need_no_prompt(model: Any) -> None:
+    cache = transformers.DynamicCache(config=model.config)
+    ids, more = prompt(4), prompt(3, seed=2)
+    model(ids, past_key_values=cache)
+    for at, right in ((5, [5]), (slice(3, 6), [4, 5]), (lambda places: places > 5, [6])):
+        _, calls = kept(model, at, lambda: model(more, past_key_values=copy.deepcopy(cache)))
+        assert found_in(model, torch.cat([ids, more], 1), calls) == [right]
+
+
+def test_a_length_for_each_row(model: Any) -> None:
+    ids = torch.cat([prompt(6), prompt(6, seed=2)])
+    _, calls = kept(model, "last_prompt", lambda: model(ids), prompt=[2, 5])
+    assert [found_in(model, ids[row : row + 1], [calls[0][row]]) for row in (0, 1)] == [
+        [[1]],
+        [[4]],
+    ]
+    with pytest.raises(fh.HookError, match="3 lengths for a call of 2 rows"):
+        kept(model, "last_prompt", lambda: model(ids), prompt=[2, 5, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (0, ValueError, "at least 1"),
+        ([], ValueError, "at least 1"),
+        ([3, -1], ValueError, "at least 1"),
+        (True, fh.HookTypeError, "bool"),
+        (2.0, fh.HookTypeError, "float"),
+        ("3", fh.HookTypeError, "str"),
+        ([1.5], fh.HookTypeError, "float"),
+        (torch.ones(2), fh.HookTypeError, "float"),
+    ],
+    ids=str,
+)
+def test_bad_lengths_are_refused(model: Any, given: Any, error: Any, message: str) -> None:
+    with fh.Plan(fh.keep(LAYER)).prepare(model) as prepared, pytest.raises(error, match=message):
+        prepared.open(prompt=given)
+
+
+def test_lengths_told_as_it_is_opened_hold_in_a_batch(model: Any) -> None:
+    ids = prompt(5)
+    plan = fh.Plan(fh.keep(LAYER, at="last_prompt"))
+    with plan.prepare(model) as prepared:
+        request = prepared.open(prompt=3)
+        with fh.batch({request: 0}, positions=torch.arange(5)[None]):
+            model(ids)
+        assert request.positions(LAYER) == [2]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str
+)
+def test_rows_of_beams_have_their_prompts(model: Any, options: dict[str, Any]) -> None:
+    ids = torch.tensor([[0, 0, 7, 8, 9], [5, 6, 7, 8, 9]])
+    given = {**GREEDY, **options, "attention_mask": (ids > 0).long()}
+    _, calls = kept(model, "prompt", lambda: model.generate(ids, **given))
+    (first,) = calls
+    assert len(first) == (3 + 5) * (3 if "num_beams" in options else 2)
+    _, calls = kept(model, "generated", lambda: model.generate(ids, **given))
+    assert len(calls) == NEW - 1
+
+
+def test_embeddings_in_generate(model: Any) -> None:
+    embeds = model.get_input_embeddings()(prompt(6))
+    _, calls = kept(model, "generated", lambda: model.generate(inputs_embeds=embeds, **GREEDY))
+    assert [len(each) for each in calls] == [1] * (NEW - 1)
+    _, calls = kept(model, "prompt", lambda: model.generate(inputs_embeds=embeds, **GREEDY))
+    assert [len(each) for each in calls] == [6]
+
+
+def test_a_model_that_a_logits_processor_calls_is_not_what_generates(model: Any) -> None:
+    ids, other = prompt(4), prompt(9, seed=4)
+
+    class Asks(transformers.LogitsProcessor):  # type: ignore[misc, name-defined]
+        def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
+            model(other, use_cache=False)
+            return scores
+
+    _, calls = kept(
+        model,
+        "prompt",
+        lambda: model.generate(ids, logits_processor=[Asks()], **GREEDY),
+    )
+    assert [len(each) for each in calls] == [4] + [9] * NEW
+
+
+@quiet
+def test_attention_masks_that_tell_nothing_are_refused(model: Any) -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    with pytest.raises(fh.HookError, match="attention_mask do not tell"):
+        kept(model, 2, lambda: model(prompt(4), attention_mask=mask))
+    places = torch.arange(4)[None]
+    _, calls = kept(model, 2, lambda: model(prompt(4), attention_mask=mask, position_ids=places))
+    assert found_in(model, prompt(4), calls) == [[2]]
+
+
+@quiet
+def test_packed_texts_have_positions_and_no_prompt(model: Any) -> None:
+    places = torch.tensor([[0, 1, 2, 0, 1]])
+    _, calls = kept(model, 1, lambda: model(prompt(5), position_ids=places, use_cache=False))
+    assert [len(each) for each in calls] == [2]
+    with pytest.raises(fh.HookError, match="'last_prompt' refer to the prompt"):
+        kept(model, "last_prompt", lambda: model(prompt(5), position_ids=places))
+
+
+def state_space(kind: str) -> tuple[Any, str]:
+    sizes = {**SMALL, "state_size": 8}
+    del sizes["intermediate_size"], sizes["num_attention_heads"]
+    torch.manual_seed(0)
+    if kind == "mamba2":
+        more = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+        return (
+            transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, **more)),
+            "backbone.layers.0",
+        )
+    of = "FalconMamba" if kind == "falcon_mamba" else "Mamba"
+    config = getattr(transformers, f"{of}Config")(**sizes)
+    return getattr(transformers, f"{of}ForCausalLM")(config), "backbone.layers.0"
+
+
+def hybrid(kind: str) -> tuple[Any, str]:
+    sizes = {**SMALL, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    if kind == "recurrent_gemma":
+        config = transformers.RecurrentGemmaConfig(
+            **sizes, lru_width=32, attention_window_size=8, block_types=["recurrent", "attention"]
+        )
+        return transformers.RecurrentGemmaForCausalLM(config), "model.layers.0"
+    if kind == "lfm2":
+        config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+        return transformers.Lfm2ForCausalLM(config), "model.layers.0"
+    config = transformers.MistralConfig(**sizes, sliding_window=3)
+    return transformers.MistralForCausalLM(config), "model.layers.0"
+
+
+KINDS = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), state_space),
+    **dict.fromkeys(("recurrent_gemma", "lfm2", "sliding"), hybrid),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_with_other_caches(kind: str) -> None:
+    model, name = KINDS[kind](kind)
+    model.eval().requires_grad_(False)
+    ids = torch.tensor([[0, 0, 7, 8, 5], [9, 10, 11, 12, 13]])
+    options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 4, "do_sample": False}
+    counts: dict[Any, list[int]] = {
+        "prompt": [3 + 5],
+        "last_prompt": [2],
+        "generated": [2] * 3,
+        6: [1],
+    }
+    for at, right in counts.items():
+        plan = fh.Plan(fh.keep(name, at=at, calls="all"))
+        with plan.prepare(model) as prepared, prepared.open() as request:
+            model.generate(ids, **options)
+        assert [len(each) for each in request.acts[name]] == right
+    plan = fh.Plan(fh.keep(name))
+    with plan.prepare(model) as prepared:
+        requests = [prepared.open(), prepared.open()]
+        with fh.rows.generating(requests):
+            model.generate(ids, **options)
+        assert [each.positions(name) for each in requests] == [[*range(6)], [*range(8)]]
+
+
+def encoder_decoder(kind: str) -> tuple[Any, str, str, int | None]:
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=64,
+            d_model=32,
+            d_ff=48,
+            d_kv=8,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            eos_token_id=None,
+            pad_token_id=1,
+        )
+        t5 = transformers.T5ForConditionalGeneration(config)
+        return t5, "encoder.block.0", "decoder.block.0", 0
+    config = transformers.BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        decoder_start_token_id=2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=1,
+        forced_eos_token_id=None,
+        max_position_embeddings=64,
+    )
+    bart = transformers.BartForConditionalGeneration(config)
+    return bart, "model.encoder.layers.0", "model.decoder.layers.0", None
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_each_stack_has_its_own_positions(kind: str) -> None:
+    model, encoder, decoder, part = encoder_decoder(kind)
+    model.eval().requires_grad_(False)
+    source = torch.tensor([[1, 1, 5, 6, 7]])
+    mask = (source > 1).long()
+    target = torch.tensor([[2, 9, 10, 11, 12]])  # as long
+    options: Any = {"calls": "all", "output_index": part}
+    plan = fh.Plan(
+        *(
+            fh.keep(name, at=at, label=str(at), **options)
+            for name in (encoder, decoder, "lm_head")
+            for at in ("prompt", "last_prompt", 1)
+            if name != "lm_head"
+        ),
+        fh.keep("lm_head", at=-2, calls="all"),
+    )
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        output = model(
+            input_ids=source,
+            attention_mask=mask,
+            decoder_input_ids=target,
+            output_hidden_states=True,
+        )
+    for name, states, columns in (
+        (encoder, output.encoder_hidden_states[1][0], [2, 3, 4]),
+        (decoder, output.decoder_hidden_states[1][0], [0, 1, 2, 3, 4]),
+    ):
+        for at, right in (("prompt", columns), ("last_prompt", columns[-1:]), (1, columns[1:2])):
+            assert torch.equal(request.acts[f"{at}:{name}"][0], states[right])
+    torch.testing.assert_close(request.acts["lm_head"][0], output.logits[0, [3]])
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_each_stack_has_its_own_positions_in_generate(kind: str) -> None:
+    model, encoder, decoder, part = encoder_decoder(kind)
+    model.eval().requires_grad_(False)
+    source = torch.tensor([[5, 6, 7, 1, 1], [5, 6, 7, 8, 9]])
+    options: Any = {"attention_mask": (source > 1).long(), "max_new_tokens": 3, "do_sample": False}
+    keeps: Any = {"calls": "all", "output_index": part}
+    plan = fh.Plan(
+        fh.keep(encoder, at="prompt", **keeps),
+        fh.keep(decoder, at="generated", **keeps),
+        fh.keep("lm_head", at="prompt", calls="all"),
+    )
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model.generate(source, **options)
+    rows = {name: [len(each) for each in request.acts[name]] for name in request.acts}
+    assert rows == {encoder: [3 + 5], decoder: [2, 2], "lm_head": [2]}
+    with fh.Plan(fh.keep([encoder, decoder], output_index=part)).prepare(model) as prepared:
+        requests = [prepared.open(), prepared.open()]
+        with fh.rows.generating(requests):
+            model.generate(source, **options)
+    assert [each.positions(encoder) for each in requests] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [each.positions(decoder) for each in requests] == [[0, 1, 2]] * 2
+
+
+def clip() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
+    config = transformers.CLIPConfig(
+        text_config={"vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 63, **sizes},
+        vision_config={"image_size": 8, "patch_size": 4, **sizes},
+        projection_dim=16,
+    )
+    return transformers.CLIPModel(config).eval().requires_grad_(False)
+
+
+def test_positions_belong_to_the_tower_of_tokens() -> None:
+    model = clip()
+    ids = torch.tensor([[5, 6, 7, 8, 63], [5, 6, 63, 0, 0]])  # as many as patches
+    images = torch.randn(2, 3, 8, 8)
+    name = "text_model.encoder.layers.0"
+    plan = fh.Plan(fh.keep(name, at="last_prompt"))
+    with plan.prepare(model) as prepared:
+        for call in (
+            lambda **text: model(pixel_values=images, **text),
+            model.get_text_features,
+        ):
+            with prepared.open() as request, fh.capture(model, name) as acts:
+                call(input_ids=ids, attention_mask=(ids > 0).long())
+            assert torch.equal(request.acts[name], acts[name][[0, 1], [4, 2]])
+    for other, named in (
+        ("vision_model.encoder.layers.0", "CLIPVisionModel, which takes pixel_values"),
+        ("visual_projection", "beside a CLIPVisionModel"),
+    ):
+        with pytest.raises(fh.HookError, match=f"entry 0 .*{other}.*{named}"):
+            fh.Plan(fh.keep(other, at=0)).prepare(model)
+
+
+IMAGE = 60
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"embed_dim": 32, "mlp_ratio": 2},
+    "Qwen2_5_VL": {"window_size": 8, "fullatt_block_indexes": [0]},
+    "Qwen3VL": {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "Glm4v": {},
+}
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_positions_of_several_dimensions(kind: str) -> None:
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "patch_size": 2} | VISION[kind]
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 1}
+    if kind != "Qwen2VL":
+        vision |= {"intermediate_size": 48, "out_hidden_size": 32}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {**SMALL, "num_key_value_heads": 2, "rope_parameters": rope}
+    if kind == "Qwen3VL":
+        text["head_dim"] = 8
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    model.eval().requires_grad_(False)
+    name = "model.language_model.layers.0"
+    places = torch.arange(4).expand(4, 1, 4)
+    with fh.Plan(fh.keep(name, at=-1)).prepare(model) as prepared:
+        for rows in (3, 4):
+            with prepared.open() as request, fh.capture(model, name) as acts:
+                model(input_ids=torch.tensor([[3, 4, 5, 6]]), position_ids=places[:rows])
+            assert torch.equal(request.acts[name], acts[name][:, -1])
+    ids = torch.tensor([[0, 0, 5, 62, *[IMAGE] * 4, 63, 7], [3, 4, 5, 62, *[IMAGE] * 4, 63, 7]])
+    inputs = {
+        "attention_mask": (ids > 0).long(),
+        "pixel_values": torch.randn(2 * 16, 12),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+    plan = fh.Plan(
+        fh.keep(name, at="prompt", calls="all", label="p"),
+        fh.keep(name, at="generated", calls="all", label="g"),
+    )
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        model.generate(ids, **inputs, max_new_tokens=3, do_sample=False)
+    assert [len(each) for each in request.acts[f"p:{name}"]] == [8 + 10]
+    assert [len(each) for each in request.acts[f"g:{name}"]] == [2, 2]
+    with pytest.raises(fh.HookError, match=r"model\.visual\.blocks\.0"):
+        fh.Plan(fh.keep("model.visual.blocks.0", at=0)).prepare(model)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_part_of_the_model_generates(kind: str) -> None:
+    model = language_model(kind, WIDTH)
+    whole = torch.nn.ModuleDict({"inside": model})
+    name = f"inside.{LAYERS[kind]}.0.mlp"
+    with fh.Plan(fh.keep(name, at="generated", calls="all")).prepare(whole) as prepared:
+        with prepared.open() as request:
+            model.generate(prompt(4), **GREEDY)
+        assert [len(each) for each in request.acts[name]] == [1] * (NEW - 1)
+    # And a plan for a part, as the whole generates.
+    part = model.get_submodule(LAYERS[kind].split(".", maxsplit=1)[0])
+    inner = f"{LAYERS[kind].split('.', maxsplit=1)[1]}.0.mlp"
+    with fh.Plan(fh.keep(inner, at="generated", calls="all")).prepare(part) as prepared:
+        with prepared.open() as request:
+            model.generate(prompt(4), prefill_chunk_size=3, **GREEDY)
+        assert [len(each) for each in request.acts[inner]] == [1] * (NEW - 1)
+
+
+class TestPeft:
+    def adapted(self, **options: Any) -> Any:
+        peft: Any = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+        return peft.get_peft_model(llama(), config).eval()
+
+    @pytest.mark.parametrize("options", [{"task_type": "CAUSAL_LM"}, {}], ids=str)
+    @pytest.mark.parametrize("base", [True, False])
+    def test_a_plan_for_it_works_in_generate_and_forward(
+        self, options: dict[str, Any], base: bool
+    ) -> None:
+        model = self.adapted(**options)
+        target = model.get_base_model() if base else model
+        name = LAYER if base else f"base_model.model.{LAYER}"
+        ids = torch.cat([prompt(7), prompt(7, seed=2)])
+        with fh.Plan(fh.keep(name, at=[-1, 6][base], calls="all")).prepare(target) as prepared:
+            with prepared.open() as request:
+                model.generate(input_ids=ids, prefill_chunk_size=3, **GREEDY)
+                assert [len(each) for each in request.acts[name]] == [2]
+            if not base:
+                with prepared.open() as request, fh.capture(model, name) as acts:
+                    model(input_ids=ids)
+                assert torch.equal(request.acts[name][0], acts[name][:, -1])
+
+    @pytest.mark.filterwarnings("ignore:Position ids are not supported")
+    def test_tuned_prompts_are_told_or_refused(self) -> None:
+        peft: Any = pytest.importorskip("peft")
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = peft.get_peft_model(llama(), config).eval()
+        name = f"base_model.{LAYER}"
+        ids = prompt(4)
+        mask = torch.ones_like(ids)
+
+        def generate() -> None:
+            model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+
+        plan = fh.Plan(fh.keep(name, at="last_prompt", calls="all"))
+        with plan.prepare(model) as prepared:
+            with pytest.raises(fh.HookError, match=r"open\(prompt="), prepared.open():
+                generate()
+            with prepared.open(prompt=7) as request, fh.capture(model, name, calls="all") as acts:
+                generate()
+        assert torch.equal(request.acts[name][0], acts[name][0][:, 6])
