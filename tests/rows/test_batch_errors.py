@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -282,3 +283,106 @@ def test_batches_warn_once_of_a_plan_of_which_nothing_ran(prepared: fh.Prepared)
                 pass
         assert len(batch.silent) == 2
         assert [each.category for each in caught] == [fh.NeverFiredWarning] * (number == 0)
+
+
+def _shorter(_m: object, _a: object, output: Tensor) -> Tensor:
+    return output[:1]
+
+
+def _longer(_m: object, _a: object, output: Tensor) -> Tensor:
+    return torch.cat((output, output))
+
+
+def _mended(_m: object, _a: object, output: Tensor) -> Tensor:
+    return output[:2]
+
+
+def _watching(_m: object, _a: object, _output: object) -> None:
+    pass
+
+
+def _fewer_arguments(_m: object, args: tuple[Tensor]) -> Tensor:
+    return args[0][:1]
+
+
+def _sparse(_m: object, _a: object, output: Tensor) -> Tensor:
+    return output.to_sparse()
+
+
+def _raising(_m: object, _a: object, _output: object) -> None:
+    raise KeyError
+
+
+AT_THE_PART: dict[str, tuple[list[Any], str | None]] = {
+    "behind a capture": ([fh.keep("0"), fh.on("0", _shorter)], "_shorter"),
+    "ahead of others": ([fh.on("0", _shorter), fh.on("0", _watching), fh.keep("0")], "_shorter"),
+    "between others": (
+        [fh.on("0", _watching), fh.on("0", _sparse), fh.on("0", _watching)],
+        "_sparse",
+    ),
+    "of two, the first": ([fh.on("0", _shorter), fh.on("0", _shorter)], "_shorter"),
+    "another mends it": ([fh.on("0", _longer), fh.on("0", _mended)], None),
+    "mended, and spoilt": (
+        [fh.on("0", _longer), fh.on("0", _mended), fh.on("0", _shorter)],
+        "_shorter",
+    ),
+    "raises": ([fh.on("0", _watching), fh.keep("0"), fh.on("0", _raising)], "_raising"),
+    "an intervention": ([fh.keep("0"), fh.on("0", fh.Add(torch.ones(7)))], "Add"),
+    "a part that is not there": ([fh.on("0", _watching), fh.keep("0", output_index=9)], "Recorder"),
+    "its input": (
+        [
+            fh.on("0", lambda *_: None, phase="forward_pre"),
+            fh.on("0", _fewer_arguments, phase="forward_pre"),
+        ],
+        "_fewer_arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), [5, 1]], ids=["slice", "list"])
+@pytest.mark.parametrize("case", AT_THE_PART)
+def test_an_error_names_the_hook_that_failed(case: str, rows: Any) -> None:
+    entries, guilty = AT_THE_PART[case]
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    beside: list[Any] = [fh.on("0", _watching), fh.keep("0")]
+    with fh.Plan(*entries).prepare(model) as bad, fh.Plan(*beside).prepare(model) as good:
+        failing, fine = bad.open(), good.open()
+        x = torch.arange(24.0).reshape(6, 4)
+        with fh.batch({failing: rows, fine: [3, 4]}, size=6):
+            y = model(x)
+        assert fine.error is None
+        assert torch.equal(y[3:5], x[3:5])
+        assert torch.equal(fine.acts["0"], x[3:5])
+        if guilty is None:
+            assert failing.error is None
+            return
+        assert failing.error is not None
+        told = [str(failing.error), *getattr(failing.error, "__notes__", [])]
+        named = [each for each in told if " hook " in each]
+        assert named
+        phase = "forward_pre" if case == "its input" else "forward"
+        for each in named:
+            assert f"the {phase} hook " in each
+            assert guilty in each
+            assert "of Identity" in each
+        assert "at 0x" not in "".join(named)
+
+
+def test_each_of_many_is_told_its_own_error() -> None:
+    """Hooks of many members that run as one fail one by one, by name."""
+    model = nn.Sequential(nn.Identity())
+    plans = [
+        fh.Plan(fh.keep("0", label=f"k{number}", output_index=9)).prepare(model)
+        for number in range(3)
+    ]
+    requests = [plan.open() for plan in plans]
+    with fh.batch({each: number for number, each in enumerate(requests)}, size=6):
+        model(torch.ones(6, 4)[None].expand(6, 6, 4))
+    errors = [each.error for each in requests]
+    assert len({id(error) for error in errors}) == len(requests)
+    for number, error in enumerate(errors):
+        assert f"k{number}:0" in str(error)
+        assert error is not None
+        assert len(error.__notes__) == 1
+    for plan in plans:
+        plan.close()

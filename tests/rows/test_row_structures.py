@@ -148,3 +148,26 @@ def test_requests_share_no_tensor_that_has_no_rows() -> None:
         a.acts["part"][1].fill_(-1.0)
         assert torch.equal(b.acts["part"][1], OTHERS["of 3"])
         assert torch.equal(model.part.other, OTHERS["of 3"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(SIZE, WIDTH), (SIZE, SIZE, WIDTH)], ids=["rows", "square"])
+def test_an_index_of_a_tensor_counts_the_rows_of_the_request(
+    form: str, shape: tuple[int, ...]
+) -> None:
+    model, x = nn.Identity(), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    before = x.clone()
+    add = fh.Add(torch.ones(WIDTH), output_index=0)
+    plan = fh.Plan(fh.keep("", output_index=0, label="before"), fh.on("", add))
+    with plan.prepare(model) as prepared:
+        own = dict(zip((prepared.open(), prepared.open()), FORMS[form], strict=True))
+        with fh.batch(own, size=SIZE, warn=False):
+            y = model(x)
+        assert torch.equal(x, before)
+        expected = x.clone()
+        for request, rows in own.items():
+            picks = picked(torch.arange(SIZE), rows)
+            if len(picks):
+                assert torch.equal(request.acts["before:"], x[picks[0]])
+                expected[picks[0]] += 1
+        assert torch.equal(y, expected)

@@ -77,8 +77,8 @@ impl Joint for Doubles {
             .value
             .call_method0(intern!(shared.value.py(), "clone"))?;
         for rows in &self.0 {
-            let own = rows.narrow(&value, shared.dim)?;
-            rows.write(&value, shared.dim, &own.mul(2)?)?;
+            let own = rows.narrow(&value, shared.layout.dim)?;
+            rows.write(&value, shared.layout.dim, &own.mul(2)?)?;
         }
         Ok(Merged {
             value: Some(value),

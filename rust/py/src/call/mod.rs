@@ -230,15 +230,16 @@ impl<'py> Call<'_, 'py> {
     where
         'py: 's,
     {
-        self.forward_pre_seen(hooks, target, |_, _| Ok(()))
+        self.forward_pre_seen(hooks, target, |_, _, _| Ok(()))
     }
 
-    /// As [`Self::forward_pre`]; `seen` gets each hook that replaced the arguments, with the call.
+    /// As [`Self::forward_pre`]; `seen` gets each hook that ran, the call, and true if the hook replaced
+    /// the arguments.
     pub fn forward_pre_seen<'s>(
         &mut self,
         hooks: impl Iterator<Item = Owned<'s, 'py>>,
         target: &Target<'_, 'py>,
-        mut seen: impl FnMut(Owned<'s, 'py>, &Self) -> PyResult<()>,
+        mut seen: impl FnMut(Owned<'s, 'py>, &Self, bool) -> PyResult<()>,
     ) -> PyResult<()>
     where
         'py: 's,
@@ -252,10 +253,10 @@ impl<'py> Call<'_, 'py> {
             let result = self.invoke_forward_pre(hook, target);
             drop((timer, invocation));
             match result {
-                Ok(None) => {}
                 Ok(replaced) => {
+                    let any = replaced.is_some();
                     self.replace_input(replaced);
-                    seen(hook, self)?;
+                    seen(hook, self, any)?;
                 }
                 Err(error) => self.apply_on_error(hook, error)?,
             }
@@ -324,7 +325,7 @@ impl<'py> Call<'_, 'py> {
         self.forward_seen(hooks, output, |_, _| ())
     }
 
-    /// As [`Self::forward`]; `seen` gets each hook that replaced the output, with the new one.
+    /// As [`Self::forward`]; `seen` gets each hook, and the output if it replaced that.
     #[expect(
         clippy::inline_always,
         reason = "the walk itself, which is compiled for those who see nothing"
@@ -334,7 +335,7 @@ impl<'py> Call<'_, 'py> {
         &mut self,
         mut hooks: impl Iterator<Item = NextHook<'s, 'py>>,
         mut output: Bound<'py, PyAny>,
-        mut seen: impl FnMut(NextHook<'s, 'py>, &Bound<'py, PyAny>),
+        mut seen: impl FnMut(NextHook<'s, 'py>, Option<&Bound<'py, PyAny>>),
     ) -> PyResult<Bound<'py, PyAny>>
     where
         'py: 's,
@@ -342,9 +343,9 @@ impl<'py> Call<'_, 'py> {
         let inside = Inside::here();
         while let Some(next) = hooks.next() {
             match self.take(next, &inside, Some(&output)) {
-                Ok(None) => {}
+                Ok(None) => seen(next, None),
                 Ok(Some(replaced)) => {
-                    seen(next, &replaced);
+                    seen(next, Some(&replaced));
                     output = replaced;
                 }
                 Err(error) => {

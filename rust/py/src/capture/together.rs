@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use ferrohook_core::Phase;
+use pyo3::exceptions::PyIndexError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -19,7 +20,7 @@ use crate::rows::merging::{
 use crate::rows::numbers::{Rows, Selection};
 use crate::rows::places::{TokenPositions, Tokens};
 use crate::torch::made::Order;
-use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, version_if_any};
+use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, summed, version_if_any};
 
 /// Recorders of some members.
 pub struct Together(Vec<Group>);
@@ -84,6 +85,7 @@ impl Group {
         let py = shared.value.py();
         let (_, first, _) = &self.recorders[0];
         let part = first.get().part_of(shared.value);
+        let part = part.and_then(|part| of_structure(first.bind(py), shared.value, part));
         let mut together = None;
         let mut start = 0;
         for (number, recorder, rows) in &self.recorders {
@@ -100,10 +102,11 @@ impl Group {
                     && let Ok(stored) =
                         together.get_or_insert_with(|| Stored::of(all, shared, part, self.clones))
                 {
-                    let kept = stored.of_member(&collector, rows, start, shared.dim, positions);
+                    let kept =
+                        stored.of_member(&collector, rows, start, shared.layout.dim, positions);
                     return collector.get().store(py, this.index, kept);
                 }
-                let own = own_rows(rows, shared, &this.part_of(shared.value)?)?;
+                let own = this.part_of(&own_rows(rows, shared, shared.value)?)?;
                 record(&collector, this.index, &own, positions, true)
             };
             if let Err(error) = store() {
@@ -114,6 +117,34 @@ impl Group {
     }
 }
 
+/// Raises unless the tensors of a part are those of the value, or a sum of them: an index of a tensor
+/// counts the rows of each member.
+fn of_structure<'py>(
+    recorder: &Bound<'py, Recorder>,
+    value: &Bound<'py, PyAny>,
+    part: Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = value.py();
+    let Some(index) = &recorder.get().part else {
+        return Ok(part);
+    };
+    if summed(value, index.bind(py)).is_some() {
+        return Ok(part);
+    }
+    let mut known = Vec::new();
+    for_each_tensor(value, &mut |tensor| {
+        known.push(tensor.clone());
+        Ok(())
+    })?;
+    for_each_tensor(&part, &mut |tensor| {
+        if known.iter().any(|each| each.is(tensor)) {
+            return Ok(());
+        }
+        Err(PyIndexError::new_err("an index of a tensor"))
+    })?;
+    Ok(part)
+}
+
 /// Returns a member's rows of a value: a copy where a member may write to the value in place.
 fn own_rows<'py>(
     rows: &Rows,
@@ -121,15 +152,13 @@ fn own_rows<'py>(
     value: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
     map_tensors(value, &mut |tensor| {
-        let covered = shared.covers(tensor)?;
-        let mut own = tensor.clone();
-        if covered {
-            own = rows.narrow(&own, shared.dim)?;
+        let dim = shared.layout.dim;
+        match (shared.layout.covers(tensor)?, shared.written) {
+            (true, true) => rows.copy(tensor, dim),
+            (true, false) => rows.narrow(tensor, dim),
+            (false, true) => tensor.call_method0(intern!(tensor.py(), "clone")),
+            (false, false) => Ok(tensor.clone()),
         }
-        if shared.written && !(covered && rows.copies()) {
-            own = own.call_method0(intern!(tensor.py(), "clone"))?;
-        }
-        Ok(own)
     })
 }
 
@@ -153,7 +182,7 @@ impl<'py> Stored<'py> {
         copy: bool,
     ) -> PyResult<Self> {
         // A reference to a tensor most of which is of others would keep that alive.
-        let mut selected = copy || shared.written || 2 * rows.len() < shared.size;
+        let mut selected = copy || shared.written || 2 * rows.len() < shared.layout.size;
         let mut tensors = Vec::new();
         let mut versions_missing = false;
         for_each_tensor(value, &mut |tensor| {
@@ -168,10 +197,10 @@ impl<'py> Stored<'py> {
             if requires_grad(tensor)? {
                 kept = kept.call_method0(intern!(py, "detach"))?;
             }
-            let covered = shared.covers(tensor)?;
+            let covered = shared.layout.covers(tensor)?;
             having.push(covered);
-            if selected && covered && !rows.all(shared.size) {
-                kept = rows.narrow(&kept, shared.dim)?;
+            if selected && covered && !rows.all(shared.layout.size) {
+                kept = rows.narrow(&kept, shared.layout.dim)?;
             }
             if selected && !(covered && rows.copies()) {
                 kept = kept.call_method0(intern!(py, "clone"))?;
@@ -179,7 +208,11 @@ impl<'py> Stored<'py> {
             tensors.push((kept.clone(), version_if_any(&kept)?));
             Ok(kept)
         })?;
-        let size = if selected { rows.len() } else { shared.size };
+        let size = if selected {
+            rows.len()
+        } else {
+            shared.layout.size
+        };
         Ok(Self {
             value,
             tensors,

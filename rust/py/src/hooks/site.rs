@@ -45,20 +45,13 @@ impl Site<'_, '_> {
         )
     }
 
-    /// Adds a note to an exception that left the hook.
-    fn annotate(&self, error: &PyErr) {
-        let note = format!("ferrohook: raised by {}", self.describe());
-        // An exception class may refuse notes; the exception itself matters more.
-        let _ = error.value(self.py()).call_method1("add_note", (note,));
-    }
-
     /// Applies the hook's `on_error` to its exception: `Ok` if the call goes on without the hook.
     pub fn apply_on_error(&self, error: PyErr) -> PyResult<()> {
         let py = self.py();
         if self.entry.last() {
             return Err(error);
         }
-        self.annotate(&error);
+        annotate(py, &error, &self.describe());
         if !is_fault(py, &error) {
             return Err(error);
         }
@@ -94,6 +87,13 @@ impl Site<'_, '_> {
             error.write_unraisable(py, None);
         }
     }
+}
+
+/// Adds a note to an exception that left the hook of a description.
+pub fn annotate(py: Python<'_>, error: &PyErr, described: &str) {
+    let note = format!("ferrohook: raised by {described}");
+    // An exception class may refuse notes; the exception itself matters more.
+    let _ = error.value(py).call_method1("add_note", (note,));
 }
 
 /// True if an exception is the fault of the hook that raised it. `KeyboardInterrupt` and `SystemExit`

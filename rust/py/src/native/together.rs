@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use pyo3::exceptions::PyIndexError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -100,7 +101,12 @@ fn alike(
 impl Joint for Together {
     fn run<'py>(&self, shared: &SharedValue<'_, 'py>) -> PyResult<Merged<'py>> {
         let mut now = shared.value.clone();
+        let lone = torch::is_tensor(&now)?;
         for group in &self.0 {
+            if lone && group.hooks[0].get().part.is_some() {
+                // Of a tensor it counts the rows of each member: each runs alone.
+                return Err(PyIndexError::new_err("an index of a tensor"));
+            }
             let change = Change {
                 intervention: group.hooks[0].bind(now.py()),
                 describe: &|| (shared.describe)(group.part),
@@ -135,23 +141,26 @@ impl Group {
         for tensor in residual.into_iter().chain([x]) {
             let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
             let floats = tensor.call_method0(intern!(py, "is_floating_point"))?;
-            if !shared.covers(tensor)? || dims < shared.dim + 2 || !floats.is_truthy()? {
+            if !shared.layout.covers(tensor)?
+                || dims < shared.layout.dim + 2
+                || !floats.is_truthy()?
+            {
                 return Err(change.error("changes rows of", tensor));
             }
         }
-        let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.dim);
+        let of_rows = |x: &Bound<'py, PyAny>| self.of_rows(change, x, shared.layout.dim);
         let rows = &self.selection.rows;
-        if rows.all(shared.size) {
+        if rows.all(shared.layout.size) {
             return with_residual(x, residual, of_rows);
         }
-        let narrow = |tensor| rows.narrow(tensor, shared.dim);
+        let narrow = |tensor| rows.narrow(tensor, shared.layout.dim);
         let changed = with_residual(
             &narrow(x)?,
             residual.map(narrow).transpose()?.as_ref(),
             of_rows,
         )?;
         let copy = x.call_method0(intern!(py, "clone"))?;
-        rows.write(&copy, shared.dim, &changed)?;
+        rows.write(&copy, shared.layout.dim, &changed)?;
         Ok(copy)
     }
 

@@ -72,7 +72,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         }
         let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), None)?;
         let lone = match call.args.get_item(0) {
-            Ok(only) if call.args.len() == 1 => Value::new(&only, layout, batch).covered()?,
+            Ok(only) if call.args.len() == 1 => value::covered(&only, layout)?,
             _ => false,
         };
         let members = Members {
@@ -113,7 +113,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         let batch = self.batch.get();
         let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), output)?;
         let covered = match output {
-            Some(output) => Value::new(output, layout, batch).covered()?,
+            Some(output) => value::covered(output, layout)?,
             None => false,
         };
         let members = Members {
@@ -272,9 +272,18 @@ impl<'py> Members<'_, '_, 'py> {
     /// Runs forward hooks with `always_call`, after an exception.
     fn run_always_called<'s>(&self, hooks: impl Iterator<Item = Hooks<'s>>) -> PyResult<()> {
         let arguments = value::arguments(self.call)?;
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let mut value = Value::new(&arguments, None, self.layout, self.batch, &describe)?;
+        let covered = value::covered(&arguments, self.layout)?;
         for (number, entries) in hooks {
             let tokens = self.tokens(number);
-            let mut call = self.of_member(number, &arguments, &tokens)?;
+            let mut own = arguments.clone();
+            if covered {
+                let needs = Needs::of(self.py(), entries, self.batch.positioned());
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                own = value.narrow(&mut narrowed, &arguments)?;
+            }
+            let mut call = self.of_member(number, &own, &tokens)?;
             let hooks = owned(entries, self.member(number), self.py());
             call.run_always_called(&mut hooks.map(NextHook::Own), None);
         }
@@ -293,8 +302,9 @@ impl<'py> Members<'_, '_, 'py> {
         }
         let py = self.py();
         let before = value::arguments(self.call)?;
-        let mut value = Value::new(&before, self.layout, self.batch);
-        let covered = value.covered()?;
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let mut value = Value::new(&before, None, self.layout, self.batch, &describe)?;
+        let covered = value::covered(&before, self.layout)?;
         let mut checked = None;
         for (number, entries) in members {
             let member = self.member(number);
@@ -312,15 +322,19 @@ impl<'py> Members<'_, '_, 'py> {
                     checked = checks;
                     return Ok(());
                 }
-                let describe = || self.describe(&entries[0]);
                 if !covered {
-                    return Err(value.not_covered(&describe()));
+                    return Err(value.not_covered(entries));
                 }
-                let narrowed = value.narrow(number, &needs)?;
-                let mut call = self.of_member(number, &narrowed.value, &tokens)?;
-                call.forward_pre(owned(entries, member, py), target)?;
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                let own = value.narrow(&mut narrowed, &before)?;
+                let mut call = self.of_member(number, &own, &tokens)?;
+                let hooks = owned(entries, member, py);
+                call.forward_pre_seen(hooks, target, |hook, call, replaced| {
+                    let arguments = replaced.then(|| value::arguments(call)).transpose()?;
+                    narrowed.note(hook.entry, arguments)
+                })?;
                 let after = value::arguments(&call)?;
-                value.take(number, &narrowed, &after, needs.python, &describe())
+                value.take(&narrowed, &after)
             };
             if let Err(error) = run() {
                 value::settle(py, member, error)?;
@@ -345,9 +359,9 @@ impl<'py> Members<'_, '_, 'py> {
         }
         let py = self.py();
         let before = value::arguments(self.call)?;
-        let inputs = Value::new(&before, self.layout, self.batch);
-        let mut value = Value::new(output, self.layout, self.batch);
-        let covered = value.covered()?;
+        let describe = |entry: &Entry<Hook>| self.describe(entry);
+        let mut value = Value::new(output, Some(&before), self.layout, self.batch, &describe)?;
+        let covered = value::covered(output, self.layout)?;
         for (number, entries) in members {
             let member = self.member(number);
             let tokens = self.tokens(number);
@@ -358,19 +372,25 @@ impl<'py> Members<'_, '_, 'py> {
                     let mut call = self.of_member(number, &before, &tokens)?;
                     return call.forward(hooks, output.clone()).map(drop);
                 }
-                let describe = || self.describe(&entries[0]);
                 if !covered {
-                    return Err(value.not_covered(&describe()));
+                    return Err(value.not_covered(entries));
                 }
-                let narrowed = value.narrow(number, &needs)?;
-                let mut call = if needs.python {
-                    let arguments = inputs.narrow(number, &needs)?.value;
-                    self.of_member(number, &arguments, &tokens)?
+                let mut narrowed = value.begin(number, entries, &needs)?;
+                let own = value.narrow(&mut narrowed, output)?;
+                let arguments = if needs.python {
+                    value.narrow(&mut narrowed, &before)?
                 } else {
-                    self.of_member(number, &before, &tokens)?
+                    before.clone()
                 };
-                let result = call.forward(hooks, narrowed.value.clone())?;
-                value.take(number, &narrowed, &result, needs.python, &describe())
+                let mut call = self.of_member(number, &arguments, &tokens)?;
+                let mut noted = Ok(());
+                let result = call.forward_seen(hooks, own, |next, returned| {
+                    if let (NextHook::Own(hook), Ok(())) = (next, &noted) {
+                        noted = narrowed.note(hook.entry, returned.cloned());
+                    }
+                })?;
+                noted?;
+                value.take(&narrowed, &result)
             };
             if let Err(error) = run() {
                 value::settle(py, member, error)?;

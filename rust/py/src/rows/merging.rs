@@ -12,7 +12,8 @@ use pyo3::{PyClass, PyTypeCheck};
 
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{Extension, Native, NativeHook};
-use crate::rows::numbers::{Rows, Selection, Selections, length};
+use crate::rows::layout::Layout;
+use crate::rows::numbers::{Rows, Selection, Selections};
 use crate::rows::places::{MemberPlace, TokenPositions};
 
 /// Index of positions among those of a plan, and their places among the rows of a member; None for
@@ -93,8 +94,7 @@ impl Select<'_> {
 /// Value of the whole batch that merged hooks run for. Parts are named by their numbers.
 pub struct SharedValue<'a, 'py> {
     pub value: &'a Bound<'py, PyAny>,
-    pub dim: usize,
-    pub size: usize,
+    pub layout: &'a Layout,
     /// True if a member may write in place.
     pub written: bool,
     /// Returns a part's member.
@@ -103,13 +103,6 @@ pub struct SharedValue<'a, 'py> {
     pub positions: &'a dyn Fn(usize) -> Option<TokenPositions>,
     /// Describes hook, phase and module of a part, for errors.
     pub describe: &'a dyn Fn(usize) -> String,
-}
-
-impl SharedValue<'_, '_> {
-    /// True if the tensor has the rows.
-    pub fn covers(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(length(tensor, self.dim)? == Some(self.size))
-    }
 }
 
 /// Merged hooks of some members, for calls with the same rows.

@@ -133,6 +133,19 @@ impl Rows {
         }
     }
 
+    /// Copies the rows of a tensor.
+    pub fn copy<'py>(&self, tensor: &Bound<'py, PyAny>, dim: usize) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        match self {
+            // Two thirds of the time of a view and its copy.
+            Self::Range { start, length } if Facts::is_plain(tensor)? => {
+                tensor.call_method1(intern!(py, "narrow_copy"), (dim, *start, *length))
+            }
+            Self::Range { .. } => self.narrow(tensor, dim)?.call_method0(intern!(py, "clone")),
+            Self::Index(_) => self.narrow(tensor, dim),
+        }
+    }
+
     /// Writes the rows of a tensor in place.
     pub fn write<'py>(
         &self,

@@ -192,8 +192,7 @@ impl Stages<'_> {
             }
             let shared = SharedValue {
                 value: changed.as_ref().unwrap_or(value),
-                dim: self.layout.dim,
-                size: self.layout.size,
+                layout: self.layout,
                 written: self.batch.runs_python(),
                 owner: &|part| self.owner(value.py(), stage[part].0).clone().into_any(),
                 positions: &|part| self.positions(stage[part]),

@@ -12,11 +12,15 @@ use crate::call::Call;
 use crate::call::stop::Stop;
 use crate::error::{rows_error, type_name};
 use crate::hooks::hook::Hook;
+use crate::hooks::site::{annotate, is_fault};
 use crate::rows::batch::BatchBase;
 use crate::rows::layout::Layout;
 use crate::rows::member::Member;
+use crate::rows::memory::{BlockCopies, Shared, is_expanded};
 use crate::rows::merging::{InBatch, of_hook};
 use crate::rows::numbers::Rows;
+use crate::torch;
+use crate::torch::facts::Facts;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
 
 /// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
@@ -25,7 +29,11 @@ pub fn settle(py: Python<'_>, member: &Member, error: PyErr) -> PyResult<()> {
     if error.is_instance_of::<Stop>(py) {
         return Ok(());
     }
-    member.settle(py, error)
+    if !is_fault(py, &error) {
+        return Err(error);
+    }
+    member.fail(py, &error);
+    Ok(())
 }
 
 /// Marks that hooks of a member run.
@@ -34,63 +42,125 @@ pub fn note_run(member: &Member) {
     member.ran.store(true, Ordering::Relaxed);
 }
 
-/// A tensor that a member's hooks get.
+/// A tensor of the batch, as the hooks of a member get it.
 struct Given<'py> {
+    whole: Bound<'py, PyAny>,
     tensor: Bound<'py, PyAny>,
     /// True if it is narrowed to the member's rows.
     narrowed: bool,
-    /// Version of a copy, on which a write in place has to be found; None without a counter.
+    /// True if a write in place does not change the rows of the whole.
+    copied: bool,
+    /// Version as it was given; None without a counter.
     version: Option<i64>,
 }
 
-/// Structure of tensors narrowed to the rows of a member.
-pub struct Narrowed<'py> {
-    pub value: Bound<'py, PyAny>,
-    given: Vec<Given<'py>>,
+impl Given<'_> {
+    /// True if it was written in place, or if nothing tells.
+    fn written(&self) -> PyResult<bool> {
+        Ok(self.version.is_none() || version_if_any(&self.tensor)? != self.version)
+    }
+}
+
+/// Who changed what the hooks of a member got: for errors.
+struct Trail<'a, 'py> {
+    first: &'a Entry<Hook>,
+    /// Each hook that returned something, and that.
+    returned: Vec<(&'a Entry<Hook>, Bound<'py, PyAny>)>,
+    /// The last hook that wrote in place.
+    wrote: Option<&'a Entry<Hook>>,
+    /// Number of writes in place so far.
+    versions: i64,
+}
+
+/// Tensors as the hooks of one member get them.
+pub struct Narrowed<'a, 'py> {
+    member: usize,
+    rows: &'a Rows,
+    /// True if each gets a copy of its rows, which may be written in place.
     copies: bool,
+    python: bool,
+    given: Vec<Given<'py>>,
+    blocks: BlockCopies<'py>,
+    trail: Trail<'a, 'py>,
+}
+
+impl<'a, 'py> Narrowed<'a, 'py> {
+    /// Returns the last hook that wrote in place.
+    fn wrote(&self) -> &'a Entry<Hook> {
+        self.trail.wrote.unwrap_or(self.trail.first)
+    }
+
+    fn of_whole(&self, whole: &Bound<'py, PyAny>) -> Option<&Given<'py>> {
+        self.given.iter().find(|given| given.whole.is(whole))
+    }
+
+    /// Notes that a hook ran, and what it returned.
+    pub fn note(
+        &mut self,
+        hook: &'a Entry<Hook>,
+        returned: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
+        self.trail
+            .returned
+            .extend(returned.map(|value| (hook, value)));
+        if self.python {
+            let mut versions = 0;
+            for given in &self.given {
+                if given.version.is_some() {
+                    versions += version_if_any(&given.tensor)?.unwrap_or_default();
+                }
+            }
+            if versions != self.trail.versions {
+                (self.trail.versions, self.trail.wrote) = (versions, Some(hook));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of a tensor that a member changed, and the hook that did.
+struct Changed<'a, 'py> {
+    member: usize,
+    hook: &'a Entry<Hook>,
+    rows: Bound<'py, PyAny>,
 }
 
 /// A value of the whole batch, and the rows of it that members changed.
 pub struct Value<'a, 'py> {
     whole: &'a Bound<'py, PyAny>,
+    /// What hooks get beside it, the arguments of a forward hook.
+    beside: Option<&'a Bound<'py, PyAny>>,
     layout: &'a Layout,
     batch: &'a BatchBase,
-    changes: Vec<Vec<(usize, Bound<'py, PyAny>)>>,
+    describe: &'a dyn Fn(&Entry<Hook>) -> String,
+    grad: bool,
+    /// Tensors that share memory, once they are needed.
+    shared: Option<Shared<'py>>,
+    changes: Vec<Vec<Changed<'a, 'py>>>,
 }
 
 impl<'a, 'py> Value<'a, 'py> {
-    pub fn new(whole: &'a Bound<'py, PyAny>, layout: &'a Layout, batch: &'a BatchBase) -> Self {
-        Self {
+    pub fn new(
+        whole: &'a Bound<'py, PyAny>,
+        beside: Option<&'a Bound<'py, PyAny>>,
+        layout: &'a Layout,
+        batch: &'a BatchBase,
+        describe: &'a dyn Fn(&Entry<Hook>) -> String,
+    ) -> PyResult<Self> {
+        Ok(Self {
             whole,
+            beside,
             layout,
             batch,
+            describe,
+            grad: torch::is_grad_enabled(whole.py())?,
+            shared: None,
             changes: Vec::new(),
-        }
-    }
-
-    fn rows(&self, member: usize) -> &'a Rows {
-        self.layout.rows(self.batch.all(), member)
-    }
-
-    /// Drops the changes of a member.
-    fn forget(&mut self, member: usize) {
-        for changes in &mut self.changes {
-            changes.retain(|(of, _)| *of != member);
-        }
-    }
-
-    /// True if one of its tensors has the rows.
-    pub fn covered(&self) -> PyResult<bool> {
-        let mut covered = false;
-        for_each_tensor(self.whole, &mut |tensor| {
-            covered = covered || self.layout.covers(tensor)?;
-            Ok(())
-        })?;
-        Ok(covered)
+        })
     }
 
     /// Makes the error for a value without a tensor that has the rows.
-    pub fn not_covered(&self, describe: &str) -> PyErr {
+    pub fn not_covered(&self, entries: &[Arc<Entry<Hook>>]) -> PyErr {
         let py = self.whole.py();
         let mut shapes = Vec::new();
         let _ = for_each_tensor(self.whole, &mut |tensor| {
@@ -103,97 +173,295 @@ impl<'a, 'py> Value<'a, 'py> {
         } else {
             format!("tensors of the shapes {}", shapes.join(", "))
         };
+        let positioned = self.batch.positioned();
+        let reads = |entry: &&Arc<Entry<Hook>>| {
+            of_hook(py, entry.hook()).is_none_or(|ways| ways.reads(positioned))
+        };
+        let reader = entries.iter().find(reads).unwrap_or(&entries[0]);
         let (rows, dim) = (self.layout.size, self.layout.dim);
         let message = format!(
-            "{describe}: the {rows} rows of the batch are found in dimension {dim} of no tensor; \
-             the module has {shapes}. Say which they are by `gathered`, or how many by `size`"
+            "{}: the {rows} rows of the batch are found in dimension {dim} of no tensor; \
+             the module has {shapes}. Say which they are by `gathered`, or how many by `size`",
+            (self.describe)(reader)
         );
         rows_error(py, message)
     }
 
-    /// Narrows the tensors that have the rows to those of a member.
-    pub fn narrow(&self, member: usize, needs: &Needs) -> PyResult<Narrowed<'py>> {
-        let rows = self.rows(member);
-        // A write of another member would make what is kept stale, though in other rows.
-        // A hook that came after captures without copies gets copies itself.
-        let python = self.batch.runs_python();
-        let clones = !rows.copies() && if python { needs.keeps } else { needs.python };
-        let copies = clones || rows.copies();
-        let mut given = Vec::new();
-        let value = map_tensors(self.whole, &mut |tensor| {
-            let narrowed = self.layout.covers(tensor)?;
-            let mut tensor = tensor.clone();
-            if narrowed {
-                tensor = rows.narrow(&tensor, self.layout.dim)?;
-                if clones {
-                    tensor = tensor.call_method0(intern!(tensor.py(), "clone"))?;
-                }
-            }
-            let version = if narrowed && copies {
-                version_if_any(&tensor)?
-            } else {
-                None
-            };
-            given.push(Given {
-                tensor: tensor.clone(),
-                narrowed,
-                version,
-            });
-            Ok(tensor)
-        })?;
+    /// Begins to narrow tensors for the hooks of a member.
+    pub fn begin(
+        &mut self,
+        member: usize,
+        entries: &'a [Arc<Entry<Hook>>],
+        needs: &Needs,
+    ) -> PyResult<Narrowed<'a, 'py>> {
+        let rows = self.layout.rows(self.batch.all(), member);
+        // A write of another member would make what is kept stale, though in other rows, and what
+        // autograd saves of it too. A hook that came after captures without copies gets copies itself.
+        let kept = if self.batch.runs_python() {
+            needs.keeps
+        } else {
+            needs.python
+        };
+        let copies = rows.copies() || kept || (needs.python && self.grad);
+        if copies && needs.python && self.shared.is_none() {
+            let both = [Some(self.whole), self.beside].into_iter().flatten();
+            self.shared = Some(Shared::among(both, self.layout, self.grad)?);
+        }
         Ok(Narrowed {
-            value,
-            given,
+            member,
+            rows,
             copies,
+            python: needs.python,
+            given: Vec::new(),
+            blocks: Vec::new(),
+            trail: Trail {
+                first: &entries[0],
+                returned: Vec::new(),
+                wrote: None,
+                versions: 0,
+            },
+        })
+    }
+
+    /// Narrows the tensors of a structure that have the rows to those of a member.
+    pub fn narrow(
+        &self,
+        narrowed: &mut Narrowed<'a, 'py>,
+        structure: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        map_tensors(structure, &mut |tensor| {
+            if let Some(given) = narrowed.of_whole(tensor) {
+                return Ok(given.tensor.clone());
+            }
+            let given = self.given(narrowed, tensor)?;
+            narrowed.trail.versions += given.version.unwrap_or_default();
+            let tensor = given.tensor.clone();
+            narrowed.given.push(given);
+            Ok(tensor)
+        })
+    }
+
+    fn given(
+        &self,
+        narrowed: &mut Narrowed<'a, 'py>,
+        whole: &Bound<'py, PyAny>,
+    ) -> PyResult<Given<'py>> {
+        let (rows, dim) = (narrowed.rows, self.layout.dim);
+        let has_rows = self.layout.covers(whole)?;
+        // Rows of a subclass need not be a view.
+        let copied = has_rows && (narrowed.copies || !Facts::is_plain(whole)?);
+        let tensor = match (&self.shared, has_rows) {
+            (_, false) => whole.clone(),
+            (Some(shared), _) if narrowed.copies => {
+                shared.copy(&mut narrowed.blocks, whole, rows, dim)?
+            }
+            _ if copied => rows.copy(whole, dim)?,
+            _ => rows.narrow(whole, dim)?,
+        };
+        let version = if narrowed.python && (copied || !has_rows) {
+            version_if_any(&tensor)?
+        } else {
+            None
+        };
+        Ok(Given {
+            whole: whole.clone(),
+            tensor,
+            narrowed: has_rows,
+            copied,
+            version,
         })
     }
 
     /// Collects the rows that a member changed: those returned, and those of copies written in
-    /// place; `wrote`: a hook of it may have written.
+    /// place.
     pub fn take(
         &mut self,
-        member: usize,
-        narrowed: &Narrowed<'py>,
+        narrowed: &Narrowed<'a, 'py>,
         result: &Bound<'py, PyAny>,
-        wrote: bool,
-        describe: &str,
     ) -> PyResult<()> {
-        let py = self.whole.py();
-        let (mut at, mut changed) = (0, Vec::new());
-        let same = for_each_pair(self.whole, result, &mut |_, new| {
-            let Some(given) = narrowed.given.get(at) else {
-                return Ok(());
-            };
-            if !new.is(&given.tensor) {
-                if !given.narrowed {
-                    return Err(rows_error(
-                        py,
-                        format!("{describe} replaces a tensor that has no rows of the batch"),
-                    ));
+        let mut changed = match self.returned(narrowed, result) {
+            Ok(changed) => changed,
+            Err(message) => {
+                // The hook behind whose result all are wrong.
+                let mut results = narrowed.trail.returned.iter().rev();
+                let mut guilty = None;
+                for (hook, result) in results.by_ref() {
+                    if guilty.is_some() && self.returned(narrowed, result).is_ok() {
+                        break;
+                    }
+                    guilty = Some(*hook);
                 }
-                check_same(describe, &given.tensor, new)?;
-                changed.push((at, new.clone()));
-            } else if given.narrowed && narrowed.copies && wrote {
-                let written = given.version.is_none() || version_if_any(new)? != given.version;
-                if written {
-                    changed.push((at, new.clone()));
-                }
+                return Err(self.error(guilty.unwrap_or(narrowed.trail.first), &message?));
             }
-            at += 1;
-            Ok(())
-        })?;
-        if !same || at != narrowed.given.len() {
-            let message = format!(
-                "{describe} returns another structure than it got, or changes a part of it that \
-                 all rows share"
-            );
-            return Err(rows_error(py, message));
+        };
+        if narrowed.python {
+            self.take_written(narrowed, &mut changed)?;
         }
-        self.changes.resize_with(narrowed.given.len(), Vec::new);
-        for (at, new) in changed {
-            self.changes[at].push((member, new));
+        self.changes.resize_with(changed.len(), Vec::new);
+        for (of_tensor, rows) in self.changes.iter_mut().zip(changed) {
+            let last = narrowed.trail.returned.last().map(|(hook, _)| *hook);
+            let hook = last.unwrap_or(narrowed.wrote());
+            of_tensor.extend(rows.map(|rows| Changed {
+                member: narrowed.member,
+                hook,
+                rows,
+            }));
         }
         Ok(())
+    }
+
+    fn error(&self, hook: &Entry<Hook>, message: &str) -> PyErr {
+        rows_error(
+            self.whole.py(),
+            format!("{} {message}", (self.describe)(hook)),
+        )
+    }
+
+    /// Compares what hooks returned with what they got: for each tensor of the value the new rows, None
+    /// if they are the ones given. The error is what is wrong with them.
+    fn returned(
+        &self,
+        narrowed: &Narrowed<'a, 'py>,
+        result: &Bound<'py, PyAny>,
+    ) -> Result<Vec<Option<Bound<'py, PyAny>>>, PyResult<String>> {
+        let (mut changed, mut wrong) = (Vec::new(), None);
+        let same = for_each_pair(self.whole, result, &mut |whole, new| {
+            let Some(given) = narrowed.of_whole(whole) else {
+                return Ok(());
+            };
+            let same = new.is(&given.tensor);
+            if !same && !given.narrowed {
+                wrong.get_or_insert("replaces a tensor that has no rows of the batch".to_owned());
+            } else if !same && let Some(differs) = difference(&given.tensor, new)? {
+                wrong.get_or_insert(differs);
+            }
+            changed.push((!same).then(|| new.clone()));
+            Ok(())
+        });
+        let expected = || {
+            let mut count = 0;
+            let counted = for_each_tensor(self.whole, &mut |_| {
+                count += 1;
+                Ok(())
+            });
+            counted.map(|()| count)
+        };
+        match (same, wrong) {
+            (Err(error), _) => Err(Err(error)),
+            (Ok(_), Some(wrong)) => Err(Ok(wrong)),
+            (Ok(true), None) if expected().map_err(Err)? == changed.len() => Ok(changed),
+            (Ok(_), None) => Err(Ok(
+                "returns another structure than it got, or changes a part \
+                                     of it that all rows share"
+                    .to_owned(),
+            )),
+        }
+    }
+
+    /// Writes what a member wrote to copies of its rows where it would have written alone; or, for a
+    /// tensor that nobody else can see yet, has it replaced.
+    fn take_written(
+        &self,
+        narrowed: &Narrowed<'a, 'py>,
+        changed: &mut [Option<Bound<'py, PyAny>>],
+    ) -> PyResult<()> {
+        let wrote = narrowed.wrote();
+        let mut written = Vec::new();
+        for given in &narrowed.given {
+            // Where one is expanded, another with its memory was written, or none.
+            if given.copied && given.written()? && !is_expanded(&given.whole)? {
+                written.push(given);
+            } else if !given.narrowed && given.version.is_some() && given.written()? {
+                return Err(self.error(
+                    wrote,
+                    "writes in place to a tensor that has no rows of the batch",
+                ));
+            }
+        }
+        for given in written {
+            let apart = self
+                .shared
+                .as_ref()
+                .is_some_and(|it| it.apart(&given.whole));
+            if apart && given.version.is_none() && self.is_same(given, narrowed)? {
+                continue;
+            }
+            if apart {
+                return Err(self.error(
+                    wrote,
+                    "writes in place to a tensor that shares memory with another, in a way that \
+                     copies of rows cannot: return the new value",
+                ));
+            }
+            let mut replaced = !self.batch.runs_python();
+            if !replaced && self.grad {
+                replaced = self.beside.is_some() && self.is_fresh(&given.whole)?;
+            }
+            if !replaced {
+                self.write_back(given, narrowed, wrote)?;
+                continue;
+            }
+            let (mut at, mut found) = (0, false);
+            for_each_tensor(self.whole, &mut |tensor| {
+                if tensor.is(&given.whole) {
+                    found = true;
+                    changed[at].get_or_insert_with(|| given.tensor.clone());
+                }
+                at += 1;
+                Ok(())
+            })?;
+            if !found {
+                return Err(self.error(
+                    wrote,
+                    "was registered after the batch was entered, and writes in place to the \
+                     module's input: register it before",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// True if a copy of rows equals them.
+    fn is_same(&self, given: &Given<'py>, narrowed: &Narrowed<'a, 'py>) -> PyResult<bool> {
+        let rows = narrowed.rows.narrow(&given.whole, self.layout.dim)?;
+        let same = rows.call_method1(intern!(rows.py(), "equal"), (&given.tensor,));
+        same?.is_truthy()
+    }
+
+    /// True if a tensor of an output shares no memory with anything else that hooks get.
+    fn is_fresh(&self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
+        let mut fresh = false;
+        for_each_tensor(self.whole, &mut |each| {
+            fresh = fresh || each.is(tensor);
+            Ok(())
+        })?;
+        let shared = self.shared.as_ref();
+        Ok(fresh && shared.is_none_or(|shared| shared.only_within(tensor)))
+    }
+
+    /// Writes rows in place to the tensor of the batch, as the member would alone.
+    fn write_back(
+        &self,
+        given: &Given<'py>,
+        narrowed: &Narrowed<'a, 'py>,
+        wrote: &Entry<Hook>,
+    ) -> PyResult<()> {
+        if self.grad && is_saved(&given.whole)? {
+            return Err(self.error(
+                wrote,
+                "writes in place to a tensor that autograd has saved for its backward: return the \
+                 new value",
+            ));
+        }
+        let written = narrowed
+            .rows
+            .write(&given.whole, self.layout.dim, &given.tensor);
+        written.inspect_err(|error| self.note(wrote, error))
+    }
+
+    /// Adds to an error which hook it is of.
+    fn note(&self, hook: &Entry<Hook>, error: &PyErr) {
+        annotate(self.whole.py(), error, &(self.describe)(hook));
     }
 
     /// Returns the value with the changed rows; None if there are none. Makes one copy of each
@@ -205,9 +473,12 @@ impl<'a, 'py> Value<'a, 'py> {
             match self.written(&mut writing) {
                 Ok(merged) => return Ok(Some(merged)),
                 Err(error) => {
-                    let member = writing.ok_or_else(|| error.clone_ref(py))?;
+                    let (member, hook) = writing.ok_or_else(|| error.clone_ref(py))?;
+                    self.note(hook, &error);
                     settle(py, &self.batch.all()[member], error)?;
-                    self.forget(member);
+                    for changes in &mut self.changes {
+                        changes.retain(|changed| changed.member != member);
+                    }
                 }
             }
         }
@@ -215,42 +486,100 @@ impl<'a, 'py> Value<'a, 'py> {
     }
 
     /// Writes the changed rows to copies; `writing`: the member whose rows are written.
-    fn written(&self, writing: &mut Option<usize>) -> PyResult<Bound<'py, PyAny>> {
+    fn written(
+        &self,
+        writing: &mut Option<(usize, &'a Entry<Hook>)>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let mut changes = self.changes.iter();
+        // The same tensor with the same changes stays the same.
+        let mut made: Vec<(Bound<'py, PyAny>, &[Changed<'a, 'py>], Bound<'py, PyAny>)> = Vec::new();
         map_tensors(self.whole, &mut |tensor| {
             let changes = changes.next().map_or(&[][..], Vec::as_slice);
-            let mut copy = tensor.clone();
-            for (nth, (member, rows)) in changes.iter().enumerate() {
-                *writing = Some(*member);
-                if nth == 0 {
-                    copy = copy.call_method0(intern!(tensor.py(), "clone"))?;
-                }
-                self.rows(*member).write(&copy, self.layout.dim, rows)?;
+            if changes.is_empty() {
+                return Ok(tensor.clone());
+            }
+            let alike = |one: &[Changed<'a, 'py>]| {
+                let mut pairs = one.iter().zip(changes);
+                one.len() == changes.len() && pairs.all(|(one, other)| one.rows.is(&other.rows))
+            };
+            let found = made.iter().find(|(of, by, _)| of.is(tensor) && alike(by));
+            if let Some((.., copy)) = found {
+                return Ok(copy.clone());
+            }
+            let copy = tensor.call_method0(intern!(tensor.py(), "clone"))?;
+            for changed in changes {
+                *writing = Some((changed.member, changed.hook));
+                let rows = self.layout.rows(self.batch.all(), changed.member);
+                rows.write(&copy, self.layout.dim, &changed.rows)?;
             }
             *writing = None;
+            made.push((tensor.clone(), changes, copy.clone()));
             Ok(copy)
         })
     }
 }
 
-/// Raises unless a tensor can stand for another: same shape, dtype, device and layout.
-fn check_same<'py>(
-    describe: &str,
-    given: &Bound<'py, PyAny>,
-    new: &Bound<'py, PyAny>,
-) -> PyResult<()> {
-    let py = given.py();
+/// Returns how a tensor cannot stand for another: by shape, dtype, device or layout.
+fn difference<'py>(given: &Bound<'py, PyAny>, new: &Bound<'py, PyAny>) -> PyResult<Option<String>> {
     for name in ["shape", "dtype", "device", "layout"] {
         let (expected, got) = (given.getattr(name)?, new.getattr(name)?);
         if !expected.eq(&got)? {
-            let message = format!(
-                "{describe} returns other rows than it got: a tensor of {name} {got} in place of \
-                 {expected}"
-            );
-            return Err(rows_error(py, message));
+            return Ok(Some(format!(
+                "returns other rows than it got: a tensor of {name} {got} in place of {expected}"
+            )));
         }
     }
-    Ok(())
+    Ok(None)
+}
+
+/// True if the operation that made a tensor, or the one that it is a view of, has saved it for its
+/// backward.
+fn is_saved(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let base = tensor.getattr(intern!(py, "_base"))?;
+    for made in [tensor, &base] {
+        if !made.is_none() && saves(&made.getattr(intern!(py, "grad_fn"))?, tensor)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// True if a node of a graph has saved a tensor with the memory of this one.
+fn saves(node: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if node.is_none() {
+        return Ok(false);
+    }
+    let address = Facts::address_of_storage(tensor)?;
+    for name in node.dir()? {
+        let name: String = name.extract()?;
+        if !name.starts_with("_saved_") && name != "saved_tensors" {
+            continue;
+        }
+        // Where they were freed there is no backward.
+        let Ok(saved) = node.getattr(&*name) else {
+            continue;
+        };
+        let mut same = false;
+        for_each_tensor(&saved, &mut |each| {
+            same = same || (address.is_some() && Facts::address_of_storage(each)? == address);
+            Ok(())
+        })?;
+        if same {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// True if one of the tensors of a value has the rows.
+pub fn covered(value: &Bound<'_, PyAny>, layout: &Layout) -> PyResult<bool> {
+    let mut covered = false;
+    for_each_tensor(value, &mut |tensor| {
+        covered = covered || layout.covers(tensor)?;
+        Ok(())
+    })?;
+    Ok(covered)
 }
 
 /// Returns the address of the object that the hooks of a member check, if they do nothing else.

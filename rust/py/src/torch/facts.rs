@@ -34,6 +34,8 @@ pub struct Facts {
     untyped_storage: Fact,
     /// Of storages.
     bytes_there: Fact,
+    /// Of storages.
+    address: Fact,
     modes_enabled: Py<PyAny>,
     without_modes: Py<PyAny>,
 }
@@ -73,6 +75,7 @@ impl Facts {
                 data_ptr: method("data_ptr")?,
                 storage_offset: method("storage_offset")?,
                 untyped_storage: method("untyped_storage")?,
+                address: Fact(native.getattr("StorageBase")?.getattr("data_ptr")?.unbind()),
                 bytes_there: Fact(native.getattr("StorageBase")?.getattr("nbytes")?.unbind()),
                 modes_enabled: of_native("_is_torch_function_mode_enabled")?,
                 without_modes: of_native("DisableTorchFunction")?,
@@ -83,6 +86,19 @@ impl Facts {
     /// True if a tensor is of no subclass.
     pub fn is_plain(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(Self::get(tensor.py())?.plain(tensor))
+    }
+
+    /// Returns the address of a tensor's storage; None for a subclass, or a layout without one.
+    pub fn address_of_storage(tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        Self::past_modes(tensor.py(), |facts| {
+            if !facts.plain(tensor) {
+                return Ok(None);
+            }
+            let storage = facts.untyped_storage.of(tensor);
+            let address = storage.and_then(|it| facts.address.of(&it));
+            let address = address.and_then(|it| it.extract::<usize>()).ok();
+            Ok(address.filter(|address| *address != 0))
+        })
     }
 
     /// Calls `ask` outside of modes, which may answer for torch.

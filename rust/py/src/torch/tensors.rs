@@ -218,7 +218,11 @@ pub fn with_part<'py>(
         }
         return tuple_with_items(tuple, items.iter().collect());
     }
-    let copy = py.import("copy")?.call_method1("copy", (value,))?;
+    let copy = if is_tensor(value)? {
+        value.call_method0(intern!(py, "clone"))? // a shallow copy has its memory
+    } else {
+        py.import("copy")?.call_method1("copy", (value,))?
+    };
     if let Some(name) = name
         && value.get_item(part).is_err()
     {
