@@ -18,10 +18,10 @@ use crate::contexts::frame::{self, ScopeArg};
 use crate::contexts::owners::Firing;
 use crate::error;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::native::NativeHook;
+use crate::hooks::native::{NativeHook, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::registry::Audience;
-use crate::rows::places::{Position, TokenPositions, Tokens};
+use crate::rows::places::{Position, TokenPositions};
 use crate::torch::tensors::part_of;
 
 /// Native hook that records the input or the output of a module.
@@ -110,15 +110,15 @@ impl Recorder {
         Ok(format!("object at {:p}", part.as_ptr()))
     }
 
-    /// Records the part of a value for an owner.
+    /// Records the part of a value for an owner; `turn`: of a call that is not compiled.
     pub fn record<'py>(
         &self,
         owner: Option<&Bound<'py, PyAny>>,
         value: &Bound<'py, PyAny>,
-        tokens: Option<&Tokens>,
+        turn: Option<&Turn<'_, 'py>>,
     ) -> PyResult<()> {
         let part = self.part_of(value)?;
-        self.source.keep(owner, self.index, &part, tokens)
+        self.source.keep(owner, self.index, &part, turn)
     }
 
     /// Returns the part of a value that it records.

@@ -14,8 +14,10 @@ use crate::capture::keeping;
 use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
+use crate::hooks::native::Turn;
 use crate::rows::at::{Chosen, Masks};
 use crate::rows::mask::Mask;
+use crate::rows::matrix::Arguments;
 use crate::rows::membership::{Call, Membership};
 use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OwnRows, TokenPositions, Tokens};
@@ -260,9 +262,10 @@ impl Source {
         owner: Option<&Bound<'py, PyAny>>,
         index: usize,
         value: &Bound<'py, PyAny>,
-        tokens: Option<&Tokens>,
+        turn: Option<&Turn<'_, 'py>>,
     ) -> PyResult<()> {
         let py = value.py();
+        let tokens = turn.and_then(Tokens::of);
         // Only a member of a batch has tokens: its tensors may be views of those of all.
         let shared = tokens.is_some();
         let positions = tokens.and_then(|it| it.positions.clone());
@@ -290,7 +293,8 @@ impl Source {
         }
         let names = collector.get().names();
         let at = map_tensors(value, &mut |tensor| {
-            mask.take(&|| format!("capture of {:?}", names[index]), tensor)
+            let describe = || format!("capture of {:?}", names[index]);
+            mask.take(&describe, tensor, turn.map(Arguments::of))
         })?;
         keeping::record(&collector, index, &at, positions, shared)
     }

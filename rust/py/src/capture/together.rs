@@ -18,7 +18,7 @@ use crate::rows::merging::{
     InBatch, Joint, Merged, Merging, Part, Select, SharedValue, groups, in_batch, same_part,
 };
 use crate::rows::numbers::{Rows, Selection};
-use crate::rows::places::{TokenPositions, Tokens};
+use crate::rows::places::TokenPositions;
 use crate::torch::made::Order;
 use crate::torch::tensors::{for_each_tensor, map_tensors, requires_grad, summed, version_if_any};
 
@@ -267,7 +267,7 @@ impl Native for Recorder {
     }
 
     fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        self.record(turn.owner, turn.value, Tokens::of(turn))?;
+        self.record(turn.owner, turn.value, Some(turn))?;
         Ok(None)
     }
 

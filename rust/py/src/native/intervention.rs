@@ -14,6 +14,7 @@ use pyo3::types::PyTuple;
 use crate::error::{hook_type_error, is_hook_error, selection_error, type_name};
 use crate::hooks::native::{NativeHook, Outcome, Turn};
 use crate::rows::mask::Mask;
+use crate::rows::matrix::Arguments;
 use crate::torch;
 use crate::torch::facts::Facts;
 use crate::torch::made::Order;
@@ -202,7 +203,7 @@ impl InterventionBase {
         let change = Change {
             intervention: slf,
             describe: turn.describe,
-            mask,
+            mask: mask.map(|mask| (mask, Arguments::of(turn))),
         };
         if turn.phase == Phase::ForwardPre && turn.args.is_empty() {
             let message = format!(
@@ -247,7 +248,8 @@ pub struct Change<'a, 'py> {
     pub intervention: &'a Bound<'py, InterventionBase>,
     /// Describes hook, phase and module, for errors.
     pub describe: &'a dyn Fn() -> String,
-    pub mask: Option<&'a Mask>,
+    /// Where it changes; with the arguments of the call.
+    pub mask: Option<(&'a Mask, Arguments<'a, 'py>)>,
 }
 
 impl<'py> Change<'_, 'py> {
@@ -306,7 +308,7 @@ impl<'py> Change<'_, 'py> {
         let changed = with_residual(x, residual, |x| self.everywhere(x));
         let changed = changed.map_err(|cause| self.lacking(x, cause))?;
         match self.mask {
-            Some(mask) => mask.merge(self.describe, &changed, x),
+            Some((mask, call)) => mask.merge(self.describe, &changed, x, Some(call)),
             None => Ok(changed),
         }
     }

@@ -12,6 +12,7 @@ use crate::error::hook_error;
 use crate::hooks::native::{Extension, Native, NativeHook, Outcome, Trace, Traced, Turn};
 use crate::native::intervention::InterventionBase;
 use crate::rows::at::Chosen;
+use crate::rows::matrix::Arguments;
 use crate::rows::membership::Membership;
 use crate::rows::merging::{InBatch, Merging, in_batch};
 use crate::rows::places::Tokens;
@@ -82,7 +83,9 @@ impl Native for MaskedHook {
         if !(torch::is_tensor(turn.value)? && torch::is_tensor(&result)?) {
             return Err(turn.type_error("replaces a tensor by a tensor at some positions", &result));
         }
-        mask.merge(turn.describe, &result, turn.value).map(Some)
+        let call = Some(Arguments::of(turn));
+        mask.merge(turn.describe, &result, turn.value, call)
+            .map(Some)
     }
 
     fn named<'py>(&self, object: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {

@@ -15,6 +15,7 @@ use crate::hooks::hook::Hook;
 use crate::rows::batch::{BatchBase, Batches};
 use crate::rows::hooks::{Found, Hooks, MemberHooks};
 use crate::rows::layout::Layout;
+use crate::rows::matrix::Arguments;
 use crate::rows::member::Member;
 use crate::rows::merged::{MergedHooks, Simple};
 use crate::rows::places::Tokens;
@@ -70,7 +71,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
                 batch.set_size(&before)?;
             }
         }
-        let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), None)?;
+        let layout = &layout_of(batch, call, &before, None)?.0;
         let lone = match call.args.get_item(0) {
             Ok(only) if call.args.len() == 1 => value::covered(&only, layout)?,
             _ => false,
@@ -111,18 +112,20 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         output: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let batch = self.batch.get();
-        let layout = &batch.layout(call.module, &call.args, call.kwargs.as_ref(), output)?;
-        let covered = match output {
-            Some(output) => value::covered(output, layout)?,
-            None => false,
+        let (layout, covered) = if let Some(value) = output {
+            layout_of(batch, call, value, output)?
+        } else {
+            let kwargs = call.kwargs.as_ref();
+            (batch.layout(call.module, &call.args, kwargs, None)?, false)
         };
+        let layout = &layout;
         let members = Members {
             call,
             batch,
             layout,
         };
         if let Found::Merged(merged) = &self.hooks {
-            if let Some(output) = output.filter(|_| covered) {
+            if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
                 return members.forward_merged(merged, output);
             }
             return match Self::begin(&self.batch, call, Phase::Forward, None, false) {
@@ -147,6 +150,21 @@ impl<'py> Between<'py> for MemberHooks<'py> {
         }
         Ok(more.or(changed))
     }
+}
+
+/// Finds the rows of a value of a call, and whether it has them.
+fn layout_of<'py>(
+    batch: &BatchBase,
+    call: &Call<'_, 'py>,
+    value: &Bound<'py, PyAny>,
+    output: Option<&Bound<'py, PyAny>>,
+) -> PyResult<(Layout, bool)> {
+    let (args, kwargs) = (&call.args, call.kwargs.as_ref());
+    let layout = batch.layout(call.module, args, kwargs, output)?;
+    let covered = value::covered(value, &layout)?;
+    let arguments = Arguments { args, kwargs };
+    let matrices = batch.matrices(&layout, value, arguments, covered)?;
+    Ok(matrices.map_or((layout, covered), |layout| (layout, true)))
 }
 
 /// Hooks of a member, its own.
@@ -359,6 +377,13 @@ impl<'py> Members<'_, '_, 'py> {
         }
         let py = self.py();
         let before = value::arguments(self.call)?;
+        // A router takes tokens of (batch, length, ...), and returns them as the rows of a matrix.
+        let of_inputs = if self.layout.has_matrices() {
+            Some(layout_of(self.batch, self.call, &before, None)?.0)
+        } else {
+            None
+        };
+        let of_inputs = of_inputs.as_ref().filter(|layout| !layout.has_matrices());
         let describe = |entry: &Entry<Hook>| self.describe(entry);
         let mut value = Value::new(output, Some(&before), self.layout, self.batch, &describe)?;
         let covered = value::covered(output, self.layout)?;
@@ -377,10 +402,14 @@ impl<'py> Members<'_, '_, 'py> {
                 }
                 let mut narrowed = value.begin(number, entries, &needs)?;
                 let own = value.narrow(&mut narrowed, output)?;
-                let arguments = if needs.python {
-                    value.narrow(&mut narrowed, &before)?
-                } else {
-                    before.clone()
+                let arguments = match of_inputs {
+                    _ if !needs.python => before.clone(),
+                    None => value.narrow(&mut narrowed, &before)?,
+                    Some(layout) => {
+                        let mut inputs = Value::new(&before, None, layout, self.batch, &describe)?;
+                        let mut narrowed = inputs.begin(number, entries, &needs)?;
+                        inputs.narrow(&mut narrowed, &before)?
+                    }
                 };
                 let mut call = self.of_member(number, &arguments, &tokens)?;
                 let mut noted = Ok(());

@@ -240,7 +240,11 @@ impl Masks {
         match self {
             Self::Tokens(chosen) => match (&chosen[at], own) {
                 (Chosen::At(mask), Some(own)) => {
-                    Ok(Chosen::At(Arc::new(mask.at(py, &own.places)?)))
+                    let own = match own {
+                        OwnRows::Gathered { places, .. } => mask.at(py, places)?,
+                        OwnRows::Matrix => mask.flat(py)?,
+                    };
+                    Ok(Chosen::At(Arc::new(own)))
                 }
                 (chosen, _) => Ok(chosen.clone()),
             },
@@ -262,8 +266,11 @@ impl PlacesOfRows {
     fn mask(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Arc<Mask>> {
         let places = &self.places[at];
         if let Some(own) = own {
-            let (rows, count) = (own.among(places), own.places.len());
-            return Ok(Arc::new(Mask::of_rows(py, &rows, count, own.dim)?));
+            let (count, dim) = match own {
+                OwnRows::Gathered { places, dim } => (places.len(), *dim),
+                OwnRows::Matrix => (self.count, 0),
+            };
+            return Ok(Arc::new(Mask::of_rows(py, &own.among(places), count, dim)?));
         }
         if let Some(mask) = self.masks[at].get() {
             return Ok(Arc::clone(mask));

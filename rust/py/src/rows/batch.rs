@@ -19,14 +19,16 @@ use crate::contexts::frame::Frame;
 use crate::error::{hook_error, rows_error};
 use crate::rows::given;
 use crate::rows::layout::{Gathered, Layout};
+use crate::rows::matrix::{Arguments, Padded};
 use crate::rows::member::{Member, Owners};
 use crate::rows::membership::Membership;
 use crate::rows::merged::MergedHooks;
 use crate::rows::numbers::{BatchRows, Selections, length};
-use crate::rows::places::{MemberPlace, Position, TokenPositions};
+use crate::rows::places::{MemberPlace, OwnRows, Position, TokenDims, TokenPositions, in_tensors};
 use crate::rows::positions::Positions;
 use crate::rows::remembered::{Key, Remembered};
 use crate::torch::copies;
+use crate::torch::tensors::for_each_tensor;
 
 /// Number of sites that are open in the process.
 static SITES: AtomicUsize = AtomicUsize::new(0);
@@ -531,14 +533,28 @@ impl BatchBase {
         let own = layout.own_rows(member);
         let Some(columns) = positions.columns else {
             let of_batch = TokenPositions::of_rows(values, layout.dim);
-            return own.map_or(Some(of_batch.clone()), |own| of_batch.of_own(own));
+            return match own {
+                Some(OwnRows::Gathered { places, dim }) => of_batch.at(&in_tensors(places), *dim),
+                Some(OwnRows::Matrix) | None => Some(of_batch),
+            };
         };
-        let all = 0..self.members[member].rows.len();
-        let places = own.map_or_else(
-            || all.map(MemberPlace).collect(),
-            |own| Arc::clone(&own.places),
-        );
-        Some(TokenPositions::of_padded(&values, columns, &places))
+        let all = || {
+            (0..self.members[member].rows.len())
+                .map(MemberPlace)
+                .collect()
+        };
+        let places = match own {
+            Some(OwnRows::Gathered { places, .. }) => Arc::clone(places),
+            Some(OwnRows::Matrix) | None => all(),
+        };
+        let found = TokenPositions::of_padded(&values, columns, &places);
+        Some(match own {
+            Some(OwnRows::Matrix) => TokenPositions {
+                dims: TokenDims::Rows(0),
+                ..found
+            },
+            _ => found,
+        })
     }
 
     /// Selections of the rows in a module's tensors; None if it has rows of its own.
@@ -556,7 +572,7 @@ impl BatchBase {
     pub fn set_size(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.size.get().is_none() {
             let mut size = None;
-            crate::torch::tensors::for_each_tensor(value, &mut |tensor| {
+            for_each_tensor(value, &mut |tensor| {
                 if size.is_none() {
                     size = length(tensor, self.dim)?.filter(|size| *size >= self.named);
                 }
@@ -591,6 +607,41 @@ impl BatchBase {
         let owners = Owners::of(py, &self.members, self.named)?;
         let size = self.size.get().copied();
         gathered.layout(py, &index, &self.members, &owners, size)
+    }
+
+    /// Finds the rows of a module's tensors whose value has none of the batch: matrices of its tokens.
+    /// None if they are not known to be that. `covered`: the value has rows of the batch.
+    pub fn matrices<'py>(
+        &self,
+        layout: &Layout,
+        value: &Bound<'py, PyAny>,
+        call: Arguments<'_, 'py>,
+        covered: bool,
+    ) -> PyResult<Option<Layout>> {
+        if !layout.is_of_batch() {
+            return Ok(None);
+        }
+        let (rows, of_row) = (self.rows(), self.columns());
+        let tokens = match of_row {
+            Some(columns) => Padded { rows, columns },
+            None if self.dim == 1 => Padded {
+                rows: 1,
+                columns: rows,
+            },
+            None => return Ok(None),
+        };
+        // A row of one token is either.
+        if covered && of_row != Some(1) {
+            return Ok(None);
+        }
+        let (mut matrices, mut others) = (false, false);
+        for_each_tensor(value, &mut |tensor| {
+            others = others || tokens.are_first(tensor)?;
+            matrices = matrices || tokens.may_be_rows_of(tensor)?;
+            Ok(())
+        })?;
+        let found = matrices && !others && call.have(tokens)?;
+        Ok(found.then(|| Layout::of_matrices(&self.members, rows, of_row.unwrap_or(1))))
     }
 
     fn part(&self, members: usize) {

@@ -81,7 +81,7 @@ impl Gathered {
         let dim = self.dim;
         let own = rows.into_iter().map(|(rows, places)| {
             let places = places.into();
-            (Rows::of(rows), OwnRows { places, dim })
+            (Rows::of(rows), OwnRows::Gathered { places, dim })
         });
         Ok(Layout {
             dim,
@@ -101,9 +101,30 @@ impl Layout {
         }
     }
 
+    /// That of a module with matrices of the tokens of a batch: a row for each, those of a row of the
+    /// batch one behind the other.
+    pub fn of_matrices(members: &[Member], rows: usize, columns: usize) -> Self {
+        let own = members.iter().map(|member| {
+            let of_row = |BatchRow(row): BatchRow| row * columns..(row + 1) * columns;
+            let rows = member.rows.iter().flat_map(of_row);
+            (Rows::of(rows.collect()), OwnRows::Matrix)
+        });
+        Self {
+            dim: 0,
+            size: rows * columns,
+            gathered: Some(own.collect()),
+        }
+    }
+
     /// True if the rows are those of the batch.
     pub const fn is_of_batch(&self) -> bool {
         self.gathered.is_none()
+    }
+
+    /// True if the rows are tokens of matrices.
+    pub fn has_matrices(&self) -> bool {
+        let own = self.gathered.as_ref().and_then(|own| own.first());
+        own.is_some_and(|(_, own)| matches!(own, OwnRows::Matrix))
     }
 
     /// Rows of a member.

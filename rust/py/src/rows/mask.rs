@@ -5,8 +5,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::hook_type_error;
+use crate::rows::matrix::{Arguments, Padded};
 use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
+
+const UNPROVED: &str = ": as many rows, but the module took no tensor of (batch, length, ...) and no \
+    view of one that would show that they are the tokens in order. Name a module that did; in \
+    inference mode torch tells of no view, under torch.no_grad it does";
 
 /// Mask of the tokens of a forward, (batch, length) or (1, ..., rows), for all of its calls.
 pub struct Mask {
@@ -72,6 +77,12 @@ impl Mask {
         Ok(Self::of(&self.bools.bind(py).get_item(rows)?))
     }
 
+    /// Returns the mask of the tokens as the rows of a matrix.
+    pub fn flat(&self, py: Python<'_>) -> PyResult<Self> {
+        let bools = self.bools.bind(py);
+        Ok(Self::of(&bools.call_method0(intern!(py, "flatten"))?))
+    }
+
     /// Places of the tokens, as a tensor where the mask is.
     fn nonzero<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let flatten = intern!(py, "flatten");
@@ -93,9 +104,10 @@ impl Mask {
         &self,
         describe: &dyn Fn() -> String,
         tensor: &Bound<'py, PyAny>,
+        call: Option<Arguments<'_, 'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
-        let dims = self.dims_of(describe, tensor)?;
+        let dims = self.dims_of(describe, tensor, call)?;
         let last = dims.saturating_sub(1);
         let flat = tensor.call_method1(intern!(py, "flatten"), (0, last))?;
         if self.all {
@@ -111,14 +123,18 @@ impl Mask {
         describe: &dyn Fn() -> String,
         changed: &Bound<'py, PyAny>,
         x: &Bound<'py, PyAny>,
+        call: Option<Arguments<'_, 'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = x.py();
-        let dims = self.dims_of(describe, x)?;
+        let dims = self.dims_of(describe, x, call)?;
         if self.all {
             return Ok(changed.clone());
         }
         let bools = || Ok(self.bools.bind(py).clone());
         let mut mask = self.on_devices.on_device_of(x, bools)?;
+        if dims == 1 {
+            mask = mask.call_method0(intern!(py, "flatten"))?;
+        }
         let of_x: usize = x.call_method0(intern!(py, "dim"))?.extract()?;
         for _ in dims..of_x {
             mask = mask.call_method1(intern!(py, "unsqueeze"), (-1,))?;
@@ -126,21 +142,37 @@ impl Mask {
         changed.call_method1(intern!(py, "where"), (mask, x))
     }
 
-    /// Returns the number of its dimensions, the first ones of a tensor.
-    fn dims_of(&self, describe: &dyn Fn() -> String, x: &Bound<'_, PyAny>) -> PyResult<usize> {
+    /// Returns the number of dimensions, the first ones of a tensor, that are those of the tokens: its
+    /// own, or one of a matrix whose rows they are, as `call` shows.
+    fn dims_of<'py>(
+        &self,
+        describe: &dyn Fn() -> String,
+        x: &Bound<'py, PyAny>,
+        call: Option<Arguments<'_, 'py>>,
+    ) -> PyResult<usize> {
         let py = x.py();
         let shape = |tensor: &Bound<'_, PyAny>| -> PyResult<Vec<usize>> {
             tensor.getattr(intern!(py, "shape"))?.extract()
         };
         let (of_x, of_mask) = (shape(x)?, shape(self.bools.bind(py))?);
-        if !of_x.starts_with(&of_mask) {
-            let message = format!(
-                "{}: positions are known for {of_mask:?} tokens (batch, length), the module's \
-                 value has the shape {of_x:?}",
-                describe(),
-            );
-            return Err(hook_type_error(py, message));
+        if of_x.starts_with(&of_mask) {
+            return Ok(of_mask.len());
         }
-        Ok(of_mask.len())
+        let mut hint = "";
+        if let [rows, columns] = *of_mask {
+            let tokens = Padded { rows, columns };
+            if tokens.may_be_rows_of(x)? {
+                if call.is_some_and(|call| call.have(tokens).unwrap_or(false)) {
+                    return Ok(1);
+                }
+                hint = UNPROVED;
+            }
+        }
+        let message = format!(
+            "{}: positions are known for {of_mask:?} tokens (batch, length), the module's value has \
+             the shape {of_x:?}{hint}",
+            describe(),
+        );
+        Err(hook_type_error(py, message))
     }
 }

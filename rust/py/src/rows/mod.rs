@@ -14,6 +14,7 @@ mod given;
 pub mod hooks;
 pub mod layout;
 pub mod mask;
+pub mod matrix;
 mod member;
 pub mod membership;
 mod memory;

@@ -40,17 +40,24 @@ impl Position {
 
 /// Rows of a member in the tensors of a module that has rows of its own.
 #[derive(Clone)]
-pub struct OwnRows {
-    /// Place in the batch of each.
-    pub places: Arc<[MemberPlace]>,
-    /// Their dimension.
-    pub dim: usize,
+pub enum OwnRows {
+    Gathered {
+        /// Place in the batch of each.
+        places: Arc<[MemberPlace]>,
+        /// Their dimension.
+        dim: usize,
+    },
+    /// The tokens of its rows, one row behind the other.
+    Matrix,
 }
 
 impl OwnRows {
-    /// Returns those that are among some of the member's rows of the batch.
+    /// Returns those that are among some of the member's rows of the batch, which are single tokens.
     pub fn among(&self, of_batch: &[MemberPlace]) -> Vec<TokenPlace> {
-        let places = self.places.iter().enumerate();
+        let Self::Gathered { places, .. } = self else {
+            return in_tensors(of_batch);
+        };
+        let places = places.iter().enumerate();
         let chosen = places.filter(|(_, place)| of_batch.contains(place));
         chosen.map(|(own, _)| TokenPlace(own)).collect()
     }
@@ -155,12 +162,6 @@ impl TokenPositions {
             values: left.collect(),
             ..self.clone()
         }
-    }
-
-    /// Those of a member's rows in the tensors of a module that has rows of its own. `self`: those
-    /// in tensors whose rows are the batch's.
-    pub fn of_own(&self, own: &OwnRows) -> Option<Self> {
-        self.at(&in_tensors(&own.places), own.dim)
     }
 }
 
