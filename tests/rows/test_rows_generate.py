@@ -122,6 +122,24 @@ def test_each_prompt_gets_what_it_gets_alone(
         request.close()
 
 
+@pytest.mark.parametrize("ends", range(NEW))
+def test_a_rejected_draft_leaves_no_row(pair: tuple[Any, tuple[str, ...]], ends: int) -> None:
+    model, names = pair
+    prompt = [torch.tensor([5, 6, 7, 8, 5, 6, 7, 8])]
+    plain = generate(model, prompt)[0]
+    eos = int(plain[ends])  # what is drafted behind it is rejected
+    for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model}):
+        request = fh.Plan(fh.keep(names[0])).prepare(model).open()
+        with fh.rows.generating([request]):
+            new = generate(model, prompt, eos_token_id=eos, **options)[0]
+        assert new.tolist() == plain[: plain.tolist().index(eos) + 1].tolist()
+        assert request.positions(names[0]) == [*range(len(prompt[0]) + len(new) - 1)]
+        with torch.no_grad(), fh.capture(model, names[0]) as acts:
+            model(torch.cat([*prompt, new[:-1]])[None])
+        torch.testing.assert_close(request.acts[names[0]], acts[names[0]][0], rtol=1e-9, atol=1e-9)
+        request.close()
+
+
 def test_steering_changes_the_tokens_of_its_prompt_alone(pair: tuple[Any, tuple[str, ...]]) -> None:
     model, names = pair
     plain = generate(model, prompts())

@@ -461,6 +461,21 @@ class Request(RequestBase, Scope):
         """The numbers of tokens of its prompts that it was opened with; none if it was not."""
         return self._sequences.prompt
 
+    def take_back(self, position: int, others: Sequence[str]) -> None:
+        """Takes back captured rows of tokens at a position and behind it, of rejected drafts.
+
+        Args:
+            position: of the first of them.
+            others: paths of modules that run other tokens, as an encoder.
+        """
+        numbers = [n for n, entry in enumerate(self.entries) if isinstance(entry, KeepEntry)]
+        for place, number in enumerate(numbers):
+            entry, but = cast("KeepEntry", self.entries[number]), []
+            for name, found in self._prepared.places(number).items() if others else ():
+                if any(f"{found.path}.".startswith(f"{path}.") for path in others):
+                    but.append(self._plan.captures[place].places[entry.name_of(name)])
+            self.collector(place, complete=False).take_back(position, but)
+
     @property
     def plan_positions(self) -> Sequence[At]:
         """The positions that its plan names."""

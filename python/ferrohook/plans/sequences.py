@@ -29,7 +29,7 @@ from ferrohook.errors import HookError
 from ferrohook.plans.positions import PADDING, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
 _TOKENS: Final = ("input_ids", "inputs_embeds")
@@ -223,6 +223,10 @@ class _Generation(NamedTuple):
     lengths: Tensor | None
     """Tokens of the prompts; None if they are not known."""
     use_cache: bool
+    drafts: bool
+    """True if it runs tokens that it may reject."""
+    has_run: bool = False
+    """True if this is not its first call of the model."""
 
     def columns_until(self, end: int, call: _Call) -> Tensor:
         """Returns which of the first columns are no padding.
@@ -246,10 +250,15 @@ class Sequences:
     Args:
         prompt: numbers of tokens of the prompts, one for each row or one for all; none if the
             caller did not tell.
+        accept: called after each step of a generation with drafts, with the number of tokens that
+            are no rejected drafts and have run.
     """
 
-    def __init__(self, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, prompt: Sequence[int] = (), accept: Callable[[int], None] | None = None
+    ) -> None:
         self.prompt = prompt
+        self._accept = accept
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """Sequences by their cache and generations by their configuration: by address."""
 
@@ -275,17 +284,11 @@ class Sequences:
         if before is not None and len(before.ends) != call.batch:
             before = None  # rows were chosen or repeated
         past = call.past(before)
-        generation: _Generation | None = None
-        if not stack.encoder and (local := self._generate_of(module)) is not None:
-            config = local.get("generation_config")
-            generation = self._get(config)
-            if generation is None:
-                generation = _read(local, call, past)
-                self._put(config, generation)
-            elif call.cache is None:
-                # Without a cache all tokens run again; else the model has one of its own, and a
-                # longer mask may tell.
-                past = past or None if generation.use_cache else 0
+        generation = None if stack.encoder else self._generation(module, call, past)
+        if generation is not None and call.cache is None and generation.has_run:
+            # Without a cache all tokens run again; else the model has one of its own, and a longer
+            # mask may tell.
+            past = past or None if generation.use_cache else 0
         goes_on = before if before is not None and past and past == before.seen else None
         positions = call.positions(past, generation, goes_on)
         ends = positions.amax(-1) + 1
@@ -311,6 +314,20 @@ class Sequences:
         """Takes note of the KV cache that a call made itself, by its output."""
         if tokens.after is not None and (cache := _cache_in(output)) is not None:
             self._put(cache, tokens.after)
+
+    def _generation(self, module: nn.Module, call: _Call, past: int | None) -> _Generation | None:
+        """Returns the input of the call of `generate` that a call is in; None outside of any."""
+        local = self._generate_of(module)
+        if local is None:
+            return None
+        config = local.get("generation_config")
+        known: _Generation | None = self._get(config)
+        if known is None:
+            known = _read(local, call, past)
+            if known.drafts and self._accept is not None:
+                _watch(local, known, self._accept)
+            self._put(config, known._replace(has_run=True))
+        return known
 
     def _lengths(self, call: _Call, found: Tensor | None) -> Tensor | None:
         """Returns the lengths of the prompts of a call; None if nobody tells them."""
@@ -493,4 +510,27 @@ def _read(local: Mapping[str, Any], call: _Call, past: int | None) -> _Generatio
         lengths = None  # a tuned prompt, of which `generate` does not know
     if (local.get("generation_mode_kwargs") or {}).get("assistant_tokenizer") is not None:
         lengths = None  # the drafts are of other tokens
-    return _Generation(columns, mask, lengths, bool(config.use_cache))
+    return _Generation(columns, mask, lengths, bool(config.use_cache), drafts)
+
+
+def _watch(
+    local: Mapping[str, Any], generation: _Generation, accept: Callable[[int], None]
+) -> None:
+    """Has the criteria by which a call of `generate` stops tell what it accepted, step by step.
+
+    The list of them is made for the call. There is one row: others `generate` does not draft for.
+    """
+    before = local["input_ids"].shape[1]
+    padding = 0 if generation.mask is None else int((generation.mask == 0).sum())
+    prompt = generation.columns - padding
+
+    def accepted(ids: Tensor, _scores: Any, **_others: Any) -> Tensor:
+        # The last token was computed, and has not run.
+        accept(prompt + ids.shape[1] - before - 1)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    criteria = local.get("prepared_stopping_criteria")
+    if not isinstance(criteria, list):
+        msg = "generate of this version of transformers does not tell which drafts it rejects"
+        raise HookError(msg)
+    criteria.append(accepted)

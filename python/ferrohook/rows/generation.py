@@ -92,6 +92,12 @@ class _Generation(Batch):
         prompts = both[:, 0].tolist()
         self.move(both[:, 1:], {request: prompts[row] for request, row in lengths.items()})
 
+    def accept(self, tokens: int) -> None:
+        """Takes back the rows of rejected drafts; `tokens`: number of those that stay."""
+        encoders = [path for path, stack in stacks_in(self._model).items() if stack.encoder]
+        for request in self._places:
+            request.take_back(tokens, encoders)
+
     def end(self, output: Any) -> None:
         """Ends a call."""
         if self._running and (tokens := self._running.pop()) is not None:
@@ -112,6 +118,11 @@ def _find(
 def _end(shared: weakref.ref[_Generation], _module: nn.Module, _args: Any, output: Any) -> None:
     if (generation := shared()) is not None:
         generation.end(output)
+
+
+def _accept(shared: weakref.ref[_Generation], tokens: int) -> None:
+    if (generation := shared()) is not None:
+        generation.accept(tokens)
 
 
 def generating(requests: Sequence[Request | None]) -> Batch:
@@ -154,5 +165,6 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"
         raise HookError(msg)
     made._model, made._places = model, places
-    made._sequences, made._running = Sequences(), []
+    accept = functools.partial(_accept, weakref.ref(made))
+    made._sequences, made._running = Sequences(accept=accept), []
     return made

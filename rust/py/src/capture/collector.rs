@@ -17,6 +17,7 @@ use crate::capture::store::{
     Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, View,
 };
 use crate::error;
+use crate::rows::places::Position;
 use crate::torch;
 use crate::torch::tensors::{requires_grad, version};
 
@@ -185,6 +186,26 @@ impl Collector {
     fn await_values(&self) {
         // Relaxed: readers know of the batch that was left here.
         self.awaited.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes back the rows of tokens at a position and behind it, of values put together by position:
+    /// drafts that were rejected. `but`: indices of names that are of other tokens.
+    fn take_back(&self, position: i64, but: Vec<usize>) {
+        if self.keep != 1 {
+            return;
+        }
+        let mut gone = Vec::new();
+        let mut store = self.store.lock();
+        for index in (0..self.names.len()).filter(|index| !but.contains(index)) {
+            let replacing = store.kept[index].taken_back(Position(position));
+            let shared = self.shared_budget.as_deref();
+            // It only frees.
+            drop(store.afford(0, replacing.freed, self.max_bytes, shared));
+            gone.push(store.kept[index].take_back(Position(position), replacing));
+        }
+        // Dropped after the lock is released: destructors of tensors run code.
+        drop(store);
+        drop(gone);
     }
 
     /// Drops all stored values.

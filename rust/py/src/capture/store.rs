@@ -281,6 +281,19 @@ pub struct Replacing {
 }
 
 impl Replacing {
+    fn of(calls: &VecDeque<Kept>, fates: Vec<Fate>, dropped: usize) -> Self {
+        let freed = calls.iter().zip(&fates).map(|(kept, fate)| match fate {
+            Fate::Stays => 0,
+            Fate::Goes => kept.bytes,
+            Fate::Partly(_, freed) => *freed,
+        });
+        Self {
+            freed: freed.sum(),
+            fates,
+            dropped,
+        }
+    }
+
     /// True if no stored value goes, or a part of one.
     pub fn is_empty(&self) -> bool {
         self.fates.is_empty()
@@ -308,20 +321,7 @@ impl Values {
             };
             (fates.collect(), dropped)
         };
-        let freed = self
-            .calls
-            .iter()
-            .zip(&fates)
-            .map(|(kept, fate)| match fate {
-                Fate::Stays => 0,
-                Fate::Goes => kept.bytes,
-                Fate::Partly(_, freed) => *freed,
-            });
-        Replacing {
-            freed: freed.sum(),
-            fates,
-            dropped,
-        }
+        Replacing::of(&self.calls, fates, dropped)
     }
 
     /// Returns what becomes of the stored values as their tokens at some positions run again.
@@ -333,16 +333,32 @@ impl Values {
         }
         self.calls
             .iter()
-            .map(|kept| kept.run_again(&again))
+            .map(|kept| kept.without(|token| again.contains(token)))
             .collect()
     }
 
-    /// Stores a value. Returns those that it replaces, to be dropped without a lock.
-    pub fn put(&mut self, new: Kept, replacing: Replacing) -> Vec<Kept> {
+    /// Finds what goes if tokens at some position and behind it are no part of the request.
+    pub fn taken_back(&self, from: Position) -> Replacing {
+        let fates = self.calls.iter().map(|kept| match &kept.positions {
+            Some(_) => kept.without(|(_, position)| *position >= from),
+            None => Fate::Stays,
+        });
+        Replacing::of(&self.calls, fates.collect(), 0)
+    }
+
+    /// Takes back stored values, or parts of them. Returns them, to be dropped without a lock.
+    pub fn take_back(&mut self, from: Position, replacing: Replacing) -> Vec<Kept> {
+        for end in &mut self.ends {
+            *end = Position(end.0.min(from.0 - 1));
+        }
+        self.replace(replacing.fates)
+    }
+
+    /// Does what becomes of the stored values. Returns those that go.
+    fn replace(&mut self, fates: Vec<Fate>) -> Vec<Kept> {
         let mut replaced = Vec::new();
-        let before = replacing.fates.len();
         let mut stay = Vec::new();
-        for (mut kept, fate) in self.calls.drain(..before).zip(replacing.fates) {
+        for (mut kept, fate) in self.calls.drain(..fates.len()).zip(fates) {
             match fate {
                 Fate::Goes => replaced.push(kept),
                 Fate::Stays => stay.push(kept),
@@ -356,6 +372,12 @@ impl Values {
         for kept in stay.into_iter().rev() {
             self.calls.push_front(kept);
         }
+        replaced
+    }
+
+    /// Stores a value. Returns those that it replaces, to be dropped without a lock.
+    pub fn put(&mut self, new: Kept, replacing: Replacing) -> Vec<Kept> {
+        let replaced = self.replace(replacing.fates);
         self.count += 1;
         self.dropped += replacing.dropped;
         if self.calls.is_empty() {
@@ -378,23 +400,17 @@ impl Values {
 }
 
 impl Kept {
-    /// Returns what becomes of it as some tokens run again.
-    fn run_again(&self, again: &FxHashSet<Token>) -> Fate {
+    /// Returns what becomes of it as some tokens go.
+    fn without(&self, goes: impl Fn(&Token) -> bool) -> Fate {
         let Some(positions) = &self.positions else {
             return Fate::Goes;
         };
         let left = positions.tokens().flatten().count();
-        let found = positions
-            .tokens()
-            .flatten()
-            .filter(|token| again.contains(token));
+        let found = positions.tokens().flatten().filter(|token| goes(token));
         match found.count() {
             0 => Fate::Stays,
             all if all == left => Fate::Goes,
-            some => Fate::Partly(
-                positions.without(|token| again.contains(token)),
-                self.bytes * some / left,
-            ),
+            some => Fate::Partly(positions.without(goes), self.bytes * some / left),
         }
     }
 

@@ -1,0 +1,343 @@
+"""Random sequences in one request: chunks, drafts, cached prefixes, turns, steps by hand, padding.
+
+They run behind each other or on a thread each. The oracle is a plain copy of the model with hooks
+by hand: they know the prompt of each call, as the program that makes it does, and count columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ferrohook as fh
+from support.by_day import by_day
+from support.language_models import language_model
+from support.threads import run_together
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH = 8
+LAYER = "model.layers.0"
+FACTOR = -0.7
+NEW = 5
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ferrohook.NeverFiredWarning"),
+    # Names of arguments that older versions have.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@functools.cache
+def model_of(seed: int, *, hooked: bool = False) -> Any:
+    """A model of these weights; `hooked`: the one that plans are prepared for."""
+    del hooked  # apart in the cache
+    model = language_model("llama", WIDTH)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.requires_grad_(False).double()
+
+
+ATS: dict[str, tuple[Any, Any]] = {
+    # Positions as a plan has them, and as a function of (position, length of the prompt).
+    "prompt": ("prompt", lambda p, n: p < n),
+    "last_prompt": ("last_prompt", lambda p, n: p == n - 1),
+    "generated": ("generated", lambda p, n: p >= n),
+    "int": (4, lambda p, n: p == 4),
+    "before the end": (-2, lambda p, n: p == n - 2),
+    "slice": (slice(1, 5, 2), lambda p, n: (p >= 1) & (p < 5) & (p % 2 == 1)),
+    "around the end": (slice(-2, None), lambda p, n: p >= (n - 2).clamp(min=0)),
+    "function": (lambda p: p % 3 == 1, lambda p, n: p % 3 == 1),
+}
+NEEDS_PROMPT = {"prompt", "last_prompt", "generated", "before the end", "around the end"}
+
+
+class ByHand:
+    """Plain copy of a model whose hook knows the prompts of the running call."""
+
+    def __init__(self, model: Any, chosen: Any) -> None:
+        self.model = copy.deepcopy(model)
+        self.chosen = chosen
+        self.lengths = self.padding = torch.zeros(1, dtype=torch.long)
+        self.past = 0
+        self.kept: list[Tensor] = []
+        inner = self.model.model
+        inner.register_forward_pre_hook(self.count, with_kwargs=True)
+        inner.layers[0].register_forward_hook(self.change)
+
+    def tell(self, lengths: Any, padding: Any = 0) -> None:
+        """Says how long the prompts of the calls from now on are, and their padding on the left."""
+        self.lengths = torch.as_tensor(lengths).reshape(-1, 1)
+        self.padding = torch.as_tensor(padding).reshape(-1, 1)
+
+    def count(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        self.past = 0 if cache is None else int(cache.get_seq_length())
+
+    def change(self, _module: Any, _args: Any, output: Tensor) -> Tensor:
+        columns = torch.arange(self.past, self.past + output.shape[1])
+        positions = (columns - self.padding).expand(output.shape[:2])
+        mask = (positions >= 0) & self.chosen(positions, self.lengths)
+        self.kept += [*output[mask].clone()]
+        return torch.where(mask[..., None], output * FACTOR, output)
+
+
+class Ours:
+    """The model that a request's plan is for; it is told nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def tell(self, lengths: Any, padding: Any = 0) -> None:
+        pass
+
+
+def ids_of(seed: int, *shape: int) -> Tensor:
+    return torch.randint(3, 32, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Calls of a model, on sequences of their own; `run` returns what it computes."""
+
+    seed: int
+    lengths: tuple[int, ...]
+
+    def inputs(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Token ids padded on the left, their mask, and the padding of each row."""
+        longest = max(self.lengths)
+        ids = ids_of(self.seed, len(self.lengths), longest)
+        padding = [longest - length for length in self.lengths]
+        mask = torch.arange(longest) >= torch.tensor(padding)[:, None]
+        return ids * mask, mask.long(), padding
+
+
+@dataclass(frozen=True)
+class Forward(Step):
+    """One forward, whose tokens are the prompt."""
+
+    def run(self, it: Any, needs: bool) -> Any:
+        ids, mask, padding = self.inputs()
+        it.tell(self.lengths, padding)
+        return it.model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@dataclass(frozen=True)
+class Generate(Step):
+    """Generation, whole, in chunks, without a cache, with a static one, or with drafts."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    ends: int | None = None
+    """Number of the new token of the first row, as generated plainly, that ends a text."""
+
+    def run(self, it: Any, needs: bool) -> Any:
+        ids, mask, padding = self.inputs()
+        options = dict(self.options)
+        if options.pop("assistant", False):
+            options["assistant_model"] = model_of(9)
+        given = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+        if self.ends is not None:
+            text = model_of(0).generate(ids, **given)
+            options["eos_token_id"] = int(text[0, self.ends - NEW])
+        it.tell(self.lengths, padding)
+        return it.model.generate(ids, **given, **options)
+
+
+@dataclass(frozen=True)
+class Turns(Step):
+    """A chat that goes on with its cache."""
+
+    whole: bool = True
+
+    def run(self, it: Any, needs: bool) -> Any:
+        ids, mask, padding = self.inputs()
+        cache = transformers.DynamicCache(config=it.model.config)
+        options = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
+        it.tell(self.lengths, padding)
+        text = it.model.generate(ids, attention_mask=mask, **options)
+        more = ids_of(self.seed + 1, len(ids), 1 + self.seed % 3)
+        text = torch.cat([text, more], 1)
+        mask = torch.cat([mask, mask.new_ones(len(ids), 3 + more.shape[1])], 1)
+        new = text if self.whole else text[:, cache.get_seq_length() :]
+        it.tell(mask.sum(1), padding)
+        return it.model.generate(new, attention_mask=mask, **options)
+
+
+@dataclass(frozen=True)
+class Prefix(Step):
+    """Questions behind copies of a cache, which the request may have seen being filled."""
+
+    chunk: int | None = None
+
+    def run(self, it: Any, needs: bool) -> Any:
+        prefix = ids_of(self.seed, 1, 3)
+        cache = transformers.DynamicCache(config=it.model.config)
+        it.tell(3)
+        it.model(prefix, past_key_values=cache)
+        texts = []
+        for length in self.lengths:
+            ids = torch.cat([prefix, ids_of(self.seed + length, 1, length)], 1)
+            it.tell(3 + length)
+            options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": self.chunk}
+            texts.append(it.model.generate(ids, past_key_values=copy.deepcopy(cache), **options))
+        return texts
+
+
+@dataclass(frozen=True)
+class Steps(Step):
+    """Calls by hand with a cache, which is passed or comes from the first one."""
+
+    passed: bool = True
+
+    def run(self, it: Any, needs: bool) -> Any:
+        cache = transformers.DynamicCache(config=it.model.config) if self.passed else None
+        it.tell(self.lengths[0])
+        results = []
+        for number, length in enumerate(self.lengths):
+            output = it.model(ids_of(self.seed + number, 1, length), past_key_values=cache)
+            cache = output.past_key_values
+            results.append(output.logits)
+        return results
+
+
+@dataclass(frozen=True)
+class Unseen(Step):
+    """A call behind the copy of a cache: nobody tells where the prompt ends."""
+
+    def run(self, it: Any, needs: bool) -> Any:
+        cache = transformers.DynamicCache(config=it.model.config)
+        it.tell(self.lengths[0])
+        first = it.model(ids_of(self.seed, 1, self.lengths[0]), past_key_values=cache)
+        if needs:
+            if isinstance(it, Ours):
+                with pytest.raises(fh.HookError, match=r"open\(prompt="):
+                    it.model(ids_of(1, 1, 2), past_key_values=copy.deepcopy(cache))
+            return first.logits
+        return it.model(ids_of(1, 1, 2), past_key_values=copy.deepcopy(cache)).logits
+
+
+seeds = st.integers(0, 20)
+many = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+one = st.integers(2, 7).map(lambda length: (length,))
+ends = st.one_of(st.none(), st.integers(0, NEW - 1))
+generations = st.one_of(
+    st.builds(
+        Generate,
+        seeds,
+        many,
+        st.sampled_from(
+            (
+                {},
+                {"prefill_chunk_size": 2},
+                {"prefill_chunk_size": 3},
+                {"use_cache": False},
+                {"cache_implementation": "static"},
+                {"cache_implementation": "static", "prefill_chunk_size": 2},
+            )
+        ),
+        ends,
+    ),
+    st.builds(
+        Generate,
+        seeds,
+        one,
+        st.sampled_from(({"prompt_lookup_num_tokens": 2}, {"assistant": True})),
+        ends,
+    ),
+)
+steps = st.one_of(
+    st.builds(Forward, seeds, many),
+    generations,
+    st.builds(Turns, seeds, many, st.booleans()),
+    st.builds(Prefix, seeds, many, st.sampled_from((None, 2))),
+    st.builds(Steps, seeds, many, st.booleans()),
+    st.builds(Unseen, seeds, one),
+)
+
+
+def flat(values: Any) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else [each for it in values for each in flat(it)]
+
+
+def assert_same_rows(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Asserts that rows are the same, in any order: threads come in any."""
+    assert len(ours) == len(theirs)
+    left = torch.stack(theirs) if theirs else torch.empty(0, WIDTH)
+    for row in ours:
+        distances = (left - row).abs().amax(-1)
+        nearest = int(distances.argmin())
+        assert distances[nearest] < 1e-9
+        left = torch.cat([left[:nearest], left[nearest + 1 :]])
+
+
+@settings(max_examples=by_day(25, of=150), deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    at=st.sampled_from([*ATS]),
+    program=st.lists(steps, min_size=1, max_size=4),
+    threads=st.booleans(),
+)
+def test_sequences_of_one_request(at: str, program: list[Any], threads: bool) -> None:
+    model = model_of(0, hooked=True)
+    named, chosen = ATS[at]
+    expected, rows = [], []
+    for step in program:
+        hand = ByHand(model, chosen)
+        expected.append(flat(step.run(hand, at in NEEDS_PROMPT)))
+        rows += hand.kept
+    plan = fh.Plan(
+        fh.keep(LAYER, at=named, calls="all", copy="clone"),
+        fh.on(LAYER, fh.Scale(FACTOR), at=named),
+    )
+    got: list[Any] = [None] * len(program)
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            got[number] = flat(program[number].run(Ours(model), at in NEEDS_PROMPT))
+
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        if threads:
+            calls = [functools.partial(request.wrap(run), each) for each in range(len(program))]
+            run_together(*calls)
+        else:
+            for number in range(len(program)):
+                run(number)
+        kept = [*request.acts[LAYER]] if LAYER in request.acts else []
+    for ours, theirs in zip(got, expected, strict=True):
+        for one_value, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)
+    assert_same_rows([row for call in kept for row in call.reshape(-1, WIDTH)], rows)
+
+
+@settings(max_examples=by_day(12, of=80), deadline=None, suppress_health_check=[*HealthCheck])
+@given(step=generations, ats=st.lists(st.sampled_from([*ATS]), min_size=3, max_size=3))
+def test_each_prompt_of_a_generation(step: Generate, ats: list[str]) -> None:
+    model = model_of(0, hooked=True)
+    requests = []
+    for _, at in zip(step.lengths, ats, strict=False):
+        plan = fh.Plan(fh.keep(LAYER, label="all"), fh.keep(LAYER, at=ATS[at][0]))
+        requests.append(plan.prepare(model).open())
+    with fh.rows.generating(requests):
+        text = step.run(Ours(model), needs=True)
+    for request, row, length, at in zip(requests, text, step.lengths, ats, strict=False):
+        own = row[max(step.lengths) - length :]
+        states = model.model(own[None], output_hidden_states=True).hidden_states[1][0]
+        ran = torch.arange(len(own) - 1)  # the last token is computed and does not run
+        assert request.error is None
+        assert request.positions(f"all:{LAYER}") == ran.tolist()
+        close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+        close(request.acts[f"all:{LAYER}"], states[:-1])
+        right = ran[ATS[at][1](ran, torch.tensor(length))]
+        if len(right):
+            assert request.positions(LAYER) == right.tolist()
+            close(request.acts[LAYER], states[right])
+        else:
+            assert LAYER not in request.acts
+        request.close()
