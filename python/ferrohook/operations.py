@@ -16,10 +16,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+EXACT: Final = {torch.float64, torch.complex128}
+"""Dtypes with which numbers are computed in float64; in float32 with others."""
+
+
+def check_dtypes(kind: str, dtype: torch.dtype, vector: torch.dtype | None = None) -> None:
+    """Raises unless an intervention with a vector can change tensors of a dtype.
+
+    Raises:
+        HookTypeError: a part of its result would be lost, or has no meaning.
+    """
+    name = kind.capitalize()
+    if not (dtype.is_floating_point or dtype.is_complex):
+        msg = f"{name} changes tensors of floating point, got {dtype}"
+        raise HookTypeError(msg)
+    if kind == "clamp" and dtype.is_complex:
+        msg = f"{name} limits real components, got {dtype}: complex numbers have no order"
+        raise HookTypeError(msg)
+    if vector is not None and vector.is_complex and not dtype.is_complex:
+        msg = (
+            f"{name} of {vector} changes complex tensors, got {dtype}, which has no imaginary part"
+        )
+        raise HookTypeError(msg)
+
+
 def prepared_vector(kind: str, vector: Tensor, scale: Any) -> Tensor:
     """Returns the vector that meets tensors, before it is cast: scaled, or of unit length."""
     if kind in {"ablate", "clamp"}:
-        exact = vector if vector.dtype == torch.float64 else vector.float()
+        exact = vector
+        if vector.dtype not in EXACT:
+            exact = vector.to(torch.complex64 if vector.is_complex() else torch.float32)
         unit: Tensor = exact / exact.norm()
         return unit
     return vector if kind != "add" or scale is None else vector.mul(scale)
@@ -27,16 +53,17 @@ def prepared_vector(kind: str, vector: Tensor, scale: Any) -> Tensor:
 
 def change(kind: str, x: Tensor, prepared: Tensor | None, numbers: Sequence[Any]) -> Tensor:
     """Applies an intervention with a prepared vector to a tensor, as native code does."""
-    if kind == "scale":
-        return x.mul(numbers[0])
     if kind == "zero":
         return torch.zeros_like(x)
+    check_dtypes(kind, x.dtype, None if prepared is None else prepared.dtype)
+    if kind == "scale":
+        return x.mul(numbers[0])
     vector = cast("Tensor", prepared).to(x.device, x.dtype)
     if kind == "add":
         return x + (vector.expand_as(x) if vector.dim() > 1 else vector)
     if kind == "replace":
         return vector.expand_as(x).clone()
-    along = (x * vector).sum(-1, keepdim=True)
+    along = (x * vector.conj()).sum(-1, keepdim=True)
     if kind == "ablate":
         return x - along * vector
     low, high = numbers

@@ -19,7 +19,7 @@ from torch import Tensor
 from ferrohook._core import GpuVector, InterventionBase, to_device
 from ferrohook.arguments import describe, expect
 from ferrohook.errors import HookTypeError
-from ferrohook.operations import prepared_vector
+from ferrohook.operations import EXACT, check_dtypes, prepared_vector
 from ferrohook.streams import Made, made
 from ferrohook.tensors import content_of
 from ferrohook.traced import never_trace, never_trace_frame
@@ -79,10 +79,13 @@ class Intervention(InterventionBase):
 
     def vector_as(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns the vector, ready for use, as values of tensors of this type on this device."""
-        if not dtype.is_floating_point and not dtype.is_complex:
-            msg = f"{type(self).__name__} changes tensors of floating point, got {dtype}"
-            raise HookTypeError(msg)
+        self.check_dtype(dtype)
         return _on_device(*self._operands, device, dtype)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises unless it can change tensors of this type."""
+        vector = self.vector
+        check_dtypes(self.kind, dtype, None if vector is None else vector.dtype)
 
     @property
     def _operands(self) -> tuple[str, Tensor, float | None, Made | None]:
@@ -124,7 +127,7 @@ class Intervention(InterventionBase):
         else:
             bounds = [[each.values[0] for each in others]] if self.kind == "scale" else []
             # As exact as a number that multiplies a tensor.
-            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            dtype = torch.float64 if dtype in EXACT else torch.float32
         with torch.inference_mode(mode=False):  # a later call may record a graph
             columns = [
                 to_device(torch.tensor(each, dtype=dtype)[:, None], device) for each in bounds
@@ -191,6 +194,7 @@ def _on_device(  # noqa: PLR0913, PLR0917 (a vector and where it goes)
 
 # Dynamo would compile functions that the native call of a compiled region calls.
 never_trace(Intervention, "vector_as", "native code calls it")
+never_trace(Intervention, "check_dtype", "native code calls it")
 never_trace(Intervention, "_traced", "native code calls it")
 never_trace(sys.modules[__name__], "_on_device", "native code calls it")
 never_trace_frame(Made.use, "native code calls it")
@@ -291,6 +295,8 @@ class Scale(Intervention):
 class Ablate(Intervention):
     """Projects a direction out of the tensor: `x - (x . d) d`, with `d` of unit length.
 
+    Of complex numbers `x . d` is the inner product, with the conjugate of `d`.
+
     Args:
         direction: one dimension, as wide as the tensor's last; of any length but zero.
         output_index: the changed tensor, see `Intervention`.
@@ -307,7 +313,7 @@ class Ablate(Intervention):
 
 
 class Clamp(Intervention):
-    """Limits the component of the tensor along a direction of unit length.
+    """Limits the component of a real tensor along a direction of unit length.
 
     At a bound the gradient of a component is that of `torch.clamp`: alone with numbers as bounds,
     in a batch of several with tensors, half of it where the two are equal.
@@ -341,7 +347,9 @@ class Clamp(Intervention):
         ):
             msg = f"Clamp takes low, high or both, low not above high, got {low} and {high}"
             raise ValueError(msg)
-        return cls._of((_direction(cls, direction), least, most), output_index)
+        direction = _direction(cls, direction)
+        check_dtypes(cls.kind, direction.dtype)
+        return cls._of((direction, least, most), output_index)
 
 
 class Replace(Intervention):

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def unit(direction: Tensor, x: Tensor) -> Tensor:
     """Direction of unit length, in the dtype of `x`."""
-    exact = direction if direction.dtype == torch.float64 else direction.float()
+    exact = direction
+    if direction.dtype not in {torch.float64, torch.complex128}:
+        exact = direction.to(torch.complex64 if direction.is_complex() else torch.float32)
     return (exact / exact.norm()).to(x.dtype)
 
 
@@ -31,7 +33,7 @@ def by_hand(intervention: Any, x: Tensor) -> Tensor:
     if isinstance(intervention, fh.Zero):
         return torch.zeros_like(x)
     d = unit(intervention.values[0], x)
-    along = (x * d).sum(-1, keepdim=True)
+    along = (x * d.conj()).sum(-1, keepdim=True)
     if isinstance(intervention, fh.Ablate):
         return x - along * d
     _, low, high = intervention.values

@@ -94,10 +94,19 @@ def _steer(x: Tensor, table: Tensor, index: Tensor, dim: int) -> Tensor:
     if len(shape) > dim + 2:
         rows = rows.view(count, *[1] * (len(shape) - dim - 2), shape[-1])
     if count == shape[dim]:
-        return x + rows
+        return _sum(x, rows)
     steered = x.clone()  # rows behind those of the tables are nobody's
-    steered.narrow(dim, 0, count).add_(rows)
+    own = steered.narrow(dim, 0, count)
+    own.copy_(_sum(own, rows))
     return steered
+
+
+def _sum(x: Tensor, rows: Tensor) -> Tensor:
+    if not x.is_complex():
+        return x + rows
+    # Of complex numbers torch adds a product with one, which may change the sign of a zero.
+    real, other = (torch.view_as_real(each.resolve_conj()) for each in (x, rows))
+    return torch.view_as_complex(real + other)
 
 
 def _steer_fake(x: Tensor, *_tables: Any) -> Tensor:

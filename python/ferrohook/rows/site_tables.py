@@ -49,8 +49,14 @@ JUDGE: Final = Judge(
 )
 _LOG: Final = logging.getLogger("ferrohook")
 _OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
-NOBODY = -0.0
-"""Vector of rows that nobody changes: adding it changes no bit, as adding 0.0 would of -0.0."""
+
+
+def nobody(dtype: torch.dtype) -> complex:
+    """Returns the number in rows that nobody changes.
+
+    Adding it changes no bit, as adding 0.0 would of -0.0.
+    """
+    return complex(-0.0, -0.0) if dtype.is_complex else -0.0
 
 
 def open_sites(model: nn.Module | None) -> Sites | None:
@@ -113,7 +119,9 @@ class Sites:
         self.max_requests, self.max_rows, width, self.dim, self._part, like = form
         self.names = names
         count = len(names)
-        self._table = torch.full((count, self.max_requests + 1, width), NOBODY, **like)
+        self._table = torch.full(
+            (count, self.max_requests + 1, width), nobody(like["dtype"]), **like
+        )
         self._kept = torch.zeros((count, self.max_rows + 1, width), **like)
         self._index = torch.zeros((count, self.max_rows), dtype=torch.long, device=like["device"])
         self._places = torch.full_like(self._index, self.max_rows)
@@ -301,7 +309,7 @@ class Sites:
             msg = "the plan was prepared for another model than the sites"
             raise HookError(msg)
         paths = {id(model.get_submodule(name)): site for site, name in enumerate(self.names)}
-        vectors = torch.full_like(self._table[:, 0], NOBODY)
+        vectors = torch.full_like(self._table[:, 0], nobody(self._table.dtype))
         ats: dict[int, At] = {}
         kept: list[Kept] = []
         captures = iter(enumerate(prepared.captures))

@@ -401,7 +401,7 @@ class Oracle:
         return joined(value, changed, lambda old, new: torch.where(mask, new, old))
 
     def _refused(self, hook: Hook) -> bool:
-        return hook.kind in NATIVE and values.refuses(hook, self.case.dtype)
+        return hook.kind in NATIVE and values.refuses(hook, self.case)
 
     def _mask(self, at: str, rows: int) -> Tensor:
         columns = self.case.columns
@@ -470,7 +470,7 @@ class Oracle:
             if placed.removed or owner.out:
                 break
             failed = False
-            if values.spoils(hook, self.case.dtype):
+            if values.spoils(hook):
                 # Seen once its other hooks ran, or at once.
                 late, failed = True, self.choices.pick([False, True])
             try:
@@ -529,9 +529,7 @@ class Oracle:
             chosen = self._chosen(hook.at, owner.prompt, self._tokens(here, cut), cut)
             if not chosen.any():  # a hook that could not change them may be refused before
                 return now, self._refused(hook) and self.choices.pick([False, True])
-        if hook.kind == "raise" or (
-            self._refused(hook) and not values.spoils(hook, self.case.dtype)
-        ):
+        if hook.kind == "raise" or (self._refused(hook)):
             return now, True
         changed = self._apply(placed, now, owner)
         if chosen is None:
@@ -552,7 +550,7 @@ class Oracle:
     def _apply(self, placed: Placed, value: Any, owner: Owner | None) -> Any:
         """Calls a hook on a value."""
         hook, case = placed.hook, self.case
-        if values.spoils(hook, case.dtype):
+        if values.spoils(hook):
             return changed_part(value, hook.part, lambda x: values.spoiled(x, hook))
         if hook.kind in NATIVE:
             return changed_part(value, hook.part, lambda x: values.intervened(case, hook, x))

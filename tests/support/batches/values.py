@@ -8,17 +8,19 @@ import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.batches.cases import WIDTH, Case, Hook
+from support.batches.cases import COMPLEX, WIDTH, Case, Hook
 
 FLOAT8 = torch.float8_e4m3fn
 
 
 def vector(seed: int, *, whole: bool = False) -> Tensor:
-    """Vector of an intervention; with infinite or NaN values for some seeds."""
+    """Vector of an intervention; complex, or with infinite or NaN values, for some seeds."""
     generator = torch.Generator().manual_seed(seed)
     if whole:
         return torch.randint(-4, 5, (WIDTH,), generator=generator).float()
     made = torch.randn(WIDTH, generator=generator)
+    if seed == COMPLEX:
+        return torch.complex(made, made.flip(0) + 1)
     if seed == 6:
         made[1] = torch.inf
     if seed == 7:
@@ -42,11 +44,10 @@ def intervention(case: Case, hook: Hook) -> Any:
         return fh.Replace(given, output_index=part)
     if hook.kind == "zero":
         return fh.Zero(output_index=part)
-    direction = vector(hook.seed % 6)
     if hook.kind == "ablate":
-        return fh.Ablate(direction, output_index=part)
+        return fh.Ablate(vector(hook.seed % 6), output_index=part)
     low = None if hook.seed % 2 else -0.1
-    return fh.Clamp(direction, low, 0.1, output_index=part)
+    return fh.Clamp(vector(hook.seed % COMPLEX), low, 0.1, output_index=part)
 
 
 def intervened(case: Case, hook: Hook, x: Tensor) -> Tensor:
@@ -60,28 +61,29 @@ def intervened(case: Case, hook: Hook, x: Tensor) -> Tensor:
         return given.to(x.dtype).expand(x.shape).clone()
     if hook.kind == "zero":
         return torch.zeros_like(x)
-    direction = vector(hook.seed % 6)
+    direction = vector(hook.seed % (6 if hook.kind == "ablate" else COMPLEX))
     unit = (direction / direction.norm()).to(x.dtype)
-    along = (x * unit).sum(-1, keepdim=True)
+    along = (x * unit.conj()).sum(-1, keepdim=True)
     if hook.kind == "ablate":
         return x - along * unit
     low = None if hook.seed % 2 else -0.1
     return x + (along.clamp(low, 0.1) - along) * unit
 
 
-def refuses(hook: Hook, dtype: torch.dtype) -> bool:
-    """True if a native hook cannot change tensors of a dtype."""
+def refuses(hook: Hook, case: Case) -> bool:
+    """True if a native hook cannot change the tensors."""
+    dtype = case.dtype
     if dtype.is_floating_point:
+        if hook.seed == COMPLEX and not case.sites and hook.kind in {"add", "ablate", "replace"}:
+            return True
         return dtype == FLOAT8 and hook.kind not in {"zero", "replace"}
     if dtype.is_complex:
         return hook.kind == "clamp"
     return hook.kind != "zero"
 
 
-def spoils(hook: Hook, dtype: torch.dtype) -> bool:
+def spoils(hook: Hook) -> bool:
     """True if a hook gives a result that cannot stand for the rows."""
-    if hook.kind == "scale":
-        return not dtype.is_floating_point and not dtype.is_complex
     return hook.kind in {"shape", "dtype", "sparse"}
 
 
@@ -118,8 +120,6 @@ def spoiled(x: Tensor, hook: Hook) -> Tensor:
     kind = hook.kind
     if kind == "shape":
         return x[..., :1].clone()
-    if kind == "scale":
-        return x * factor(hook.seed)
     if kind == "dtype":
         return x.to(torch.float32 if x.dtype != torch.float32 else torch.float64)
     return x.to_sparse()

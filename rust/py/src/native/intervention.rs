@@ -27,9 +27,9 @@ pub enum Operation {
     Add,
     /// `x * factor`
     Scale,
-    /// `x - (x · d) d`
+    /// `x - (x · d) d`, with the inner product of complex vectors
     Ablate,
-    /// `x + (clamp(x · d) - x · d) d`
+    /// `x + (clamp(x · d) - x · d) d`, of real numbers
     Clamp,
     /// `v`, in the shape of `x`
     Replace,
@@ -58,6 +58,8 @@ pub struct InterventionBase {
     pub width: Option<usize>,
     /// True if the vector has rows of its own, which must not widen `x`.
     has_rows: bool,
+    /// True if the vector is complex.
+    pub complex: bool,
     /// True if the vector is trained: it has another graph in each call.
     pub trained: bool,
     /// Form of the operation in a trace, made by the first, see `ferrohook.steering`.
@@ -116,12 +118,13 @@ impl InterventionBase {
         _others: &Bound<'_, PyTuple>,
     ) -> PyResult<(Self, NativeHook)> {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        let (dims, trained) = match vector {
+        let (dims, trained, complex) = match vector {
             Some(vector) => (
                 Some(vector.call_method0("dim")?.extract::<usize>()?),
                 torch::tensors::requires_grad(&vector)?,
+                vector.call_method0("is_complex")?.is_truthy()?,
             ),
-            None => (None, false),
+            None => (None, false, false),
         };
         let operation = match operation {
             "add" => Operation::Add,
@@ -138,6 +141,7 @@ impl InterventionBase {
             part,
             width,
             has_rows: dims.is_some_and(|dims| dims > 1),
+            complex,
             trained,
             traced: OnceLock::new(),
             dims,
@@ -334,7 +338,10 @@ impl<'py> Change<'_, 'py> {
         let py = self.py();
         let this = self.intervention.get();
         match this.operation {
-            Operation::Scale => x.mul(operand(0)?),
+            Operation::Scale => {
+                self.check_scales(x)?;
+                x.mul(operand(0)?)
+            }
             Operation::Zero => torch::zeros_like(x),
             Operation::Add if this.has_rows => x.add(self.expanded(&operand(0)?, x)?),
             Operation::Add => x.add(operand(0)?),
@@ -344,16 +351,42 @@ impl<'py> Change<'_, 'py> {
             }
             Operation::Ablate => {
                 let direction = operand(0)?;
-                x.sub(along(x, &direction)?.mul(&direction)?)
+                x.sub(self.along(x, &direction)?.mul(&direction)?)
             }
             Operation::Clamp => {
                 let direction = operand(0)?;
-                let before = along(x, &direction)?;
+                let before = self.along(x, &direction)?;
                 let bounds = (operand(1)?, operand(2)?);
                 let after = before.call_method1(intern!(py, "clamp"), bounds)?;
                 x.add(after.sub(before)?.mul(&direction)?)
             }
         }
+    }
+
+    /// Raises unless `x` has a dtype that a factor leaves.
+    fn check_scales(&self, x: &Bound<'py, PyAny>) -> PyResult<()> {
+        let dtype = x.getattr(intern!(self.py(), "dtype"))?;
+        if !Facts::is_float(&dtype)? {
+            self.intervention
+                .call_method1(intern!(self.py(), "check_dtype"), (dtype,))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
+    // Not a product of matrices: autocast runs those in lower precision.
+    fn along(
+        &self,
+        x: &Bound<'py, PyAny>,
+        direction: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py();
+        let product = if self.intervention.get().complex {
+            x.mul(direction.call_method0(intern!(py, "conj"))?)?
+        } else {
+            x.mul(direction)?
+        };
+        product.call_method1(intern!(py, "sum"), (-1, true))
     }
 
     /// Returns a vector in the shape of `x`.
@@ -434,10 +467,15 @@ impl<'py> Change<'_, 'py> {
             || cause.is_instance_of::<PyAttributeError>(py)
             || cause.is_instance_of::<PyNotImplementedError>(py)
             || cause.is_instance_of::<PyValueError>(py);
-        if !lacks || is_hook_error(py, &cause) || Facts::is_plain(x).unwrap_or(true) {
+        let plain = Facts::is_plain(x).unwrap_or(true);
+        let of_dtype = plain && cause.is_instance_of::<PyNotImplementedError>(py);
+        if !lacks || is_hook_error(py, &cause) || (plain && !of_dtype) {
             return cause;
         }
-        let class = type_name(x);
+        let mut class = type_name(x);
+        if of_dtype && let Ok(dtype) = x.getattr(intern!(py, "dtype")) {
+            class = format!("{class} of {dtype}");
+        }
         let message = format!(
             "{} changes a {class}, which lacks an operation of it ({}): change it by a function",
             (self.describe)(),
@@ -455,11 +493,4 @@ impl<'py> Change<'_, 'py> {
         let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
-}
-
-/// Returns the components of `x` along a unit vector, in the last dimension, which is kept.
-// Not a product of matrices: autocast runs those in lower precision.
-fn along<'py>(x: &Bound<'py, PyAny>, direction: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    x.mul(direction)?
-        .call_method1(intern!(x.py(), "sum"), (-1, true))
 }

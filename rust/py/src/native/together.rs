@@ -88,14 +88,25 @@ impl Together {
     }
 }
 
-/// True if interventions are of the same operation, on the same part of a value.
+/// True if interventions are of the same operation, on the same part of a value, by numbers of the
+/// same kind.
 fn alike(
     first: &Bound<'_, InterventionBase>,
     second: &Bound<'_, InterventionBase>,
 ) -> PyResult<bool> {
     let (this, other) = (first.get(), second.get());
     let same = same_part(first.py(), this.part.as_ref(), other.part.as_ref())?;
-    Ok(same && this.operation == other.operation)
+    Ok(same && this.operation == other.operation && this.complex == other.complex)
+}
+
+/// True for a tensor of floating point or complex numbers.
+fn has_fractions(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let floats = tensor.call_method0(intern!(py, "is_floating_point"))?;
+    Ok(floats.is_truthy()?
+        || tensor
+            .call_method0(intern!(py, "is_complex"))?
+            .is_truthy()?)
 }
 
 impl Joint for Together {
@@ -140,10 +151,9 @@ impl Group {
         let py = x.py();
         for tensor in residual.into_iter().chain([x]) {
             let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
-            let floats = tensor.call_method0(intern!(py, "is_floating_point"))?;
             if !shared.layout.covers(tensor)?
                 || dims < shared.layout.dim + 2
-                || !floats.is_truthy()?
+                || !has_fractions(tensor)?
             {
                 return Err(change.error("changes rows of", tensor));
             }
@@ -314,6 +324,7 @@ impl InBatch for InterventionBase {
             let intervention = part.hook.cast::<Self>()?;
             let this = intervention.get();
             if this.part.is_none()
+                && !this.complex
                 && width.is_some()
                 && (this.width.is_none() || this.width == width)
             {

@@ -101,6 +101,12 @@ impl Facts {
         })
     }
 
+    /// True for one of the usual dtypes of floating point.
+    pub fn is_float(dtype: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let floats = &Self::get(dtype.py())?.floats;
+        Ok(floats.iter().any(|each| dtype.is(each)))
+    }
+
     /// Calls `ask` outside of modes, which may answer for torch.
     pub fn past_modes<R>(
         py: Python<'_>,
