@@ -15,7 +15,7 @@ from ferrohook.captured import Captured, not_captured
 from ferrohook.errors import HookTypeError, SelectionError
 from ferrohook.selection import select_names
 from ferrohook.tables import as_frame, as_html, as_text, rows_of
-from ferrohook.tensors import map_tensors, nbytes, tensors_in
+from ferrohook.tensors import map_tensors, nbytes, padded, tensors_in
 
 if TYPE_CHECKING:
     import os
@@ -159,16 +159,18 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
     def stack(self, pattern: str | re.Pattern[str] = "**") -> Tensor:
         """Stacks the tensors of several modules along a new first dimension.
 
+        Nested tensors are padded: NaN stands where a sequence has no token.
+
         Args:
             pattern: a name, a glob or a compiled regex, see `select`.
 
         Raises:
             SelectionError: the pattern matches none of the names.
-            HookTypeError: `pattern` is none of these.
+            HookTypeError: `pattern` is none of these, or a nested tensor has no floating point.
             RuntimeError: the shapes differ.
         """
         names = self._matching(pattern, "stack")
-        return torch.stack([tensor for name in names for tensor in tensors_in(self[name])])
+        return torch.stack([padded(tensor) for name in names for tensor in tensors_in(self[name])])
 
     def _matching(self, pattern: str | re.Pattern[str], taker: str) -> list[str]:
         if not isinstance(pattern, str | re.Pattern):

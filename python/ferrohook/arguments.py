@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TypeAlias
 
 from torch import nn
 
 from ferrohook.errors import HookTypeError
 
+OutputIndex: TypeAlias = "int | str | tuple[int | str, ...] | None"
+"""Index, key or attribute of a part of a value; a tuple of them is the path of a nested part."""
 COPIES = ("checked", "clone", "ref")
 """Values of the option `copy` of a capture."""
 
@@ -31,6 +34,27 @@ def expect(value: object, types: type | tuple[type, ...], expected: str) -> None
     if not isinstance(value, types):
         msg = f"{expected}, got {type(value).__name__}"
         raise HookTypeError(msg)
+
+
+def check_output_index(
+    value: object, name: str, types: type | tuple[type, ...] = (int, str)
+) -> object:
+    """Validates and returns an `output_index`: None, a step, or a path, a tuple of steps.
+
+    Args:
+        value: the argument.
+        name: start of the message, such as "output_index of Add".
+        types: of a step.
+
+    Raises:
+        HookTypeError: a step has none of the types, or the path is empty.
+    """
+    steps = value if isinstance(value, tuple) else () if value is None else (value,)
+    wrong = [step for step in steps if isinstance(step, bool) or not isinstance(step, types)]
+    if wrong or value == ():
+        expected = f"{name} is an int, a key, the name of an attribute or a tuple of these"
+        expect(wrong[0] if wrong else value, (), expected)
+    return value
 
 
 def expect_module(model: object, taker: str) -> None:

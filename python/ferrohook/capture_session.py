@@ -200,8 +200,9 @@ def capture(  # noqa: PLR0913 (all but the first two by keyword)
             Or names of quantities, as `"@resid_post.*"`, see `quantities`.
         inputs: capture inputs instead of outputs: the single positional argument or the tuple of
             them, or the dict of keywords if there are no positional arguments.
-        output_index: key, index or attribute of the captured value, to capture that part alone;
-            `"sum"` for the sum of the hidden state and residual that a layer returns as a pair.
+        output_index: key, index or attribute of the captured value, to capture that part alone, or
+            a tuple of them for a nested part; `"sum"` for the sum of the hidden state and residual
+            that a layer returns as a pair.
         detach: detach the tensors from autograd's graph.
         device: move the tensors to this device. Copies from a GPU to the CPU run asynchronously
             through pinned memory, 256 MiB at a time; reading waits for them.

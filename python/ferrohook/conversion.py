@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.arguments import expect
-from ferrohook.tensors import share_memory
+from ferrohook.tensors import indexed, share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ def converter(
         return None
 
     def convert(tensor: Tensor) -> Tensor:
-        result = tensor if index is None else tensor[index]
+        result = tensor if index is None else indexed(tensor, index)
         if dtype is not None and result.is_floating_point():
             result = result.to(dtype)
         if device is not None and device != result.device:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ferrohook.tensors import parts
+from ferrohook.tensors import parts, shape_of
 
 WHOLE = 2**16
 """Bytes of a tensor up to which all of them are hashed."""
@@ -79,6 +79,8 @@ def _add_object(digest: Any, value: Any, above: frozenset[int]) -> None:
         kind, items = "mapping", sorted(value.items(), key=lambda item: repr(item[0]))
     elif isinstance(value, AbstractSet):
         kind, items = "set", list(enumerate(sorted(map(fingerprint, value))))
+    elif isinstance(value, tuple | list):  # a packed sequence with its sizes and order
+        kind, items = "structure", list(enumerate(value))
     elif (inside := parts(value)) is not None:
         kind, items = "structure", list(inside)
     else:
@@ -108,10 +110,11 @@ def _add_tensor(digest: Any, tensor: Tensor, above: frozenset[int]) -> None:
     if is_lazy(tensor):
         _add_text(digest, "uninitialised")
         return
-    # The symbolic size of a nested tensor is another in each.
-    shape = [size if type(size) is int else None for size in tensor.shape]
-    _add_text(digest, f"{tensor.dtype} {shape}")
+    _add_text(digest, f"{tensor.dtype} {[*shape_of(tensor)]}")
     tensor = tensor.detach()
+    if tensor.is_nested and tensor.layout == torch.strided:
+        _add_object(digest, tensor.unbind(), above)
+        return
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:  # DTensor, quantised or nested
         for name in flatten()[0]:

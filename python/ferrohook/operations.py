@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from ferrohook.errors import HookTypeError
+from ferrohook.tensors import same_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +60,14 @@ def change(kind: str, x: Tensor, prepared: Tensor | None, numbers: Sequence[Any]
     if kind == "scale":
         return x.mul(numbers[0])
     vector = cast("Tensor", prepared).to(x.device, x.dtype)
+    if x.is_nested:  # in the layout `jagged`: no graph has others
+        nested: Any = x
+        dense = _change_by(kind, nested.values(), vector, numbers)
+        return torch.nested.nested_tensor_from_jagged(dense, nested.offsets(), nested.lengths())
+    return _change_by(kind, x, vector, numbers)
+
+
+def _change_by(kind: str, x: Tensor, vector: Tensor, numbers: Sequence[Any]) -> Tensor:
     if kind == "add":
         return x + (vector.expand_as(x) if vector.dim() > 1 else vector)
     if kind == "replace":
@@ -84,6 +93,10 @@ def _is_sum(value: Any, part: Any) -> bool:
 
 def part_of(value: Any, part: Any) -> Any:
     """Finds the part that `output_index` names, as native code does; None if there is none."""
+    if isinstance(part, tuple):
+        for step in part:
+            value = None if value is None else part_of(value, step)
+        return value
     if part is None:
         return value
     if _is_sum(value, part):
@@ -100,6 +113,12 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
     """Applies a change to the part of a value that `output_index` names."""
     if part is None:
         return changed(value)
+    if isinstance(part, tuple):
+        first, *rest = part
+        if rest:
+            inner = change_part(kind, part_of(value, first), tuple(rest), changed)
+            return _with_part(value, first, inner)
+        part = first
     if _is_sum(value, part):
         hidden, residual = value
         hidden = changed(hidden) if kind == "add" else changed(hidden + residual) - residual
@@ -111,13 +130,13 @@ def change_part(kind: str, value: Any, part: Any, changed: Callable[[Tensor], Te
     return _with_part(value, part, changed(found))
 
 
-def _with_part(value: Any, part: Any, item: Tensor) -> Any:
+def _with_part(value: Any, part: Any, item: Any) -> Any:
     """Copies a value with a part replaced."""
     if isinstance(value, tuple):
         items = list(value)
-        made: Any = type(value)
-        items[made._fields.index(part) if isinstance(part, str) else part] = item
-        return tuple(items) if made is tuple else made(*items)
+        fields: Any = type(value)
+        items[fields.__match_args__.index(part) if isinstance(part, str) else part] = item
+        return same_tuple(value, items)
     copied: Any
     if type(value) in _PLAIN:
         copied = value.copy()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 import torch
 
 from ferrohook._core import Collector, HookHandle, RootCalls, record_all
-from ferrohook.arguments import at_least_one, check_copy, expect
+from ferrohook.arguments import at_least_one, check_copy, check_output_index, expect
 from ferrohook.captured import Part, Recorded, RecordedGradients, RecordedSteps
 from ferrohook.conversion import check_index, converter
 from ferrohook.errors import HookTypeError
@@ -62,8 +62,7 @@ def options_of(  # noqa: PLR0913 (the options of `capture`)
     flags = {"inputs": inputs, "detach": detach, "grads": grads, "stop": stop}
     for name, flag in flags.items():
         expect(flag, bool, f"{name} is a bool")
-    if isinstance(output_index, bool):
-        expect(output_index, (), "output_index is an int, a key or the name of an attribute")
+    check_output_index(output_index, "output_index", object)
     if dtype is not None:
         expect(dtype, torch.dtype, "dtype is a torch.dtype")
         _check_converts(dtype)
@@ -208,6 +207,8 @@ def _alike(
         priority = BEHIND_ALL if priority_of is None else priority_of(place)
         part = place.part
         if part is not None:
-            part = (type(part), part) if type(part) in {int, str} else id(part)
+            steps = part if type(part) is tuple else (part,)
+            plain = all(type(step) in {int, str} for step in steps)
+            part = (type(part), part) if plain else id(part)
         groups[priority, place.inputs, part].append(index)
     return groups

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ferrohook._core import crc32
 from ferrohook.errors import HookError, HookTypeError
-from ferrohook.tensors import parts
+from ferrohook.tensors import nested_of, parts
 from ferrohook.texts import missing_package, with_article
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _KEY = "ferrohook"
+_NESTED = {"nested": torch.strided, "jagged": torch.jagged}
+"""Layouts of nested tensors, by the kind that a file has of them."""
 
 
 def safetensors_library() -> ModuleType:
@@ -186,13 +188,13 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return _encode_tensor(value, tensors, path)
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
+    if isinstance(value, tuple | list):  # a packed sequence with its sizes and order
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encode(item, tensors, f"{path}/{key}") for key, item in enumerate(value)]}
     inside = value.items() if isinstance(value, Mapping) else parts(value)
     if inside is None:
         msg = f"{path}: {with_article(value)} cannot be saved, only tensors and plain data"
         raise HookTypeError(msg)
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(item, tensors, f"{path}/{key}") for key, item in inside]}
     encoded = {}
     for key, item in inside:
         if not isinstance(key, str):
@@ -205,6 +207,10 @@ def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 def _encode_tensor(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> Any:
     while path in tensors:  # a key may contain a slash
         path += "'"
+    if tensor.is_nested and tensor.layout in _NESTED.values():
+        layout = next(name for name, each in _NESTED.items() if each == tensor.layout)
+        components = enumerate(tensor.detach().unbind())
+        return {layout: [_encode(it, tensors, f"{path}/{place}") for place, it in components]}
     if tensor.layout != torch.strided:
         msg = f"{path}: a tensor of layout {tensor.layout} cannot be saved"
         raise HookTypeError(msg)
@@ -226,5 +232,7 @@ def _decode(structure: dict[str, Any], file: Any) -> Any:
             return tuple(_decode(item, file) for item in content)
         case "list":
             return [_decode(item, file) for item in content]
+        case name if name in _NESTED:
+            return nested_of([_decode(item, file) for item in content], _NESTED[name])
         case _:
             return content

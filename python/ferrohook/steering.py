@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ferrohook._core import GpuVector, InterventionBase, to_device
-from ferrohook.arguments import describe, expect
+from ferrohook.arguments import OutputIndex, check_output_index, describe, expect
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import EXACT, check_dtypes, prepared_vector
 from ferrohook.streams import Made, made
@@ -32,8 +32,9 @@ class Intervention(InterventionBase):
     """Base of the interventions: immutable, compared by content, picklable.
 
     `output_index` names the changed tensor in an output that is a tuple, list, dict or object: its
-    index, key or attribute. `"sum"`, for layers that return hidden state and residual, changes the
-    sum of the two: the hidden state takes the difference.
+    index, key or attribute, or a tuple of them: `(1, 0)` is the `h` of an LSTM, `(0, "data")` the
+    data of the sequence that it returns for a packed one. `"sum"`, for layers that return hidden
+    state and residual, changes the sum of the two: the hidden state takes the difference.
     """
 
     __slots__ = ("_made", "output_index", "values")
@@ -54,7 +55,7 @@ class Intervention(InterventionBase):
     @classmethod
     def _of(cls, values: tuple[Any, ...], output_index: Any) -> Self:
         """Makes an intervention of validated values of `fields`."""
-        output_index = _index(cls, output_index)
+        output_index = check_output_index(output_index, f"output_index of {cls.__name__}")
         vector = next((value for value in values if isinstance(value, Tensor)), None)
         numbers = tuple(value for value in values if not isinstance(value, Tensor))
         width = vector.shape[-1] if vector is not None and vector.dim() else None
@@ -246,16 +247,6 @@ def _number(cls: type[Intervention], name: str, value: object) -> float:
     return number
 
 
-def _index(cls: type[Intervention], value: object) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | str | None):
-        expect(
-            value,
-            (),
-            f"output_index of {cls.__name__} is an int, a key or the name of an attribute",
-        )
-    return value
-
-
 class Add(Intervention):
     """Adds `scale * vector` to the tensor.
 
@@ -273,7 +264,7 @@ class Add(Intervention):
     fields = ("vector", "scale")
 
     def __new__(  # noqa: D102 (see the class)
-        cls, vector: Tensor, scale: float = 1.0, *, output_index: int | str | None = None
+        cls, vector: Tensor, scale: float = 1.0, *, output_index: OutputIndex = None
     ) -> Self:
         values = _vector(cls, "vector", vector), _number(cls, "scale", scale)
         return cls._of(values, output_index)
@@ -287,7 +278,7 @@ class Scale(Intervention):
     fields = ("factor",)
 
     def __new__(  # noqa: D102 (see the class)
-        cls, factor: float, *, output_index: int | str | None = None
+        cls, factor: float, *, output_index: OutputIndex = None
     ) -> Self:
         return cls._of((_number(cls, "factor", factor),), output_index)
 
@@ -307,7 +298,7 @@ class Ablate(Intervention):
     fields = ("direction",)
 
     def __new__(  # noqa: D102 (see the class)
-        cls, direction: Tensor, *, output_index: int | str | None = None
+        cls, direction: Tensor, *, output_index: OutputIndex = None
     ) -> Self:
         return cls._of((_direction(cls, direction),), output_index)
 
@@ -338,7 +329,7 @@ class Clamp(Intervention):
         low: float | None = None,
         high: float | None = None,
         *,
-        output_index: int | str | None = None,
+        output_index: OutputIndex = None,
     ) -> Self:
         least = None if low is None else _number(cls, "low", low)
         most = None if high is None else _number(cls, "high", high)
@@ -360,7 +351,7 @@ class Replace(Intervention):
     fields = ("value",)
 
     def __new__(  # noqa: D102 (see the class)
-        cls, value: Tensor, *, output_index: int | str | None = None
+        cls, value: Tensor, *, output_index: OutputIndex = None
     ) -> Self:
         return cls._of((_vector(cls, "value", value),), output_index)
 
@@ -371,7 +362,7 @@ class Zero(Intervention):
     __slots__ = ()
     kind = "zero"
 
-    def __new__(cls, *, output_index: int | str | None = None) -> Self:  # noqa: D102 (see the class)
+    def __new__(cls, *, output_index: OutputIndex = None) -> Self:  # noqa: D102 (see the class)
         return cls._of((), output_index)
 
 

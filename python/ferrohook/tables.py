@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.errors import HookError, StaleActivationError
-from ferrohook.tensors import leaves_by_path, nbytes
+from ferrohook.tensors import leaves_by_path, nbytes, shape_of
 from ferrohook.texts import missing_package
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Row(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """Shape of a tensor."""
-        return str(tuple(self.leaf.shape)) if isinstance(self.leaf, Tensor) else "-"
+        """Shape of a tensor; of a nested one with None where its components differ."""
+        return str(shape_of(self.leaf)) if isinstance(self.leaf, Tensor) else "-"
 
     @property
     def dtype(self) -> str:
@@ -162,6 +162,10 @@ def _html_row(tag: str, cells: Iterable[str]) -> str:
 
 def values_of(leaf: Any) -> Tensor | None:
     """Returns a tensor's values in floating point; None if there are none that can be read."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        components = leaf.detach().unbind()
+        width = shape_of(leaf)[-1]
+        leaf = torch.cat([it.reshape(-1, 1 if width is None else width) for it in components])
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
         return None
     if leaf.is_meta or leaf.is_quantized:
@@ -216,7 +220,7 @@ def as_frame(rows: Iterable[Row]) -> pd.DataFrame:
     for row in rows:
         line = {"name": row.name, "call": row.call or 0, "part": row.part, "dtype": row.dtype}
         if isinstance(row.leaf, Tensor):
-            line |= {"shape": tuple(row.leaf.shape), "bytes": row.nbytes}
+            line |= {"shape": shape_of(row.leaf), "bytes": row.nbytes}
             line |= _statistics(row.leaf)
         lines.append(line)
     return pd.DataFrame(lines, columns=[*HEADINGS, *STATISTICS])

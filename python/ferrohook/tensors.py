@@ -1,25 +1,40 @@
-"""Tensors in structures of tuples, lists, dicts and dataclasses."""
+"""Tensors in structures: tuples, lists, dicts, dataclasses and packed sequences.
+
+Native code walks the same ones (`torch/tensors.rs`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from ferrohook.errors import HookTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+
+DEEPEST: Final = 64
+"""Depth below which structures count as leaves, in native code too."""
 
 
 def parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Returns the items of a tuple, list, dict or dataclass with their keys; None for others.
 
     A `UserDict` (a transformers `BatchFeature`) counts as a dict. Keys are indices, dict keys or
-    field names. An unset field of a dataclass counts as None.
+    field names. An unset field of a dataclass counts as None. A `PackedSequence` has its data: the
+    other tensors say where sequences are in it.
     """
+    if isinstance(value, PackedSequence):
+        return [("data", value.data)]
     if isinstance(value, tuple | list):
         return enumerate(value)
     if isinstance(value, dict | UserDict):
@@ -36,12 +51,10 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
         return items
     if type(value) is dict:
         return dict(zip(value, items, strict=True))
+    if isinstance(value, PackedSequence):
+        return repacked(value, *items)
     if isinstance(value, tuple):
-        cls: Any = type(value)
-        if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
-            return cls(items)
-        # Constructors of tuple subclasses may take anything; only `_make` of named tuples is safe.
-        return getattr(cls, "_make", tuple)(items)
+        return same_tuple(value, items)
     copied = copy(value)
     if isinstance(value, list):
         copied[:] = items
@@ -53,6 +66,35 @@ def rebuilt(value: Any, items: list[Any]) -> Any:
             if hasattr(value, name):
                 object.__setattr__(copied, name, item)  # the dataclass may be frozen
     return copied
+
+
+def same_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """Makes a tuple of the class of another."""
+    cls: Any = type(value)
+    if hasattr(cls, "n_sequence_fields"):  # one of torch.return_types
+        return cls(items)
+    # Constructors of tuple subclasses may take anything; only `_make` of named tuples is safe.
+    return getattr(cls, "_make", tuple)(items)
+
+
+def repacked(sequence: PackedSequence, data: Any) -> PackedSequence:
+    """Returns a packed sequence with other data.
+
+    Raises:
+        HookTypeError: they have another number of tokens, which would be those of other sequences.
+    """
+    made: Any = type(sequence)
+    former, sizes, *orders = sequence
+    if isinstance(data, Tensor) and isinstance(former, Tensor):
+        if not data.dim() or len(data) != len(former):
+            msg = (
+                f"a PackedSequence has {len(former)} tokens, of all its sequences, and is left "
+                f"with a tensor of {tuple(data.shape)}: take its data alone, by an output_index "
+                'that ends in "data"'
+            )
+            raise HookTypeError(msg)
+        orders = [None if order is None else order.to(data.device) for order in orders]
+    return made._make([data, sizes, *orders])  # type: ignore[no-any-return]
 
 
 def tensors_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
@@ -70,27 +112,81 @@ def leaves_by_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     by_key = isinstance(value, tuple | list | dict | UserDict)
+    by_key = by_key and not isinstance(value, PackedSequence)
     for key, item in parts(value) or ():
         yield from leaves_by_path(item, f"{path}[{key!r}]" if by_key else f"{path}.{key}")
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yields the tensors of a structure in order."""
     if isinstance(value, Tensor):
         yield value
-    elif inside := parts(value):
+    elif depth <= DEEPEST and (inside := parts(value)):
         for _, item in inside:
-            yield from tensors_in(item)
+            yield from tensors_in(item, depth + 1)
 
 
-def map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(convert: Callable[[Tensor], Any], value: Any, depth: int = 0) -> Any:
     """Converts every tensor of a structure; the classes of the structure stay."""
     if isinstance(value, Tensor):
         return convert(value)
-    inside = parts(value)
+    inside = parts(value) if depth <= DEEPEST else None
     if inside is None:
         return value
-    return rebuilt(value, [map_tensors(convert, item) for _, item in inside])
+    return rebuilt(value, [map_tensors(convert, item, depth + 1) for _, item in inside])
+
+
+def shape_of(tensor: Tensor) -> tuple[int | None, ...]:
+    """Returns the shape of a tensor; of a nested one with None where its components differ."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    shapes = [component.shape for component in tensor.unbind()]
+    sizes = zip(*shapes, strict=True)
+    return (len(shapes), *(each[0] if len({*each}) == 1 else None for each in sizes))
+
+
+def nested_of(components: list[Tensor], layout: torch.layout) -> Tensor:
+    """Makes a nested tensor; its gradients reach the components."""
+    return torch.nested.as_nested_tensor(components, layout=layout)
+
+
+def indexed(tensor: Tensor, index: Any) -> Tensor:
+    """Returns `tensor[index]`; of a nested tensor what the index takes of each component.
+
+    Raises:
+        HookTypeError: the index of a nested tensor has more than ints, slices and an ellipsis.
+    """
+    if not tensor.is_nested:
+        return tensor[index]
+    steps = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(step, int | slice | EllipsisType) for step in steps):
+        msg = f"the slice of a nested tensor has ints, slices and an ellipsis, got {index!r}"
+        raise HookTypeError(msg)
+    if ... in steps:
+        place = steps.index(...)
+        missing = tensor.dim() - len(steps) + 1
+        steps = (*steps[:place], *[slice(None)] * missing, *steps[place + 1 :])
+    first, *rest = steps or (slice(None),)
+    components = tensor.unbind()
+    if not isinstance(first, slice):
+        return components[first][tuple(rest)]
+    taken = [component[tuple(rest)] for component in components[first]]
+    dense = not taken or not taken[0].dim()
+    return torch.stack(taken) if dense else nested_of(taken, tensor.layout)
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """Returns a nested tensor as a dense one, with NaN where a component has no number.
+
+    Raises:
+        HookTypeError: its dtype has no NaN.
+    """
+    if not tensor.is_nested:
+        return tensor
+    if not tensor.is_floating_point():
+        msg = f"a nested tensor of {tensor.dtype} has no NaN to pad it with: stack its components"
+        raise HookTypeError(msg)
+    return tensor.to_padded_tensor(math.nan)
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -103,7 +199,7 @@ def nbytes(tensor: Tensor) -> int:
         case torch.sparse_csc | torch.sparse_bsc:
             stored = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
         case _:
-            return tensor.nbytes
+            return tensor.numel() * tensor.itemsize
     return sum(each.nbytes for each in stored)
 
 

@@ -11,8 +11,8 @@ graph (with `fullgraph=True`: raise).
 # stands in the graph as the operator `ferrohook::record`, which asks the context for its recorders
 # when it runs: graphs traced in a capture have the operators of all modules that were captured
 # before. These break the graph too: native detectors, captures that keep gradients, the graph or
-# structures of several tensors, and backward hooks around list or dict outputs or a call with
-# keywords alone. Backward hooks need compiled autograd, as PyTorch's do.
+# structures of several tensors, and backward hooks around structures or a call with keywords alone.
+# Backward hooks need compiled autograd, as PyTorch's do.
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from torch.utils.hooks import BackwardHook
 
 from ferrohook._core import HookedBase, record
 from ferrohook.attention import KEY as _POINTS
-from ferrohook.backward import BackwardPass
+from ferrohook.backward import UNTRACED, BackwardPass
 from ferrohook.dynamo import patch_dynamo
 from ferrohook.errors import HookTypeError
 from ferrohook.operations import change, change_part, part_of, prepared_vector
+from ferrohook.tensors import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,16 +124,21 @@ def _call(  # noqa: PLR0913, PLR0917 (the state of a call)
             [_plain_backward(hook) if kind == "typed" else hook for hook, kind, _ in backward],
             [hook for hook, _, _ in backward_pre],
         )
-        if args or not kwargs:
+        if (args or not kwargs) and _flat(args):
             args = tap.setup_input_hook(args)
         else:
             args, kwargs = BackwardPass.tap_inputs(tap, args, kwargs)  # breaks the graph
     output = _forward(self, registry, forward, args, kwargs, target(*args, **kwargs))
     if tap is None:
         return output
-    if isinstance(output, torch.Tensor | tuple):
+    if isinstance(output, torch.Tensor) or (type(output) is tuple and _flat(output)):
         return tap.setup_output_hook(output)
     return BackwardPass.tap_outputs(tap, output)  # breaks the graph
+
+
+def _flat(values: tuple[Any, ...]) -> bool:
+    """Returns True if none of the values is a structure of tensors."""
+    return all(isinstance(value, torch.Tensor) or not parts(value) for value in values)
 
 
 def _compiles_backward() -> bool:
@@ -350,8 +356,8 @@ never_trace_frame(
     "native detector, or a capture of gradients, with the autograd graph or with stop",
 )
 never_trace_frame(record_untraced, "a module's output is captured that has several tensors")
-for _function in (BackwardPass.tap_inputs, BackwardPass.tap_outputs):
-    never_trace_frame(_function, "backward hooks around a list, a dict or keywords alone")
+for _function in UNTRACED:
+    never_trace_frame(_function, "backward hooks around a structure of tensors or keywords alone")
 trace_as(HookedBase.__call__, traced_call)
 _after_dynamo_import(patch_dynamo)
 if _DYNAMO not in sys.modules:

@@ -24,7 +24,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Round trips
 
 numbers = st.floats(-1e6, 1e6)
-indices = st.none() | st.integers(0, 3) | st.text(max_size=3)
+steps = st.integers(0, 3) | st.text(max_size=3)
+indices = st.none() | steps | st.lists(steps, min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
@@ -187,7 +188,7 @@ def steer(_module: object, _args: object, _output: object) -> None: ...
             "entries[1].at: .* not the function .*<lambda>",
         ),
         (fh.keep(slice=torch.tensor([1])), fh.HookTypeError, "entries[1].slice: .* got Tensor"),
-        (fh.keep(output_index=(1, 2)), fh.HookTypeError, "entries[1].output_index: .* got tuple"),
+        (fh.keep(output_index=(1, 2.5)), fh.HookTypeError, "entries[1].output_index: .* got float"),
         (
             fh.on("a", fh.Add(torch.ones(2, dtype=torch.complex64))),
             fh.HookTypeError,
@@ -256,7 +257,13 @@ HOSTILE = [
     ({**ZERO, "hook": {"type": "Scale", "factor": "2"}}, "entries[1].hook: factor of Scale is a"),
     ({**ZERO, "hook": {"type": "Scale", "factor": None}}, "entries[1].hook: factor of Scale is a"),
     ({**ZERO, "hook": {**ADD, "scale": {}}}, "entries[1].hook.scale: .*, got an object"),
-    ({**ZERO, "hook": {**ADD, "output_index": [0]}}, "entries[1].hook.output_index: .*, got list"),
+    (
+        {**ZERO, "hook": {**ADD, "output_index": [[0]]}},
+        "entries[1].hook.output_index: .*, got list",
+    ),
+    ({**ZERO, "hook": {**ADD, "output_index": []}}, "entries[1].hook.output_index: .*, got list"),
+    ({"type": "keep", "output_index": [0, True]}, "entries[1].output_index: .*, got list"),
+    ({"type": "keep", "output_index": [0] * 65}, "entries[1].output_index: .*, got list"),
     ({**ZERO, "hook": {**ADD, "vector": [1.0]}}, "entries[1].hook.vector: an object is expected"),
     (
         {**ZERO, "hook": {"type": "Ablate", "direction": VECTOR}},

@@ -63,6 +63,8 @@ def upward_arrows(arrows: Arrows, units: Mapping[str, str], levels: Mapping[str,
 def names_of_others() -> set[str]:
     """Names of torch's and Python's own objects."""
     known: list[object] = [torch, torch.Tensor, torch.nn.Module(), torch.autograd, dict, slice]
+    # Methods of nested tensors.
+    known += [torch.nested.as_nested_tensor([torch.ones(1, 1)], layout=torch.jagged)]
     known += [functools, builtins, BaseException, logging.Logger, collections.namedtuple("N", "")]  # noqa: PYI024 (its methods)
     return {name for each in known for name in dir(each)}
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ferrohook.analysis.effects import Effects
     from ferrohook.analysis.patching import Over
+    from ferrohook.arguments import OutputIndex
     from ferrohook.selection import Selector
 
 
@@ -32,7 +33,7 @@ def ablation(  # noqa: PLR0913 (options by keyword)
     reference: Any = None,
     over: Over = (),
     inputs: bool = False,
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
     batch_size: int = BATCH_SIZE,

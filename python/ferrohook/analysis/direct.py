@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ferrohook.analysis.patching import Over
     from ferrohook.analysis.targets import Change
+    from ferrohook.arguments import OutputIndex
     from ferrohook.selection import Selector
 
 PARTS: Final = ("@embed", "@attn_out.*", "@mlp_out.*")
@@ -37,7 +38,7 @@ def direct_logit_attribution(  # noqa: PLR0913 (options by keyword)
     *,
     norm: str = "@final_norm",
     over: Over = (),
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
     batch_size: int | None = None,
@@ -161,7 +162,7 @@ def _path(norm: Targets, name: str) -> str:
 
 
 def _projections(
-    model: nn.Module, what: Selector, heads: int | None, output_index: int | str | None
+    model: nn.Module, what: Selector, heads: int | None, output_index: OutputIndex
 ) -> tuple[Targets, Targets]:
     """Returns what projections take of the heads, and what they add to the stream, in one order.
 

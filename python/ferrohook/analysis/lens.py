@@ -14,7 +14,7 @@ from ferrohook.analysis.calls import Call, check_repeatable, relative_distance, 
 from ferrohook.analysis.effects import check_tokens
 from ferrohook.analysis.sweeps import BATCH_SIZE
 from ferrohook.analysis.targets import Targets, cloned
-from ferrohook.arguments import at_least_one
+from ferrohook.arguments import OutputIndex, at_least_one
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.progress import progress_bar
 from ferrohook.tables import grid_as_html, grid_as_text
@@ -77,7 +77,7 @@ def logit_lens(  # noqa: PLR0913 (options by keyword)
     what: Selector = "@resid_post.*",
     *,
     to_logits: Callable[[Tensor], Tensor] | None = None,
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     top: int = 1,
     decode: Callable[[int], str] = str,
     tokens: Sequence[str] | None = None,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ferrohook.analysis.targets import Cell
+    from ferrohook.arguments import OutputIndex
     from ferrohook.selection import Selector
 
 Over: TypeAlias = "Literal['position', 'head'] | Sequence[Literal['position', 'head']]"
@@ -35,7 +36,7 @@ def activation_patching(  # noqa: PLR0913 (options by keyword)
     *,
     over: Over = "position",
     inputs: bool = False,
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
     batch_size: int = BATCH_SIZE,
@@ -109,7 +110,7 @@ def attribution_patching(  # noqa: PLR0913 (options by keyword)
     *,
     over: Over = "position",
     inputs: bool = False,
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     heads: int | None = None,
     tokens: Sequence[str] | None = None,
     batch_size: int | None = None,

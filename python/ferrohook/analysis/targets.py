@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrohook.analysis.calls import score
-from ferrohook.arguments import at_least_one, expect_module
+from ferrohook.arguments import OutputIndex, at_least_one, expect_module
 from ferrohook.errors import HookError, HookTypeError
 from ferrohook.groups import register
 from ferrohook.never_fired import explain
@@ -73,7 +73,7 @@ class Targets:
         what: Selector,
         *,
         inputs: bool = False,
-        output_index: int | str | None = None,
+        output_index: OutputIndex = None,
         heads: int | None = None,
     ) -> None:
         expect_module(model, "an analysis takes")
@@ -105,7 +105,7 @@ class Targets:
     def _hook(self, change: Change) -> Callable[..., Any]:
         part = self._part
 
-        def through(value: Any, part: int | str | None) -> Any:
+        def through(value: Any, part: OutputIndex) -> Any:
             found = next(tensors_in(value), None) if part is None else part_of(value, part)
             if not isinstance(found, Tensor):
                 of = "" if part is None else f"output_index {part!r} of "

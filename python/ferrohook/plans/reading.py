@@ -34,6 +34,8 @@ _LONGEST: Final = 1024
 _LONGEST_REGEX: Final = 256
 _DEEPEST: Final = 8
 """Lists within lists, at most."""
+_LONGEST_PATH: Final = 64
+"""Steps of an `output_index`."""
 _MOST_DIMENSIONS: Final = 8
 _MOST_INDICES: Final = 2**16
 """Members of the lists in `slice=` of all entries, at most."""
@@ -191,7 +193,7 @@ class _Reader:
             if name in {"vector", "direction", "value"}:
                 fields[name] = self._tensor(it, f"{path}.{name}")
             elif name == "output_index":
-                fields[name] = _part(_plain(it, f"{path}.{name}"), f"{path}.{name}")
+                fields[name] = _part(it, f"{path}.{name}")
             else:
                 fields[name] = _plain(it, f"{path}.{name}")
         with _named(path):
@@ -358,11 +360,19 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _part(value: Any, path: str) -> Any:
-    """Validates the index, key or attribute of a part of an output."""
-    if isinstance(value, bool | float):
-        msg = f"{path}: an int, a string or null is expected, got {_short(value)}"
-        raise ValueError(msg)  # noqa: TRY004 (a text has no types of Python's)
-    return value
+    """Validates an `output_index`, whose path is a list."""
+    listed = isinstance(value, list)
+    steps = value if listed else [] if value is None else [value]
+    if not len(steps) <= _LONGEST_PATH or (listed and not steps) or not all(map(_is_step, steps)):
+        msg = f"{path}: an int, a string, a list of these or null is expected, got {_short(value)}"
+        raise ValueError(msg)
+    for step in steps:
+        _plain(step, path)
+    return tuple(steps) if listed else value
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def _members(value: Any, path: str, depth: int) -> tuple[list[Any], Any]:
@@ -403,9 +413,9 @@ def _slice(value: Mapping[str, Any], path: str) -> slice:
 def _read_option(name: str, value: Any, path: str) -> Any:
     if name == "at" and isinstance(value, Mapping):
         return _slice(value, path)
-    plain = _plain(value, path)
     if name == "output_index":
-        return _part(plain, path)
+        return _part(value, path)
+    plain = _plain(value, path)
     if name != "dtype" or plain is None:
         return plain
     if plain not in _DTYPES:

@@ -57,7 +57,7 @@ def _hook(hook: Any, path: str) -> dict[str, Any]:
     values = zip(cls.fields, hook.values, strict=True)
     fields = {name: _value(it, f"{path}.{name}") for name, it in values if it is not None}
     if hook.output_index is not None:
-        fields["output_index"] = hook.output_index
+        fields["output_index"] = _option("output_index", hook.output_index, path)
     return {"type": cls.__name__, **fields}
 
 
@@ -120,6 +120,8 @@ def _option(name: str, value: Any, path: str) -> Any:
         return str(value).removeprefix("torch.")
     if name == "slice":
         return _index(value, path)
+    if name == "output_index" and isinstance(value, tuple):
+        return [_option("a step", step, path) for step in value]
     if not isinstance(value, str | int):
         msg = f"{path}: JSON has strings and ints here, got {describe(value)}"
         raise HookTypeError(msg)

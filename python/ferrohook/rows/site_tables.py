@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ferrohook._core import Attachment, count_sites, to_device
-from ferrohook.arguments import at_least_one, expect_module
+from ferrohook.arguments import OutputIndex, at_least_one, check_output_index, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
 from ferrohook.operations import change_part, part_of
@@ -548,7 +548,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
     max_requests: int,
     max_rows: int,
     dim: int = 0,
-    output_index: int | str | None = None,
+    output_index: OutputIndex = None,
     width: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -601,6 +601,7 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
         ...         compiled(x)
     """
     expect_module(model, "sites takes")
+    check_output_index(output_index, "output_index of sites")
     max_requests = at_least_one("max_requests", max_requests)
     max_rows = at_least_one("max_rows", max_rows)
     if open_sites(model) is not None:

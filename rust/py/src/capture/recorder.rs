@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString};
+use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
@@ -104,7 +104,11 @@ impl Recorder {
             return Ok(String::new());
         };
         let part = part.bind(py);
-        if part.is_exact_instance_of::<PyString>() || part.is_exact_instance_of::<PyInt>() {
+        let plain = |step: &Bound<'_, PyAny>| {
+            step.is_exact_instance_of::<PyString>() || step.is_exact_instance_of::<PyInt>()
+        };
+        let path = part.cast_exact::<PyTuple>();
+        if plain(part) || path.is_ok_and(|path| path.iter().all(|step| plain(&step))) {
             return Ok(part.repr()?.to_string());
         }
         Ok(format!("object at {:p}", part.as_ptr()))

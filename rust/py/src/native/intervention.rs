@@ -18,7 +18,8 @@ use crate::rows::matrix::Arguments;
 use crate::torch;
 use crate::torch::facts::Facts;
 use crate::torch::made::Order;
-use crate::torch::tensors::{part_of, summed, with_part};
+use crate::torch::nested::{is_nested, map_dense};
+use crate::torch::tensors::{last_step, part_of, summed, with_part};
 
 /// Change of a tensor `x` by a vector `v`, or by a unit vector `d`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -277,30 +278,37 @@ impl<'py> Change<'_, 'py> {
             return Err(self.error(expected, value));
         };
         let part = part.bind(self.py());
-        if let Some((hidden, residual)) = summed(value, part) {
+        let (around, last) = last_step(part)?;
+        let inner = part_of(value, &around).map_err(|cause| self.no_part(value, part, cause))?;
+        if let Some((hidden, residual)) = summed(&inner, &last) {
             // The hidden state alone takes what is added to the sum.
             let adds = self.intervention.get().operation == Operation::Add;
             let changed = tensor(&hidden, (!adds).then_some(&residual))?;
             let first = 0_usize.into_pyobject(self.py())?.into_any();
-            return with_part(value, &first, &changed);
+            return with_part(value, &around, &with_part(&inner, &first, &changed)?);
         }
-        let found = part_of(value, part).map_err(|cause| {
-            let part = part
-                .repr()
-                .map_or_else(|_| "?".to_owned(), |it| it.to_string());
-            let message = format!(
-                "{} changes output_index {part}, which the module's value, of type {}, lacks",
-                (self.describe)(),
-                type_name(value)
-            );
-            let error = selection_error(self.py(), message);
-            error.set_cause(self.py(), Some(cause));
-            error
-        })?;
+        let found = part_of(&inner, &last).map_err(|cause| self.no_part(value, part, cause))?;
         if !torch::is_tensor(&found)? {
-            return Err(self.error("changes a tensor: its output_index names", &found));
+            let expected = format!(
+                "changes a tensor: name one by a path, a tuple of steps, as output_index {} names",
+                repr(part)
+            );
+            return Err(self.error(&expected, &found));
         }
         with_part(value, part, &tensor(&found, None)?)
+    }
+
+    /// Returns the error of a value without the part.
+    fn no_part(&self, value: &Bound<'py, PyAny>, part: &Bound<'py, PyAny>, cause: PyErr) -> PyErr {
+        let message = format!(
+            "{} changes output_index {}, which the module's value, of type {}, lacks",
+            (self.describe)(),
+            repr(part),
+            type_name(value)
+        );
+        let error = selection_error(self.py(), message);
+        error.set_cause(self.py(), Some(cause));
+        error
     }
 
     /// Changes a tensor, where the mask is true.
@@ -319,6 +327,23 @@ impl<'py> Change<'_, 'py> {
 
     /// Changes a tensor by the vector or the numbers of the intervention.
     pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self.whole(x) {
+            // Torch lacks most operations of a nested tensor and a dense one.
+            Err(cause) if !is_hook_error(self.py(), &cause) && is_nested(x)? => {
+                if self.intervention.get().has_rows {
+                    let message = format!(
+                        "{}: a vector with rows does not fit a nested tensor: give it one dimension",
+                        (self.describe)()
+                    );
+                    return Err(hook_type_error(self.py(), message));
+                }
+                map_dense(x, &mut |dense| self.whole(dense))
+            }
+            changed => changed,
+        }
+    }
+
+    fn whole(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let this = self.intervention.get();
         let numbers = this.numbers.bind(self.py());
         let vectors = usize::from(this.dims.is_some());
@@ -489,8 +514,14 @@ impl<'py> Change<'_, 'py> {
         error
     }
 
+    /// Returns the error of a value of another kind than it changes.
     pub fn error(&self, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
         let message = format!("{} {expected} a {}", (self.describe)(), type_name(value));
         hook_type_error(self.py(), message)
     }
+}
+
+fn repr(part: &Bound<'_, PyAny>) -> String {
+    part.repr()
+        .map_or_else(|_| "?".to_owned(), |it| it.to_string())
 }

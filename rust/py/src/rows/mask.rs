@@ -8,6 +8,7 @@ use crate::error::hook_type_error;
 use crate::rows::matrix::{Arguments, Padded};
 use crate::rows::places::{MemberPlace, TokenPlace};
 use crate::torch::copies::Copies;
+use crate::torch::nested::is_nested;
 
 const UNPROVED: &str = ": as many rows, but the module took no tensor of (batch, length, ...) and no \
     view of one that would show that they are the tokens in order. Name a module that did; in \
@@ -154,6 +155,13 @@ impl Mask {
         let shape = |tensor: &Bound<'_, PyAny>| -> PyResult<Vec<usize>> {
             tensor.getattr(intern!(py, "shape"))?.extract()
         };
+        if is_nested(x)? {
+            let message = format!(
+                "{}: tokens at positions are not found in a nested tensor: leave out at=",
+                describe(),
+            );
+            return Err(hook_type_error(py, message));
+        }
         let (of_x, of_mask) = (shape(x)?, shape(self.bools.bind(py))?);
         if of_x.starts_with(&of_mask) {
             return Ok(of_mask.len());

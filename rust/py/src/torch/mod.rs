@@ -9,6 +9,7 @@ pub mod copies;
 pub mod facts;
 pub mod hooks;
 pub mod made;
+pub mod nested;
 pub mod target;
 pub mod tensors;
 pub mod tree;

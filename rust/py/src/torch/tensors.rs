@@ -1,4 +1,4 @@
-//! Structures of tensors: tuples, lists, dicts, `UserDict`s and dataclasses.
+//! Structures of tensors: tuples, lists, dicts, `UserDict`s, dataclasses and packed sequences.
 
 use pyo3::ffi;
 use pyo3::intern;
@@ -15,6 +15,8 @@ const DEEPEST: usize = 64;
 /// One level of a structure.
 enum Structure<'py> {
     Tensor,
+    /// A `PackedSequence`: its data are the tensor, the others say where sequences are in it.
+    Packed(Bound<'py, PyTuple>),
     Tuple(Bound<'py, PyTuple>),
     List(Bound<'py, PyList>),
     /// A dict, or that inside a `UserDict` (a transformers `BatchFeature`).
@@ -33,7 +35,13 @@ impl<'py> Structure<'py> {
             return Ok(Self::Leaf);
         }
         if let Ok(tuple) = value.cast::<PyTuple>() {
-            return Ok(Self::Tuple(tuple.clone()));
+            let packed = !tuple.is_exact_instance_of::<PyTuple>() && is_packed(value)?;
+            let tuple = tuple.clone();
+            return Ok(if packed {
+                Self::Packed(tuple)
+            } else {
+                Self::Tuple(tuple)
+            });
         }
         if let Ok(list) = value.cast::<PyList>() {
             return Ok(Self::List(list.clone()));
@@ -62,6 +70,7 @@ impl<'py> Structure<'py> {
     fn items(&self, value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         match self {
             Self::Tensor | Self::Leaf => Ok(Vec::new()),
+            Self::Packed(tuple) => Ok(vec![tuple.get_item(0)?]),
             Self::Tuple(tuple) => Ok(tuple.iter().collect()),
             Self::List(list) => Ok(list.iter().collect()),
             Self::Dict(dict) => Ok(dict.values().iter().collect()),
@@ -81,6 +90,9 @@ impl<'py> Structure<'py> {
         let copy = || py.import("copy")?.call_method1("copy", (value,));
         match self {
             Self::Tensor | Self::Leaf => Ok(value.clone()),
+            Self::Packed(tuple) => py
+                .import(intern!(py, "ferrohook.tensors"))?
+                .call_method1(intern!(py, "repacked"), (tuple, &items[0])),
             Self::Tuple(tuple) => tuple_with_items(tuple, items),
             Self::List(_) => Ok(PyList::new(py, items)?.into_any()),
             Self::Dict(dict) => {
@@ -101,6 +113,11 @@ impl<'py> Structure<'py> {
             }
         }
     }
+}
+
+fn is_packed(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static PACKED: Once<Py<PyType>> = Once::new();
+    value.is_instance(PACKED.import(value.py(), "torch.nn.utils.rnn", "PackedSequence")?)
 }
 
 fn is_user_dict(value: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -177,9 +194,34 @@ pub fn summed<'py>(
     named.then(|| pair.extract().ok())?
 }
 
-/// Finds the part of a value that an `output_index` names: a [sum](summed), its item or, by a name
-/// that is no key, its attribute.
+/// Splits an `output_index` that is a path, a tuple of steps, into the path of the value around its
+/// part and the last step; that of a single step is empty.
+pub fn last_step<'py>(
+    part: &Bound<'py, PyAny>,
+) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyAny>)> {
+    let Ok(path) = part.cast::<PyTuple>() else {
+        return Ok((PyTuple::empty(part.py()), part.clone()));
+    };
+    let last = path.len().saturating_sub(1);
+    Ok((path.get_slice(0, last), path.get_item(last)?))
+}
+
+/// Finds the part of a value that an `output_index` names, a step or a tuple of steps.
 pub fn part_of<'py>(
+    value: &Bound<'py, PyAny>,
+    part: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    match part.cast::<PyTuple>() {
+        Ok(path) => path
+            .iter()
+            .try_fold(value.clone(), |value, step| part_at(&value, &step)),
+        Err(_) => part_at(value, part),
+    }
+}
+
+/// Finds the part of a value at one step: a [sum](summed), its item or, by a name that is no key,
+/// its attribute.
+fn part_at<'py>(
     value: &Bound<'py, PyAny>,
     part: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -198,9 +240,23 @@ pub fn part_of<'py>(
     found.or_else(|error| value.getattr(name).map_err(|_| error))
 }
 
-/// Copies a value with the part that [`part_of`] finds replaced. An index of a dict is that of a
-/// transformers `ModelOutput`.
+/// Copies a value with the part that [`part_of`] finds replaced.
 pub fn with_part<'py>(
+    value: &Bound<'py, PyAny>,
+    part: &Bound<'py, PyAny>,
+    item: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    if part.cast::<PyTuple>().is_ok_and(PyTupleMethods::is_empty) {
+        return Ok(item.clone());
+    }
+    let (around, last) = last_step(part)?;
+    let changed = with_part_at(&part_of(value, &around)?, &last, item)?;
+    with_part(value, &around, &changed)
+}
+
+/// Copies a value with the part at one step replaced. An index of a dict is that of a transformers
+/// `ModelOutput`.
+fn with_part_at<'py>(
     value: &Bound<'py, PyAny>,
     part: &Bound<'py, PyAny>,
     item: &Bound<'py, PyAny>,
@@ -317,9 +373,9 @@ fn each_pair_below<'py>(
         (Structure::Dict(first), Structure::Dict(second)) => {
             first.keys().as_any().eq(second.keys().as_any())?
         }
-        (Structure::Tuple(_), Structure::Tuple(_)) | (Structure::List(_), Structure::List(_)) => {
-            true
-        }
+        (Structure::Tuple(_), Structure::Tuple(_))
+        | (Structure::List(_), Structure::List(_))
+        | (Structure::Packed(_), Structure::Packed(_)) => true,
         (Structure::Dataclass(first), Structure::Dataclass(second)) => first.len() == second.len(),
         _ => false,
     };
