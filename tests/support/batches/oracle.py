@@ -391,13 +391,17 @@ class Oracle:
         hook = placed.hook
         if placed.removed or (owner is not None and owner.closed):
             return value
+        mask = None
+        if hook.at is not None:
+            # Of a request that is entered: the model's call says which tokens are where.
+            mask = self._mask(hook.at, first(value).shape[0])[..., None]
+            if not mask.any():
+                return value
         if hook.kind == "raise" or self._refused(hook):
             raise RaisedInCallError("ValueError")  # noqa: EM101 (a name)
         changed = self._apply(placed, value, owner)
-        if hook.at is None:
+        if mask is None:
             return changed
-        # Of a request that is entered: the model's call says which tokens are where.
-        mask = self._mask(hook.at, first(value).shape[0])[..., None]
         return joined(value, changed, lambda old, new: torch.where(mask, new, old))
 
     def _refused(self, hook: Hook) -> bool:
@@ -529,7 +533,7 @@ class Oracle:
             chosen = self._chosen(hook.at, owner.prompt, self._tokens(here, cut), cut)
             if not chosen.any():  # a hook that could not change them may be refused before
                 return now, self._refused(hook) and self.choices.pick([False, True])
-        if hook.kind == "raise" or (self._refused(hook)):
+        if hook.kind == "raise" or self._refused(hook):
             return now, True
         changed = self._apply(placed, now, owner)
         if chosen is None:
