@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import ferrohook as fh
+from ferrohook._core import frames
+from support.interrupts import interrupted
 from support.language_models import LAYERS, language_model
 from support.plans import forward_hook
 
@@ -210,3 +212,25 @@ def test_a_model_without_tokens_is_refused() -> None:
     request = fh.Plan(fh.keep("")).prepare(model).open()
     with pytest.raises(fh.HookError, match=r"Linear.*input_ids"):
         fh.rows.generating([request])
+
+
+# Callbacks of weak references keep it to themselves.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_place_of_entering_frees_the_requests() -> None:
+    model, names = of("gpt2")
+    place, reached = 0, True
+    with fh.Plan(fh.keep(names[0])).prepare(model) as plan:
+        requests = [plan.open(), plan.open()]
+
+        def act() -> None:
+            with fh.rows.generating(requests) as batch:
+                batch.warns = False
+
+        while reached:
+            reached, _ = interrupted(act, place)
+            assert frames.get() == (), place
+            with fh.batch({each: row for row, each in enumerate(requests)}, size=2, warn=False):
+                pass  # in no other batch
+            assert fh.hooks(model) == []
+            place += 1
+    assert place > 50

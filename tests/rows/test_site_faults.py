@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import linecache
 import logging
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ import ferrohook as fh
 from ferrohook.rows import operators
 from support.compiling import compiled
 from support.interpreters import run_with_torch
+from support.interrupts import interrupted as interrupted_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -475,3 +478,46 @@ def test_an_interrupt_while_the_operators_are_defined_is_made_good() -> None:
     done = run_with_torch(INTERRUPTED)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 10
+
+
+# Callbacks of weak references keep it to themselves.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("parity", [0, 1])
+def test_an_interrupt_at_any_place_leaves_no_sites(parity: int) -> None:
+    """From the first to the last place of opening and leaving sites; every second for each test."""
+    plan, x, places = fh.Plan(adding("first")), numbered(), parity
+
+    def act() -> None:
+        with fh.rows.sites(model, "*", max_requests=2, max_rows=8, width=WIDTH):
+            model(x)
+
+    reached = True
+    while reached:
+        model = Net()
+        reached, _ = interrupted_at(act, places)
+        assert fh.hooks(model) == [], places
+        with plan.prepare(model) as prepared:
+            request = prepared.open()
+            with fh.batch({request: slice(0, 2)}):  # sites would want its size
+                out = model(x)
+            assert out[:, 0].tolist() == [101, 102, 3, 4, 5, 6]
+        fh.rows.sites(model, "*", max_requests=2, max_rows=8, width=WIDTH).close()
+        places += 2
+    assert places > 200
+
+
+def test_sites_stay_open_without_their_handle_and_go_with_their_model() -> None:
+    model = Net()
+    fh.rows.sites(model, "*", max_requests=2, max_rows=8, width=WIDTH)
+    gc.collect()
+    request = opened(model, adding("first"))
+    with pytest.raises(fh.RowsError, match="give it size"), fh.batch({request: 0}):
+        pass
+    with fh.batch({request: 0}, size=ROWS):
+        assert model(numbered())[:, 0].tolist() == [101, 2, 3, 4, 5, 6]
+    gone = weakref.ref(model)
+    del model, request
+    gc.collect()
+    assert gone() is None
+    with fh.batch({fh.scope(): 0}, warn=False):  # no sites, no size
+        pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,20 +35,9 @@ class _Generation(Batch):
     _sequences: Sequences
     _running: list[Tokens | None]
     """Tokens of the calls that run, inner ones behind outer ones."""
-    _attached = False
-
-    def __enter__(self) -> Self:
-        try:
-            self._attach()
-        except BaseException:
-            self._close()
-            raise
-        return super().__enter__()
 
     def _attach(self) -> None:
-        if self._attached:
-            return
-        self._attached = True
+        """Has the positions of each call found; called as it is entered."""
         attachment = Attachment()
         attachment.release_with(self)
         stacks = stacks_in(self._model)
@@ -165,6 +154,7 @@ def generating(requests: Sequence[Request | None]) -> Batch:
         msg = f"{type(model).__name__} is called without input_ids or inputs_embeds"
         raise HookError(msg)
     made._model, made._places = model, places
+    made._attach_as_entered()
     accept = functools.partial(_accept, weakref.ref(made))
     made._sequences, made._running = Sequences(accept=accept), []
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from ferrohook._core import Attachment, count_sites, to_device
+from ferrohook._core import SitesBase, to_device
 from ferrohook.arguments import OutputIndex, at_least_one, check_output_index, expect_module
 from ferrohook.errors import HookError, HookTypeError, RowsError
 from ferrohook.instrumentation import attach
@@ -48,7 +47,7 @@ JUDGE: Final = Judge(
     },
 )
 _LOG: Final = logging.getLogger("ferrohook")
-_OPEN: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+_OPEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sites]] = weakref.WeakKeyDictionary()
 
 
 def nobody(dtype: torch.dtype) -> complex:
@@ -61,7 +60,8 @@ def nobody(dtype: torch.dtype) -> complex:
 
 def open_sites(model: nn.Module | None) -> Sites | None:
     """Returns the open sites of a model, if it has some."""
-    opened = None if model is None else _OPEN.get(model)
+    reference = None if model is None else _OPEN.get(model)
+    opened = None if reference is None else reference()
     return None if opened is None or opened.closed else opened
 
 
@@ -112,8 +112,11 @@ class _Served(NamedTuple):
     program: Program
 
 
-class Sites:
-    """Sites of a model, see `sites`. A context manager: leaving it closes them."""
+class Sites(SitesBase):
+    """Sites of a model, see `sites`. A context manager: leaving it closes them.
+
+    They are open from `opened` on.
+    """
 
     def __init__(self, model: nn.Module, names: list[str], form: _Form) -> None:
         self.max_requests, self.max_rows, width, self.dim, self._part, like = form
@@ -132,8 +135,6 @@ class Sites:
         self._tables = Tables(tables) if on_gpu else contextlib.nullcontext()
         """Context of writes to the tables."""
         self._programs: weakref.WeakKeyDictionary[Prepared, Program] = weakref.WeakKeyDictionary()
-        self._serving: BatchBase | None = None
-        """The batch that was served last; it is served until it is closed."""
         self._served: dict[int, _Served] = {}
         """Members, by their place in the batch."""
         self._wanted: list[Wanted] = []
@@ -146,23 +147,38 @@ class Sites:
         """Changes of the members' hooks that the tables know of; None while they are written."""
         self._written = 0
         """Rows of the tables that may be somebody's; nobody's stand behind them."""
-        self._lock = threading.Lock()
         self._model = weakref.ref(model)
         operators.define()
         expected = f"a width of {width} and {self._kept.dtype}"
         self._captures = SiteCaptures(names, self.dim, expected)
         self._sites = [_Site(self, number, self._index[number]) for number in range(count)]
+
+    def opened(self) -> Self:
+        """Lays the operators, and returns the sites; an interrupt leaves none.
+
+        Raises:
+            HookError: a module cannot be instrumented.
+        """
+        try:
+            model = self._model()
+            if model is not None:
+                self._open(model)
+        except BaseException:
+            self.close()
+            raise
+        else:
+            return self
+
+    def _open(self, model: nn.Module) -> None:
         # The model too, which is where the plans of requests begin: instrumenting it later would
         # have it traced anew.
-        self._attachment = Attachment()
-        modules = {name: model.get_submodule(name) for name in names}
+        modules = {name: model.get_submodule(name) for name in self.names}
         attach({"": model} | modules, self._attachment)
         for site, (name, module) in enumerate(modules.items()):
             self._attachment.register([module], "forward", self._hook(site), names=[name])
         self._attachment.release_when_unused([*modules.values()])
-        _OPEN[model] = self
-        self._counted = True
-        count_sites(opened=True)
+        _OPEN[model] = weakref.ref(self)
+        self._count()
 
     def _hook(self, site: int) -> Callable[..., Any]:
         tables = (self._table[site], self._index[site])
@@ -185,43 +201,12 @@ class Sites:
             tap(part_of(output, part).detach(), kept, calls, places, dim)
             return output
 
+        # While they are open, nobody need keep them.
+        vars(hook)["sites"] = self
         return hook
-
-    @property
-    def closed(self) -> bool:
-        """True once they are closed."""
-        return self._attachment.released
-
-    def close(self) -> None:
-        """Takes the operators off the modules; a compiled model is compiled anew without them.
-
-        Raises:
-            HookError: a batch is entered.
-        """
-        with self._lock:
-            if self._serves_another(None):
-                msg = "sites are closed after the batch that they serve is left"
-                raise HookError(msg)
-            counted, self._counted = self._counted, False
-            self._attachment.release()
-        if counted:
-            count_sites(opened=False)
-        if (model := self._model()) is not None and _OPEN.get(model) is self:
-            del _OPEN[model]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Sites at {len(self.names)} modules{', closed' if self.closed else ''}>"
-
-    def _serves_another(self, batch: BatchBase | None) -> bool:
-        """True while another batch is served: one that is closed was interrupted, or left."""
-        serving = self._serving
-        return serving is not None and serving is not batch and not serving.closed
 
     def begin_service(self, batch: BatchBase) -> None:
         """Begins to serve a batch that is being entered.
@@ -249,11 +234,7 @@ class Sites:
                 f"{len(programs)}"
             )
             raise RowsError(msg)
-        with self._lock:
-            if self._serves_another(batch):
-                msg = "sites serve one batch at a time"
-                raise RowsError(msg)
-            self._serving = batch
+        self._serve(batch)
         self._expected = batch.size, self._table.shape[-1], self._table.dtype
         # What an interrupted batch has left is nobody's.
         self._served, self._wanted, self._version = served, [], None
@@ -522,7 +503,7 @@ class Sites:
                     self._index[:, : self._written] = 0
                     self._written = 0
                 self._served, self._wanted = {}, []
-                self._serving = None
+                self._end(batch)
 
 
 def bytes_of_tables(
@@ -625,7 +606,8 @@ def sites(  # noqa: PLR0913 (all but the first two by keyword)
             *(f"{width:,}", dtype),
         )
         form = _Form(max_requests, max_rows, width, dim, output_index, like)
-        return Sites(model, [*modules], form)
+        made = Sites(model, [*modules], form)
+    return made.opened()
 
 
 def _width(model: nn.Module, modules: dict[str, nn.Module]) -> int:

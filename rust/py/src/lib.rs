@@ -34,6 +34,8 @@ mod _core {
     #[pymodule_export]
     use crate::attach::instrumenting::{assign_class, release_copy, release_unused};
     #[pymodule_export]
+    use crate::attach::sites::SitesBase;
+    #[pymodule_export]
     use crate::attach::wrapper::HookedBase;
     #[pymodule_export]
     use crate::capture::collector::Collector;
@@ -83,7 +85,7 @@ mod _core {
     #[pymodule_export]
     use crate::rows::at::{name_positions, places_at};
     #[pymodule_export]
-    use crate::rows::batch::{BatchBase, count_sites};
+    use crate::rows::batch::BatchBase;
     #[pymodule_export]
     use crate::rows::remembered::remember_merged;
     #[pymodule_export]

@@ -4,4 +4,5 @@ pub mod attachment;
 pub mod dispatcher;
 pub mod generated;
 pub mod instrumenting;
+pub mod sites;
 pub mod wrapper;

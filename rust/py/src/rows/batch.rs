@@ -37,7 +37,6 @@ const CAPTURING: &str = "a CUDA graph is being captured, and no replay enters a 
     `fh.rows.sites` of the model, capture the graph outside of batches, and enter one for each replay";
 
 /// Counts sites that are opened, and those that are closed.
-#[pyfunction]
 pub fn count_sites(opened: bool) {
     // Relaxed: see `BatchBase::__enter__`.
     if opened {
@@ -79,6 +78,8 @@ pub struct BatchBase {
     joined: AtomicBool,
     /// True if sites serve the members, whose hooks then fire in no call.
     served: AtomicBool,
+    /// True if it attaches hooks of its own as it is entered.
+    attaches: AtomicBool,
     /// Number of changes of the members' hooks while it is entered.
     epoch: Arc<AtomicU64>,
     /// Merged hooks of the members, from the moment it is entered until it is left.
@@ -157,6 +158,7 @@ impl BatchBase {
             modules,
             joined: AtomicBool::new(false),
             served: AtomicBool::new(false),
+            attaches: AtomicBool::new(false),
             epoch: Arc::default(),
             remembered: Mutex::default(),
         };
@@ -226,6 +228,11 @@ impl BatchBase {
                 let _ = error.value(py).setattr("member", &member.frame);
             })
         })
+    }
+
+    /// Has its `_attach` called as it is entered, which no interrupt leaves half-done.
+    fn _attach_as_entered(&self) {
+        self.attaches.store(true, Ordering::Relaxed);
     }
 
     /// Numbers of the members whose hooks fire.
@@ -359,6 +366,9 @@ impl BatchBase {
         this.python.store(python, Ordering::Relaxed);
         this.start_remembering();
         let enter = || {
+            if this.attaches.load(Ordering::Relaxed) {
+                slf.call_method0(intern!(py, "_attach"))?;
+            }
             if copies::capturing(py)? == Some(true) {
                 return Err(hook_error(py, CAPTURING.to_owned()));
             }

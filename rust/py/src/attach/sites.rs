@@ -1,0 +1,158 @@
+//! `SitesBase`: what must not be left half-done of the sites of a model.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::attach::attachment::Attachment;
+use crate::error::{hook_error, rows_error};
+use crate::rows::batch::{BatchBase, count_sites};
+
+/// Base of sites: a context manager that closes them at exit.
+// Native: in Python, Ctrl-C might land between the start of a method and what it does.
+#[pyclass(frozen, subclass, weakref, module = "ferrohook._core")]
+pub struct SitesBase {
+    attachment: Py<Attachment>,
+    serving: Mutex<Serving>,
+    /// True while they are counted among those that are open.
+    counted: AtomicBool,
+}
+
+#[derive(Default)]
+struct Serving {
+    /// The batch that was served last; it is served until it is closed.
+    batch: Option<Py<BatchBase>>,
+    closed: bool,
+}
+
+impl Serving {
+    /// True while another batch is served: one that is closed was interrupted, or left.
+    fn another(&self, py: Python<'_>, batch: Option<&Bound<'_, BatchBase>>) -> bool {
+        self.batch.as_ref().is_some_and(|serving| {
+            let serving = serving.bind(py);
+            let same = batch.is_some_and(|batch| batch.is(serving));
+            !same && !serving.as_super().get().closed()
+        })
+    }
+}
+
+impl Drop for SitesBase {
+    fn drop(&mut self) {
+        // Of a model that is gone.
+        if *self.counted.get_mut() {
+            count_sites(false);
+        }
+    }
+}
+
+#[pymethods]
+impl SitesBase {
+    #[new]
+    #[pyo3(signature = (*_others, **_options))]
+    fn new(
+        py: Python<'_>,
+        _others: &Bound<'_, PyTuple>,
+        _options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            attachment: Py::new(py, Attachment::default())?,
+            serving: Mutex::default(),
+            counted: AtomicBool::new(false),
+        })
+    }
+
+    /// Hooks of the sites, which are removed as they are closed.
+    #[getter]
+    fn _attachment<'py>(&self, py: Python<'py>) -> &Bound<'py, Attachment> {
+        self.attachment.bind(py)
+    }
+
+    /// The batch that was served last; None once its service ended.
+    #[getter]
+    fn _serving<'py>(&self, py: Python<'py>) -> Option<Bound<'py, BatchBase>> {
+        let serving = self.serving.lock();
+        Some(serving.batch.as_ref()?.bind(py).clone())
+    }
+
+    /// Counts the sites among those that are open, until they are closed.
+    fn _count(&self) {
+        // Relaxed: see `BatchBase::__enter__`.
+        if !self.counted.swap(true, Ordering::Relaxed) {
+            count_sites(true);
+        }
+    }
+
+    /// Begins to serve a batch.
+    ///
+    /// Raises:
+    ///     RowsError: another one is served, or they were closed.
+    fn _serve(&self, batch: &Bound<'_, BatchBase>) -> PyResult<()> {
+        let py = batch.py();
+        let mut serving = self.serving.lock();
+        let refused = if serving.closed {
+            Some("these sites were closed")
+        } else if serving.another(py, Some(batch)) {
+            Some("sites serve one batch at a time")
+        } else {
+            None
+        };
+        let former = match refused {
+            None => serving.batch.replace(batch.clone().unbind()),
+            Some(_) => None,
+        };
+        drop(serving);
+        drop(former); // runs Python code
+        refused.map_or(Ok(()), |message| Err(rows_error(py, message.to_owned())))
+    }
+
+    /// Ends the service of a batch.
+    fn _end(&self, batch: &Bound<'_, BatchBase>) {
+        let mut serving = self.serving.lock();
+        let is_it = |it: &mut Py<BatchBase>| batch.is(&*it);
+        let former = serving.batch.take_if(is_it);
+        drop(serving);
+        drop(former); // runs Python code
+    }
+
+    /// True once they are closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.attachment.get().released()
+    }
+
+    /// Takes the operators off the modules; a compiled model is compiled anew without them.
+    ///
+    /// Raises:
+    ///     HookError: a batch is entered.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        {
+            let mut serving = self.serving.lock();
+            if serving.another(py, None) {
+                drop(serving);
+                let message = "sites are closed after the batch that they serve is left";
+                return Err(hook_error(py, message.to_owned()));
+            }
+            serving.closed = true;
+        }
+        if self.counted.swap(false, Ordering::Relaxed) {
+            count_sites(false);
+        }
+        self.attachment.get().release(py).map(drop)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.serving.lock().batch)
+    }
+}
