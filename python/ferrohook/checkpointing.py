@@ -1,8 +1,8 @@
-"""Activation checkpointing: backward repeats a forward in the scopes that it was made in."""
+"""Activation checkpointing: backward repeats a forward with the hooks that ran in it."""
 
-# `torch.utils.checkpoint` calls a function again in backward, on whichever thread autograd uses.
-# Without the scope's hooks the gradient would be wrong, and torch would not notice: it compares
-# nothing (reentrant) or shapes. Both kinds pass the function through one callable, replaced here.
+# `torch.utils.checkpoint` calls a function again in backward, on whichever thread autograd uses. It
+# compares nothing (reentrant) or shapes with the forward. Both kinds pass the function through one
+# callable, replaced here: its first call is logged, and later ones follow that log.
 
 from __future__ import annotations
 
@@ -11,81 +11,44 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import checkpoint
 
-from ferrohook._core import Frame, RequestBase, frames
-from ferrohook.errors import HookError
+from ferrohook._core import ForwardLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
 class _Region:
-    """Checkpointed function: its first call is the forward; later ones repeat it in its scopes."""
+    """Checkpointed function: its first call is the forward; later ones repeat it."""
 
-    def __init__(self, function: Callable[..., Any], scopes: tuple[Frame, ...]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._scopes = scopes
-        self._changes = self._count()
-        # Of a request that has positions, the tokens there.
-        self._masks = [(each, each.masks) for each in scopes if isinstance(each, RequestBase)]
-        # Scopes whose hooks ran in the forward; None until it ends.
-        self._needed: list[Frame] | None = None
-
-    def _count(self) -> list[int]:
-        return [scope.changes() for scope in self._scopes]
-
-    def end(self) -> None:
-        """Ends the forward."""
-        counts = zip(self._scopes, self._changes, self._count(), strict=True)
-        self._needed = [scope for scope, before, after in counts if before != after]
+        self.log = ForwardLog()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._needed is None:
+        if not self.log.complete:
             return self._function(*args, **kwargs)
-        if any(scope.closed for scope in self._needed):
-            msg = (
-                "backward() repeats a checkpointed forward, and a scope whose hooks ran in it was "
-                "left: without them the gradient would be wrong. Call backward() inside the scope"
-            )
-            raise HookError(msg)
-        active = frames.get()
-        missing = [each for each in self._scopes if each not in active and not each.closed]
-        for request, masks in self._masks:
-            request.begin_repeat(masks)
-        token = frames.set((*active, *missing))
-        try:
+        with self.log.repeat():
             return self._function(*args, **kwargs)
-        finally:
-            for request, _ in self._masks:
-                request.end_repeat()
-            frames.reset(token)
 
 
 def _reentrant(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def in_scopes(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        scopes = frames.get()
-        if not scopes:
-            return forward(ctx, function, *args)
-        region = _Region(function, scopes)
-        output = forward(ctx, region, *args)
-        region.end()
-        return output
+    def logged(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        region = _Region(function)
+        with region.log.record():
+            return forward(ctx, region, *args)
 
-    return in_scopes
+    return logged
 
 
 def _non_reentrant(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
     @functools.wraps(generator)
-    def in_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        scopes = frames.get()
-        if not scopes:
-            yield from generator(function, *args, **kwargs)
-            return
-        region = _Region(function, scopes)
-        yield from generator(region, *args, **kwargs)  # torch runs the forward at the `yield`
-        region.end()
+    def logged(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        region = _Region(function)
+        with region.log.record():
+            yield from generator(region, *args, **kwargs)  # torch runs the forward at the `yield`
 
-    return in_scopes
+    return logged
 
 
 checkpoint.CheckpointFunction.forward = staticmethod(  # type: ignore[method-assign]

@@ -28,9 +28,10 @@ class Scope(Frame):
     as the context lives.
 
     Backward hooks fire for calls whose forward ran in the scope, whichever thread runs the
-    backward. `torch.utils.checkpoint` repeats a forward during backward: in the scopes of that
-    forward, on any thread. If a scope whose hooks ran in it was left, backward raises `HookError`;
-    captures, native detectors and `ForwardHook`s, which change nothing, may be left before.
+    backward. `torch.utils.checkpoint` repeats a forward during backward, on any thread: with the
+    hooks that ran in that forward, whichever scopes are entered then. If one of them was removed,
+    or its scope was left, backward raises `HookError`; captures, native detectors and
+    `ForwardHook`s, which change nothing, may be left before.
     """
 
     if TYPE_CHECKING:

@@ -79,6 +79,13 @@ impl<H> Entry<H> {
         self.state.enter(inside)
     }
 
+    /// Enters the hook, disabled or not, unless it is removed: for the repetition of a call that it
+    /// was enabled in.
+    #[must_use]
+    pub fn enter_disabled<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
+        self.state.enter_disabled(inside)
+    }
+
     /// Skips the hook from now on; its place in the order stays. Returns true for the call that
     /// disabled it.
     pub fn disable(&self) -> bool {
@@ -108,7 +115,13 @@ impl<H> Snapshot<H> {
             .into_iter()
             .map(|(entry, number)| (Arc::clone(entry), number))
             .unzip();
-        (Self(lease(Arc::new(entries.into()))), numbers.into())
+        (Self::of(entries), numbers.into())
+    }
+
+    /// Makes a snapshot of these hooks, in this order.
+    #[must_use]
+    pub fn of(entries: Vec<Arc<Entry<H>>>) -> Self {
+        Self(lease(Arc::new(entries.into())))
     }
 
     /// The hooks in firing order, to be kept beyond the snapshot.

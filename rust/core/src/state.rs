@@ -194,11 +194,21 @@ impl HookState {
 
     #[inline]
     pub(crate) fn enter<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
-        if self.word() & (REMOVED | DISABLED) != 0 {
+        self.enter_unless(REMOVED | DISABLED, inside)
+    }
+
+    /// As `enter`, for a disabled hook too.
+    pub(crate) fn enter_disabled<'a>(&'a self, inside: &'a Inside) -> Option<Invocation<'a>> {
+        self.enter_unless(REMOVED, inside)
+    }
+
+    #[inline]
+    fn enter_unless<'a>(&'a self, flags: u64, inside: &'a Inside) -> Option<Invocation<'a>> {
+        if self.word() & flags != 0 {
             return None;
         }
         // Acquire pairs with the release that last enabled the hook.
-        if self.word.fetch_add(ACTIVE, Ordering::Acquire) & (REMOVED | DISABLED) != 0 {
+        if self.word.fetch_add(ACTIVE, Ordering::Acquire) & flags != 0 {
             self.leave(0);
             return None;
         }

@@ -38,6 +38,13 @@ impl Work {
         self.0 & (phase.bit() << PHASES) != 0
     }
 
+    /// The same work with every phase watched, whether or not a [`Watch`](crate::Watch) covers it.
+    #[must_use]
+    #[inline]
+    pub const fn watching(self) -> Self {
+        Self(self.0 | WATCHED)
+    }
+
     /// True if the run time of the module is to be measured.
     #[must_use]
     #[inline]

@@ -44,7 +44,7 @@ mod _core {
     #[pymodule_export]
     use crate::capture::recorder::{Recorder, record, record_all, store_rows};
     #[pymodule_export]
-    use crate::capture::request::{RequestBase, TokenMasks};
+    use crate::capture::request::RequestBase;
     #[pymodule_export]
     use crate::capture::root_calls::RootCalls;
     #[pymodule_export]
@@ -53,6 +53,8 @@ mod _core {
     use crate::contexts::activation::Activation;
     #[pymodule_export]
     use crate::contexts::frame::Frame;
+    #[pymodule_export]
+    use crate::contexts::regions::{ForwardLog, RegionRun};
     #[pymodule_export]
     use crate::hooks::callable::py_refuse_async;
     #[pymodule_export]
@@ -105,6 +107,7 @@ mod _core {
         let _classes = [
             py.get_type::<crate::call::backward::BackwardWalk>(),
             py.get_type::<crate::capture::keeping::GradientSlot>(),
+            py.get_type::<crate::contexts::regions::Regions>(),
             py.get_type::<PyMapping>(),
         ];
         let frames = crate::contexts::current::variable(py)?;

@@ -13,6 +13,7 @@ use pyo3::types::{PyString, PyTuple};
 use crate::contexts::current::{Frames, active};
 use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::{Firing, Owned};
+use crate::contexts::regions::{self, Regions};
 use crate::contexts::scoped::Scoped;
 use crate::hooks::handle::{HookHandle, Timeout, wait_interruptibly};
 use crate::hooks::hook::Hook;
@@ -120,10 +121,14 @@ impl Registry {
         site.apply_on_error(error)
     }
 
-    /// Reads the work of a call.
+    /// Reads the work of a call: in each phase, while a region of a checkpointed function is open.
     #[inline]
     pub fn work(&self) -> Work {
-        self.hooks.work()
+        let work = self.hooks.work();
+        if regions::any_open() {
+            return work.watching();
+        }
+        work
     }
 
     /// Adds a hook, or returns an error and changes nothing. `name` is the module's, if known.
@@ -143,6 +148,7 @@ impl Registry {
             Audience::Everybody(place) => {
                 hook.place = place;
                 let hook = hook.register(py, phase, placement, &self.hooks);
+                note_registered(py, &hook)?;
                 return Ok(HookHandle::new(hook, None));
             }
         };
@@ -161,6 +167,7 @@ impl Registry {
             return Err(closed);
         }
         scope.changes().note();
+        note_registered(py, &handle)?;
         Ok(HookHandle::new(handle, Some(Arc::clone(scope.changes()))))
     }
 
@@ -180,6 +187,25 @@ impl Registry {
             return Ok(self.begin_in(phase, frames));
         }
         Ok(self.begin_outside(work, phase).map(Firing::everybody))
+    }
+
+    /// Takes the snapshot of a phase of a call in a region of a checkpointed function: `live`, unless
+    /// the region is repeated.
+    #[cold]
+    #[inline(never)]
+    pub fn begin_in_region<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        phase: Phase,
+        live: Option<Firing<'py>>,
+    ) -> PyResult<Option<Firing<'py>>> {
+        match Regions::current(module.py())? {
+            Some(regions) => {
+                let place = (self.module, phase);
+                regions.get().begin(module, place, live).map(Some)
+            }
+            None => Ok(live),
+        }
     }
 
     fn begin_outside(&self, work: Work, phase: Phase) -> Option<Snapshot> {
@@ -220,6 +246,15 @@ impl Registry {
     #[inline(never)]
     fn fires_in(&self, phase: Phase, frames: &Bound<'_, PyTuple>) -> bool {
         frame::hooks(frames, self.module, phase).any(|(owner, _)| !owner.get().closed())
+    }
+
+    /// True if a call in a region of a checkpointed function has hooks of a backward phase: `live`,
+    /// unless the region is repeated.
+    #[cold]
+    #[inline(never)]
+    pub fn taps_in_region(&self, py: Python<'_>, phase: Phase, live: bool) -> PyResult<bool> {
+        let regions = Regions::current(py)?;
+        Ok(regions.map_or(live, |it| it.get().taps((self.module, phase), live)))
     }
 }
 
@@ -375,8 +410,14 @@ impl Registry {
         let (mut faithful, mut phases, mut snapshots) = (!of_members, Vec::new(), Vec::new());
         for phase in Phase::ALL {
             let mut rows = Vec::new();
-            let snapshot = self.begin(py, phase, &frames)?;
-            for entry in fired(snapshot.as_ref()) {
+            let mut snapshot = self.begin(py, phase, &frames)?;
+            let mut repeats = false;
+            if let Some(regions) = Regions::current(py)? {
+                let place = (self.module, phase);
+                snapshot = regions.get().traced(py, place, snapshot)?;
+                repeats = regions.get().repeating();
+            }
+            for entry in fired(snapshot.as_ref(), repeats) {
                 let Some(hook) = entry.hook().traced(py, phase)? else {
                     continue;
                 };
@@ -400,7 +441,7 @@ impl Registry {
                 let forward = matches!(phase, Phase::ForwardPre | Phase::Forward);
                 // Without compiled autograd, backward hooks break the graph.
                 if snapshot.is_some() && (forward || torch::compiles_backward(py)?) {
-                    fired(snapshot.as_ref()).for_each(Entry::mark_traced);
+                    fired(snapshot.as_ref(), false).for_each(Entry::mark_traced);
                 }
             }
         }
@@ -412,7 +453,7 @@ impl Registry {
     fn operating<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let mut keys = Vec::new();
         for phase in Phase::ALL {
-            for entry in fired(self.firing(py, phase)?.as_ref()) {
+            for entry in fired(self.firing(py, phase)?.as_ref(), false) {
                 if let Some(key) = entry.hook().traced(py, phase)?.and_then(|it| it.operator) {
                     keys.push((phase.name(), key));
                 }
@@ -461,10 +502,22 @@ impl Registry {
     }
 }
 
-/// Entries of a snapshot that a phase beginning now would enter.
-fn fired<'a>(firing: Option<&'a Firing<'_>>) -> impl Iterator<Item = &'a Entry<Hook>> {
+/// Notes a hook that code in a region of a checkpointed function registered.
+fn note_registered(py: Python<'_>, hook: &ferrohook_core::Handle<Hook>) -> PyResult<()> {
+    if let Some(regions) = Regions::current(py)? {
+        regions.get().note_registered(hook.id());
+    }
+    Ok(())
+}
+
+/// Entries of a snapshot that a phase beginning now would enter. `repeats`: in a repeat, which runs
+/// disabled ones too.
+fn fired<'a>(
+    firing: Option<&'a Firing<'_>>,
+    repeats: bool,
+) -> impl Iterator<Item = &'a Entry<Hook>> {
     let entries = firing.into_iter().flat_map(Firing::iter).map(|it| it.entry);
-    entries.filter(|entry| entry.enabled() && !entry.removed())
+    entries.filter(move |entry| (repeats || entry.enabled()) && !entry.removed())
 }
 
 type ForEverybody<'py> = (

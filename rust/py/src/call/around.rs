@@ -23,7 +23,7 @@ pub trait Around: Send + Sync {
         call: &Call<'_, 'py>,
         phase: Phase,
         whole: Option<&Firing<'py>>,
-    ) -> Option<Box<dyn Between<'py> + 'py>>;
+    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>>;
 
     /// True if it has hooks for the module with this id.
     fn has_hooks(&self, frame: &Bound<'_, Frame>, module: u64, phases: &[Phase]) -> bool;
@@ -66,18 +66,30 @@ impl Slot for AroundSlot {
     }
 }
 
+/// What runs in a phase between the hooks of the call's own context: hooks of others, and in a repeat
+/// what stands for hooks that do not run again.
+pub struct Others<'py>(Option<Box<dyn Between<'py> + 'py>>);
+
 /// Hooks of a phase, those of torch first, then those of the call's own context and in between the
 /// others.
 pub fn in_order<'s, 'py>(
     torch_hooks: &'s [TorchHook<'py>],
     whole: Option<&'s Firing<'py>>,
-    others: &'s dyn Between<'py>,
+    Others(others): &'s Others<'py>,
 ) -> impl Iterator<Item = NextHook<'s, 'py>> {
     let mut own = whole.into_iter().flat_map(Firing::iter).map(NextHook::Own);
+    let run = whole.and_then(Firing::run);
+    let again = run.and_then(|run| Some((run, run.replay()?)));
     let mut hooks: Vec<_> = torch_hooks.iter().map(NextHook::Torch).collect();
     for gap in 0.. {
-        if !others.is_empty(gap) {
-            hooks.push(NextHook::Others(others, gap));
+        if let Some((run, replay)) = again {
+            let here = replay.again.iter().filter(|(at, _)| *at == gap);
+            hooks.extend(here.map(|(_, hook)| NextHook::Again(run, *hook)));
+        }
+        if let Some(others) = others
+            && !others.is_empty(gap)
+        {
+            hooks.push(NextHook::Others(&**others, gap));
         }
         let Some(next) = own.next() else { break };
         hooks.push(next);
@@ -86,21 +98,25 @@ pub fn in_order<'s, 'py>(
 }
 
 impl<'py> Call<'_, 'py> {
-    /// Takes the hooks of others for a phase that begins: those of the innermost frame that has some
-    /// run in its calls.
+    /// Takes what runs between the hooks of a phase that begins; None if nothing does. The hooks of
+    /// others are those of the innermost frame that has some run in its calls.
     pub(super) fn begin_around(
         &self,
         phase: Phase,
         whole: Option<&Firing<'py>>,
-    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
+    ) -> PyResult<Option<Others<'py>>> {
         let py = self.module.py();
         if !self.registry.get().work().watched(phase) {
             return Ok(None);
         }
-        match self.frames.entered(py)? {
-            Some(frames) => Ok(self.begin_around_in(frames, phase, whole)),
-            None => Ok(None),
-        }
+        let others = match self.frames.entered(py)? {
+            Some(frames) => self.begin_around_in(frames, phase, whole)?,
+            None => None,
+        };
+        let run = whole.and_then(Firing::run);
+        let replay = run.and_then(|run| run.replay());
+        let again = replay.is_some_and(|it| !it.again.is_empty());
+        Ok((others.is_some() || again).then_some(Others(others)))
     }
 
     #[inline(never)] // out of the walk of a call in no scope
@@ -109,20 +125,22 @@ impl<'py> Call<'_, 'py> {
         frames: &Bound<'py, PyTuple>,
         phase: Phase,
         whole: Option<&Firing<'py>>,
-    ) -> Option<Box<dyn Between<'py> + 'py>> {
+    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
         let innermost = frames.iter_borrowed().rev().find_map(|frame| {
             let frame = frame.cast::<Frame>().ok()?;
             let slot: &dyn Any = frame.get().slot()?;
             let AroundSlot(around) = slot.downcast_ref()?;
             around.runs(&frame).then_some((frame, *around))
         });
-        innermost.and_then(|(frame, around)| around.begin(&frame, self, phase, whole))
+        innermost.map_or(Ok(None), |(frame, around)| {
+            around.begin(&frame, self, phase, whole)
+        })
     }
 
     #[cold]
     pub(super) fn forward_pre_around(
         &mut self,
-        others: &dyn Between<'py>,
+        others: &Others<'py>,
         whole: Option<&Firing<'py>>,
         target: &Target<'_, 'py>,
     ) -> PyResult<()> {
@@ -131,6 +149,10 @@ impl<'py> Call<'_, 'py> {
                 NextHook::Torch(_) => {}
                 NextHook::Own(hook) => self.forward_pre(std::iter::once(hook), target)?,
                 NextHook::Others(others, gap) => others.forward_pre(self, gap, target)?,
+                NextHook::Again(run, hook) => {
+                    let (args, kwargs) = (&self.args, self.kwargs.as_ref());
+                    run.run_again(hook, &self.input(), args, kwargs)?;
+                }
             }
         }
         Ok(())

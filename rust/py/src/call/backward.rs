@@ -11,6 +11,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::only_open;
 use crate::contexts::owners::{Firing, Owned};
+use crate::contexts::regions::Regions;
 use crate::cpython::invoke;
 use crate::cpython::once::Once;
 use crate::hooks::native::Turn;
@@ -49,7 +50,16 @@ impl<'py> Tap<'py> {
         let phases = [Phase::BackwardPre, Phase::Backward];
         for ((phase, hooks), fires) in phases.into_iter().zip([&mut pre, &mut full]).zip(fires) {
             if fires {
-                let entered = frames.entered(py)?.map(only_open).transpose()?;
+                // In a repeat they are those of the forward, whatever closed since.
+                let repeats = Regions::current(py)?.is_some_and(|it| it.get().repeating());
+                let open = |it| {
+                    if repeats {
+                        Ok(Bound::clone(it))
+                    } else {
+                        only_open(it)
+                    }
+                };
+                let entered = frames.entered(py)?.map(open).transpose()?;
                 let walk = BackwardWalk {
                     registry: registry.clone().unbind(),
                     frames: entered.unwrap_or_else(|| PyTuple::empty(py)).unbind(),
@@ -192,6 +202,7 @@ impl<'py> Walk<'_, 'py> {
                 kwargs: None,
                 value: grads,
                 grad_output: self.grad_output,
+                again: None,
                 took: None,
                 owner: owned.object(),
                 part: None,

@@ -12,15 +12,18 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::call::around::Between;
+use crate::call::around::{Between, Others};
 use crate::call::backward::Tap;
 use crate::contexts::current::Frames;
+use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::{Firing, Owned};
+use crate::contexts::regions;
 use crate::cpython::invoke;
 use crate::hooks::hook::Hook;
 use crate::hooks::native::{AsNative, Turn, input_of};
 use crate::hooks::site::Site;
 use crate::registry::Registry;
+use crate::torch;
 use crate::torch::hooks::{TorchBackward, TorchHook, TorchHooks};
 use crate::torch::target::Target;
 
@@ -65,6 +68,8 @@ pub enum NextHook<'s, 'py> {
     Own(Owned<'s, 'py>),
     /// Hooks of others, in a gap.
     Others(&'s dyn Between<'py>, usize),
+    /// In a repeat: what stands for a hook.
+    Again(&'s PhaseRun<'py>, usize),
 }
 
 fn in_order<'s, 'py>(
@@ -106,12 +111,13 @@ impl<'py> Call<'_, 'py> {
             None => Vec::new(),
         };
         if let Some(others) = self.begin_around(Phase::Forward, snapshot.as_ref())? {
-            return self.run_after_around(&*others, snapshot.as_ref(), &torch_hooks, ran);
+            return self.run_after_around(&others, snapshot.as_ref(), &torch_hooks, ran);
         }
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(&mut in_order(&torch_hooks, snapshot.as_ref()), None);
+                let mut hooks = in_order(&torch_hooks, snapshot.as_ref());
+                self.after_error(&mut hooks, None, &error);
                 return Err(error);
             }
         };
@@ -133,7 +139,7 @@ impl<'py> Call<'_, 'py> {
     #[cold]
     fn run_after_around(
         &mut self,
-        others: &dyn Between<'py>,
+        others: &Others<'py>,
         snapshot: Option<&Firing<'py>>,
         torch_hooks: &[TorchHook<'py>],
         ran: PyResult<Ran<'py>>,
@@ -142,7 +148,7 @@ impl<'py> Call<'_, 'py> {
         let (output, tap) = match ran {
             Ok(output) => output,
             Err(error) => {
-                self.run_always_called(&mut hooks, None);
+                self.after_error(&mut hooks, None, &error);
                 return Err(error);
             }
         };
@@ -161,14 +167,18 @@ impl<'py> Call<'_, 'py> {
         };
         let snapshot = self.begin(Phase::ForwardPre)?;
         if let Some(others) = self.begin_around(Phase::ForwardPre, snapshot.as_ref())? {
-            self.forward_pre_around(&*others, snapshot.as_ref(), target)?;
+            self.forward_pre_around(&others, snapshot.as_ref(), target)?;
         } else if let Some(snapshot) = &snapshot {
             self.forward_pre(snapshot.iter(), target)?;
         }
         let (py, registry) = (self.module.py(), self.registry.get());
         let work = registry.work();
-        let pre = registry.fires(py, work, Phase::BackwardPre, &self.frames)?;
-        let full = registry.fires(py, work, Phase::Backward, &self.frames)?;
+        let mut pre = registry.fires(py, work, Phase::BackwardPre, &self.frames)?;
+        let mut full = registry.fires(py, work, Phase::Backward, &self.frames)?;
+        if regions::any_open() {
+            pre = registry.taps_in_region(py, Phase::BackwardPre, pre)?;
+            full = registry.taps_in_region(py, Phase::Backward, full)?;
+        }
         let tap = if torch_backward.is_some() || pre || full {
             self.tap_input(torch_backward.unwrap_or_default(), pre, full)?
         } else {
@@ -196,8 +206,12 @@ impl<'py> Call<'_, 'py> {
     }
 
     fn begin(&self, phase: Phase) -> PyResult<Option<Firing<'py>>> {
-        let py = self.module.py();
-        self.registry.get().begin(py, phase, &self.frames)
+        let registry = self.registry.get();
+        let live = registry.begin(self.module.py(), phase, &self.frames)?;
+        if regions::any_open() {
+            return registry.begin_in_region(self.module, phase, live);
+        }
+        Ok(live)
     }
 
     pub fn site<'e>(&'e self, entry: &'e Entry<Hook>) -> Site<'e, 'py> {
@@ -211,7 +225,11 @@ impl<'py> Call<'_, 'py> {
     #[cold]
     pub fn apply_on_error(&self, hook: Owned<'_, 'py>, error: PyErr) -> PyResult<()> {
         let registry = self.registry.get();
-        registry.apply_on_error(&self.site(hook.entry), hook.owner, error)
+        let applied = registry.apply_on_error(&self.site(hook.entry), hook.owner, error);
+        if let (Some(run), Err(error)) = (hook.run, &applied) {
+            run.note_error(hook.entry, hook.owner, error);
+        }
+        applied
     }
 
     /// Returns the keyword arguments as a dict that `with_kwargs` hooks may store or change.
@@ -284,13 +302,18 @@ impl<'py> Call<'_, 'py> {
         let Some(native) = hook.as_native() else {
             return self.invoke_plain_pre(callback, hook.options.with_kwargs, target);
         };
-        let input = match &self.kwargs {
-            Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
-            _ => input_of(&self.args),
-        };
+        let input = self.input();
         let replaced = self.invoke_native(native, owned, Phase::ForwardPre, &input)?;
         let args = replaced.map(Bound::cast_into).transpose()?;
         Ok(args.map(|args| (args, None)))
+    }
+
+    /// Returns the input as native hooks get it.
+    fn input(&self) -> Bound<'py, PyAny> {
+        match &self.kwargs {
+            Some(kwargs) if self.args.is_empty() => kwargs.as_any().clone(),
+            _ => input_of(&self.args),
+        }
     }
 
     /// Calls a hook of PyTorch's contract.
@@ -349,7 +372,7 @@ impl<'py> Call<'_, 'py> {
                     output = replaced;
                 }
                 Err(error) => {
-                    self.run_always_called(&mut hooks, Some(output));
+                    self.after_error(&mut hooks, Some(output), &error);
                     return Err(error);
                 }
             }
@@ -382,6 +405,10 @@ impl<'py> Call<'_, 'py> {
                 return self.invoke_plain(&hook.callback, hook.with_kwargs, output);
             }
             NextHook::Others(others, gap) => return others.forward(self, gap, Some(output)),
+            NextHook::Again(run, hook) => {
+                let (args, kwargs) = (&self.args, self.kwargs.as_ref());
+                return run.run_again(hook, output, args, kwargs).map(|()| None);
+            }
         };
         let Some(invocation) = hook.enter(inside) else {
             return Ok(None);
@@ -423,8 +450,14 @@ impl<'py> Call<'_, 'py> {
         phase: Phase,
         value: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let note = |again| {
+            if let Some(run) = hook.run {
+                run.note_again(hook.entry, hook.owner, again);
+            }
+        };
         let turn = Turn {
             phase,
+            again: hook.run.is_some().then_some(&note),
             module: self.module,
             args: &self.args,
             kwargs: self.kwargs.as_ref(),
@@ -460,6 +493,22 @@ impl<'py> Call<'_, 'py> {
         Ok((!result.is_none()).then_some(result))
     }
 
+    /// Runs the remaining `always_call` hooks after `error`; none where a repeat ends early, as the
+    /// forward did not fail there.
+    #[cold]
+    fn after_error<'s>(
+        &mut self,
+        hooks: &mut dyn Iterator<Item = NextHook<'s, 'py>>,
+        output: Option<Bound<'py, PyAny>>,
+        error: &PyErr,
+    ) where
+        'py: 's,
+    {
+        if !torch::ends_recomputation(error, self.module.py()) {
+            self.run_always_called(hooks, output);
+        }
+    }
+
     /// Runs the remaining `always_call` hooks after any exception. Their own exceptions become
     /// warnings and never replace it.
     #[cold]
@@ -479,6 +528,7 @@ impl<'py> Call<'_, 'py> {
                     let _ = others.forward(self, gap, None);
                     continue;
                 }
+                NextHook::Again(..) => continue,
             };
             if !always {
                 continue;
@@ -489,7 +539,7 @@ impl<'py> Call<'_, 'py> {
                 Err(error) => match next {
                     NextHook::Own(hook) => self.site(hook.entry).warn_silenced(&error),
                     NextHook::Torch(hook) => hook.warn_silenced(&error),
-                    NextHook::Others(..) => {}
+                    NextHook::Others(..) | NextHook::Again(..) => {}
                 },
             }
         }

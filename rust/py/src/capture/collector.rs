@@ -456,6 +456,11 @@ impl Collector {
         self.gradients
     }
 
+    /// True if tensors are stored with autograd's graph.
+    pub fn keeps_graph(&self) -> bool {
+        !self.detach
+    }
+
     /// True if an operator in a graph can record for it: it stores detached tensors and no
     /// gradients.
     pub fn records_in_graph(&self) -> bool {

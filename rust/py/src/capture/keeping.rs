@@ -1,14 +1,19 @@
 //! `Keeping`: stores one value in a collector, tensor by tensor, and its gradients later.
 
+use std::sync::Arc;
+
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyDict, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::capture::collector::Collector;
 use crate::capture::store::{Gradient, Kept, KeptTensor, TensorSlot};
+use crate::hooks::native::Again;
+use crate::rows::mask::Mask;
+use crate::rows::matrix::Arguments;
 use crate::rows::places::TokenPositions;
 use crate::torch::made::Order;
-use crate::torch::tensors::{map_tensors, owned, requires_grad};
+use crate::torch::tensors::{for_each_tensor, map_tensors, owned, part_of, requires_grad};
 
 /// Stores `value` under a name; `shared`: its tensors may be views of those of a whole batch.
 pub fn record<'py>(
@@ -17,9 +22,13 @@ pub fn record<'py>(
     value: &Bound<'py, PyAny>,
     positions: Option<TokenPositions>,
     shared: bool,
-) -> PyResult<()> {
+) -> PyResult<Keep> {
     let mut keeping = Keeping::of(collector, index, shared);
     let value = keeping.keep(value)?.unbind();
+    let keep = Keep {
+        serial: keeping.serial,
+        tapped: keeping.tapped,
+    };
     let kept = Kept {
         serial: keeping.serial,
         value,
@@ -29,7 +38,144 @@ pub fn record<'py>(
         rows: None,
         positions,
     };
-    collector.get().store(collector.py(), index, kept)
+    collector.get().store(collector.py(), index, kept)?;
+    Ok(keep)
+}
+
+/// Takes the tokens of a value that are to be stored.
+pub fn taken<'py>(
+    collector: &Bound<'py, Collector>,
+    index: usize,
+    mask: &Mask,
+    value: &Bound<'py, PyAny>,
+    arguments: Option<Arguments<'_, 'py>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let this = collector.get();
+    let describe = || format!("capture of {:?}", this.names()[index]);
+    map_tensors(value, &mut |tensor| {
+        if this.keeps_graph() || this.keeps_gradients() || !requires_grad(tensor)? {
+            return mask.take(&describe, tensor, arguments);
+        }
+        // Taking them saves nothing for backward, which a repeat of the forward would have to save too.
+        let detached = tensor.call_method0(intern!(tensor.py(), "detach"))?;
+        mask.take(&describe, &detached, arguments)
+    })
+}
+
+/// How a value was stored.
+pub struct Keep {
+    serial: u64,
+    /// For each tensor, whether its gradient comes from the graph at hand; empty without gradients.
+    tapped: Vec<bool>,
+}
+
+/// What the repeat of a checkpointed forward does with a value that the forward stored: nobody stores
+/// it again.
+pub struct KeepAgain {
+    /// Weak: autograd's graph, which owns this, may outlive the capture or be part of it.
+    collector: Py<PyWeakrefReference>,
+    recorder: Part,
+    keep: Keep,
+    mask: Option<Arc<Mask>>,
+}
+
+/// Part of a value that is stored under a name.
+pub struct Part {
+    pub index: usize,
+    /// `value[part]`, or the attribute of that name; None: the whole value.
+    pub part: Option<Py<PyAny>>,
+}
+
+impl KeepAgain {
+    /// None if a repeat has nothing to do.
+    pub fn of(
+        collector: &Bound<'_, Collector>,
+        recorder: Part,
+        keep: Keep,
+        mask: Option<Arc<Mask>>,
+    ) -> PyResult<Option<Self>> {
+        let this = collector.get();
+        let gradients = this.keeps_gradients() && (mask.is_some() || keep.tapped.contains(&false));
+        if !(gradients || this.keeps_graph()) {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            collector: PyWeakrefReference::new(collector)?.unbind(),
+            recorder,
+            keep,
+            mask,
+        }))
+    }
+}
+
+impl Again for KeepAgain {
+    /// Taps the gradients of the tensors, where those of the forward will get none.
+    fn run<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Option<Arc<dyn Again>>> {
+        let py = value.py();
+        let Some(collector) = self.collector.bind(py).upgrade_as::<Collector>()? else {
+            return Ok(None);
+        };
+        let Part { index, part } = &self.recorder;
+        let mut value = match part {
+            Some(part) => part_of(value, part.bind(py))?,
+            None => value.clone(),
+        };
+        if let Some(mask) = &self.mask {
+            let arguments = Some(Arguments { args, kwargs });
+            value = taken(&collector, *index, mask, &value, arguments)?;
+        }
+        let mut tapped = Vec::new();
+        for_each_tensor(&value, &mut |tensor| {
+            if collector.get().keeps_graph() {
+                // What the forward saved for backward has to be saved again.
+                drop(collector.get().keep_tensor(tensor)?);
+            }
+            let position = tapped.len();
+            let mut taps = self.keep.tapped.get(position).copied().unwrap_or_default();
+            if !taps && collector.get().keeps_gradients() {
+                let slot = TensorSlot {
+                    index: *index,
+                    serial: self.keep.serial,
+                    position,
+                };
+                taps = tap(&collector, slot, tensor)?;
+            }
+            tapped.push(taps);
+            Ok(())
+        })?;
+        let part = part.as_ref().map(|part| part.clone_ref(py));
+        let recorder = Part {
+            index: *index,
+            part,
+        };
+        let serial = self.keep.serial;
+        let keep = Keep { serial, tapped };
+        let next = Self::of(&collector, recorder, keep, self.mask.clone())?;
+        Ok(next.map(|next| Arc::new(next) as _))
+    }
+}
+
+/// Has a gradient of a tensor stored. Returns false if it will get none.
+fn tap(
+    collector: &Bound<'_, Collector>,
+    slot: TensorSlot,
+    tensor: &Bound<'_, PyAny>,
+) -> PyResult<bool> {
+    if !requires_grad(tensor)? {
+        return Ok(false);
+    }
+    let slot = GradientSlot {
+        collector: PyWeakrefReference::new(collector)?.unbind(),
+        tensor: slot,
+    };
+    let slot = Bound::new(tensor.py(), slot)?;
+    tensor.call_method1(intern!(tensor.py(), "register_hook"), (slot,))?;
+    Ok(true)
 }
 
 /// Conversion of one value for storage, tensor by tensor.
@@ -40,6 +186,7 @@ struct Keeping<'a, 'py> {
     tensors: Vec<KeptTensor>,
     bytes: usize,
     shared: bool,
+    tapped: Vec<bool>,
 }
 
 impl<'a, 'py> Keeping<'a, 'py> {
@@ -51,6 +198,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
             tensors: Vec::new(),
             bytes: 0,
             shared,
+            tapped: Vec::new(),
         }
     }
 
@@ -60,7 +208,6 @@ impl<'a, 'py> Keeping<'a, 'py> {
     }
 
     fn keep_tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let py = tensor.py();
         let this = self.collector.get();
         let mut kept = this.keep_tensor(tensor)?;
         // What is counted is what is kept alive; and a copy made later may miss autograd's graph.
@@ -68,16 +215,13 @@ impl<'a, 'py> Keeping<'a, 'py> {
             kept = owned(&kept)?;
         }
         let (kept, version) = this.checked(kept)?;
-        if this.keeps_gradients() && requires_grad(tensor)? {
-            let slot = GradientSlot {
-                collector: PyWeakrefReference::new(self.collector)?.unbind(),
-                tensor: TensorSlot {
-                    index: self.index,
-                    serial: self.serial,
-                    position: self.tensors.len(),
-                },
+        if this.keeps_gradients() {
+            let slot = TensorSlot {
+                index: self.index,
+                serial: self.serial,
+                position: self.tensors.len(),
             };
-            tensor.call_method1(intern!(py, "register_hook"), (Bound::new(py, slot)?,))?;
+            self.tapped.push(tap(self.collector, slot, tensor)?);
         }
         self.bytes += this.bytes(&kept)?;
         self.tensors.push(KeptTensor {

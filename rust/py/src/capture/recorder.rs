@@ -1,5 +1,6 @@
 //! `Recorder`: the native hook that records the input or the output of a module.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrohook_core::{Inside, Phase};
@@ -11,14 +12,15 @@ use pyo3::types::{PyInt, PyString, PyTuple};
 
 use crate::attach::instrumenting::register_each;
 use crate::capture::collector::Collector;
-use crate::capture::keeping;
-use crate::capture::request::{Place, Source};
+use crate::capture::keeping::{self, KeepAgain, Part};
+use crate::capture::request::{Place, Source, Stored};
 use crate::contexts::current::Frames;
-use crate::contexts::frame::{self, ScopeArg};
+use crate::contexts::frame::{self, Frame, ScopeArg};
 use crate::contexts::owners::Firing;
+use crate::contexts::regions::Regions;
 use crate::error;
 use crate::hooks::handle::HookHandle;
-use crate::hooks::native::{NativeHook, Turn};
+use crate::hooks::native::{Again, NativeHook, Turn};
 use crate::hooks::options::{OnError, PhaseName, Priority};
 use crate::registry::Audience;
 use crate::rows::places::{Position, TokenPositions};
@@ -114,15 +116,27 @@ impl Recorder {
         Ok(format!("object at {:p}", part.as_ptr()))
     }
 
-    /// Records the part of a value for an owner; `turn`: of a call that is not compiled.
+    /// Records the part of a value for an owner; `turn`: of a call that is not compiled. None if nothing
+    /// of it is stored.
     pub fn record<'py>(
         &self,
         owner: Option<&Bound<'py, PyAny>>,
         value: &Bound<'py, PyAny>,
         turn: Option<&Turn<'_, 'py>>,
-    ) -> PyResult<()> {
+    ) -> PyResult<Option<Stored<'py>>> {
         let part = self.part_of(value)?;
         self.source.keep(owner, self.index, &part, turn)
+    }
+
+    /// Returns what the repeat of a checkpointed forward does with a stored value; None for nothing.
+    pub fn again(&self, stored: Stored<'_>) -> PyResult<Option<Arc<dyn Again>>> {
+        let py = stored.collector.py();
+        let part = Part {
+            index: self.index,
+            part: self.part.as_ref().map(|part| part.clone_ref(py)),
+        };
+        let again = KeepAgain::of(&stored.collector, part, stored.keep, stored.mask)?;
+        Ok(again.map(|again| Arc::new(again) as _))
     }
 
     /// Returns the part of a value that it records.
@@ -165,7 +179,11 @@ pub fn record(
     let Some(frames) = frames.entered(py)? else {
         return Ok(());
     };
-    let firing = Firing::merged(frame::hooks(frames, module, phase.0), None);
+    let regions = Regions::current(py)?;
+    // A repeat of a checkpointed forward captures nothing for those whose forward it was.
+    let repeats = |owner: &Frame| regions.as_ref().is_some_and(|it| it.get().repeats(owner));
+    let hooks = frame::hooks(frames, module, phase.0);
+    let firing = Firing::merged(hooks.filter(|(owner, _)| !repeats(owner.get())), None);
     let inside = Inside::here();
     for hook in firing.iter().flat_map(Firing::iter) {
         let object = hook.entry.hook().object().bind(py);
@@ -205,7 +223,7 @@ pub fn store_rows(
     };
     let positions = positions.map(of_rows);
     values.iter().try_for_each(|(index, value)| {
-        keeping::record(collector, *index, value, positions.clone(), true)
+        keeping::record(collector, *index, value, positions.clone(), true).map(drop)
     })
 }
 

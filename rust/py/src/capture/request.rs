@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::capture::collector::Collector;
-use crate::capture::keeping;
+use crate::capture::keeping::{self, Keep};
 use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
@@ -21,7 +21,6 @@ use crate::rows::matrix::Arguments;
 use crate::rows::membership::{Call, Membership};
 use crate::rows::merging::Places;
 use crate::rows::places::{MemberPlace, OwnRows, TokenPositions, Tokens};
-use crate::torch::tensors::map_tensors;
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
 /// own.
@@ -167,22 +166,6 @@ impl RequestBase {
         }
     }
 
-    /// The tokens at the plan's positions in the running forward.
-    #[getter]
-    fn masks(slf: &Bound<'_, Self>) -> TokenMasks {
-        TokenMasks(Membership::masks(slf.as_super().get()))
-    }
-
-    /// Begins to repeat, on this thread, a part of a forward with these tokens at the plan's positions.
-    fn begin_repeat(slf: &Bound<'_, Self>, masks: &TokenMasks) {
-        Membership::begin_call(slf.as_super().get(), masks.0.clone());
-    }
-
-    /// Ends the repetition.
-    fn end_repeat(slf: &Bound<'_, Self>) {
-        drop(Membership::end_call(slf.as_super().get())); // runs Python code
-    }
-
     /// Sets the numbers of tokens of its prompts.
     fn set_prompt_lengths(slf: &Bound<'_, Self>, lengths: Vec<i64>) {
         Membership::set_prompts(slf.as_super().get(), lengths.into());
@@ -228,9 +211,30 @@ impl RequestBase {
     }
 }
 
-/// Tokens at the positions of a plan in one forward; none where they are not known.
-#[pyclass(frozen, module = "ferrohook._core")]
-pub struct TokenMasks(Option<Arc<Masks>>);
+/// A value that a recorder stored.
+pub struct Stored<'py> {
+    pub collector: Bound<'py, Collector>,
+    pub keep: Keep,
+    /// Tokens that were taken of it; None for all.
+    pub mask: Option<Arc<Mask>>,
+}
+
+impl<'py> Stored<'py> {
+    fn whole(
+        collector: Bound<'py, Collector>,
+        index: usize,
+        value: &Bound<'py, PyAny>,
+        positions: Option<TokenPositions>,
+        shared: bool,
+    ) -> PyResult<Self> {
+        let keep = keeping::record(&collector, index, value, positions, shared)?;
+        Ok(Self {
+            collector,
+            keep,
+            mask: None,
+        })
+    }
+}
 
 /// Collector of a capture; for a capture of a plan, the template of its requests' collectors.
 pub struct Source {
@@ -256,14 +260,14 @@ impl Source {
         Ok(owner.ok_or_else(nobody)?.cast()?)
     }
 
-    /// Stores what `value` gives, by the collector of the owner.
+    /// Stores what `value` gives, by the collector of the owner; None if nothing of it is stored.
     pub fn keep<'py>(
         &self,
         owner: Option<&Bound<'py, PyAny>>,
         index: usize,
         value: &Bound<'py, PyAny>,
         turn: Option<&Turn<'_, 'py>>,
-    ) -> PyResult<()> {
+    ) -> PyResult<Option<Stored<'py>>> {
         let py = value.py();
         let tokens = turn.and_then(Tokens::of);
         // Only a member of a batch has tokens: its tensors may be views of those of all.
@@ -271,17 +275,18 @@ impl Source {
         let positions = tokens.and_then(|it| it.positions.clone());
         let Some(place) = &self.place else {
             let positions = positions.and_then(TokenPositions::of_whole);
-            return keeping::record(self.collector.bind(py), index, value, positions, shared);
+            let collector = self.collector.bind(py).clone();
+            return Stored::whole(collector, index, value, positions, shared).map(Some);
         };
         let request = Self::request(owner)?;
         let collector = request.get().collector(py, place.capture)?;
         let Some(at) = place.mask else {
             let positions = positions.and_then(TokenPositions::of_whole);
-            return keeping::record(&collector, index, value, positions, shared);
+            return Stored::whole(collector, index, value, positions, shared).map(Some);
         };
         let own = tokens.and_then(|it| it.own.as_ref());
         let mask = match RequestBase::chosen(request, at, own)? {
-            Chosen::Nothing => return Ok(()),
+            Chosen::Nothing => return Ok(None),
             Chosen::At(mask) => mask,
         };
         let positions = match positions {
@@ -289,14 +294,16 @@ impl Source {
             None => None,
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {
-            return Ok(());
+            return Ok(None);
         }
-        let names = collector.get().names();
-        let at = map_tensors(value, &mut |tensor| {
-            let describe = || format!("capture of {:?}", names[index]);
-            mask.take(&describe, tensor, turn.map(Arguments::of))
-        })?;
-        keeping::record(&collector, index, &at, positions, shared)
+        let arguments = turn.map(Arguments::of);
+        let at = keeping::taken(&collector, index, &mask, value, arguments)?;
+        let keep = keeping::record(&collector, index, &at, positions, shared)?;
+        Ok(Some(Stored {
+            collector,
+            keep,
+            mask: Some(mask),
+        }))
     }
 
     /// Returns the collector of an owner.

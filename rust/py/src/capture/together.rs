@@ -107,7 +107,7 @@ impl Group {
                     return collector.get().store(py, this.index, kept);
                 }
                 let own = this.part_of(&own_rows(rows, shared, shared.value)?)?;
-                record(&collector, this.index, &own, positions, true)
+                record(&collector, this.index, &own, positions, true).map(drop)
             };
             if let Err(error) = store() {
                 failed.push((*number, error));
@@ -267,7 +267,12 @@ impl Native for Recorder {
     }
 
     fn run<'py>(&self, _object: &Bound<'py, PyAny>, turn: &Turn<'_, 'py>) -> Outcome<'py> {
-        self.record(turn.owner, turn.value, Some(turn))?;
+        let stored = self.record(turn.owner, turn.value, Some(turn))?;
+        if let (Some(again), Some(stored)) = (turn.again, stored)
+            && let Some(repeat) = self.again(stored)?
+        {
+            again(repeat);
+        }
         Ok(None)
     }
 

@@ -1,6 +1,7 @@
 //! The frames that the current context has entered.
 
 use std::cell::OnceCell;
+use std::ffi::CStr;
 use std::ptr;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -21,15 +22,27 @@ pub struct Entered {
 /// The context variable of the entered frames: a tuple, the outermost first.
 pub fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     static VARIABLE: Once<Py<PyAny>> = Once::new();
-    VARIABLE
+    let none = || PyTuple::empty(py).into_any();
+    variable_of(py, &VARIABLE, c"ferrohook_scopes", none)
+}
+
+/// Returns the context variable in a static, made when it is first needed.
+#[inline]
+pub fn variable_of<'py>(
+    py: Python<'py>,
+    variable: &'static Once<Py<PyAny>>,
+    name: &CStr,
+    default: impl FnOnce() -> Bound<'py, PyAny>,
+) -> PyResult<&'py Bound<'py, PyAny>> {
+    variable
         .get_or_try_init(py, || {
-            let none = PyTuple::empty(py);
+            let default = default();
             // SAFETY: a C string and a live object; returns a new reference, or null with an
             // exception set.
             let variable = unsafe {
                 Bound::from_owned_ptr_or_err(
                     py,
-                    ffi::PyContextVar_New(c"ferrohook_scopes".as_ptr(), none.as_ptr()),
+                    ffi::PyContextVar_New(name.as_ptr(), default.as_ptr()),
                 )
             };
             variable.map(Bound::unbind)
@@ -56,31 +69,45 @@ pub fn active(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
 
 /// Sets the frames of this context. Returns the token of the change.
 pub fn set<'py>(frames: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
-    let py = frames.py();
-    let variable = variable(py)?.as_ptr();
+    set_in(variable(frames.py())?, frames)
+}
+
+/// Sets a context variable. Returns the token of the change.
+pub fn set_in<'py>(
+    variable: &Bound<'py, PyAny>,
+    value: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (py, variable) = (value.py(), variable.as_ptr());
     // SAFETY: a context variable and a live object; returns a new reference, or null with an
     // exception set.
     uncollected(|| unsafe {
-        Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, frames.as_ptr()))
+        Bound::from_owned_ptr_or_err(py, ffi::PyContextVar_Set(variable, value.as_ptr()))
     })
 }
 
 /// Undoes the change that returned `token`; a `HookError` of `elsewhere` in another context.
 pub fn reset(token: &Bound<'_, PyAny>, elsewhere: &str) -> PyResult<()> {
     let py = token.py();
-    let variable = variable(py)?.as_ptr();
-    // SAFETY: a context variable and a live object; returns -1 with an exception set if the object
-    // is no token of it, or of another context.
-    if uncollected(|| unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) }) == 0 {
+    let Err(cause) = reset_in(variable(py)?, token) else {
         return Ok(());
-    }
-    let cause = PyErr::fetch(py);
+    };
     if !cause.is_instance_of::<PyValueError>(py) {
         return Err(cause);
     }
     let error = hook_error(py, elsewhere.to_owned());
     error.set_cause(py, Some(cause));
     Err(error)
+}
+
+/// Undoes the change of a context variable that returned `token`.
+pub fn reset_in(variable: &Bound<'_, PyAny>, token: &Bound<'_, PyAny>) -> PyResult<()> {
+    let variable = variable.as_ptr();
+    // SAFETY: a context variable and a live object; returns -1 with an exception set if the object
+    // is no token of it, or of another context.
+    if uncollected(|| unsafe { ffi::PyContextVar_Reset(variable, token.as_ptr()) }) == 0 {
+        return Ok(());
+    }
+    Err(PyErr::fetch(token.py()))
 }
 
 /// Changes the context with the garbage collector off.
@@ -120,24 +147,31 @@ pub fn same_without(
         .eq(others.map(Borrowed::as_ptr))
 }
 
-/// Reads the context variable; None if no frame is entered.
-fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
-    let variable = variable(py)?.as_ptr();
+/// Reads a context variable; None if it is unset or None.
+#[expect(clippy::inline_always, reason = "part of each call in a scope")]
+#[inline(always)]
+pub fn get<'py>(variable: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = variable.py();
     let none = py.None();
-    let mut frames = ptr::null_mut();
+    let mut value = ptr::null_mut();
     // SAFETY: a context variable and a default; returns a new reference, or -1 with an exception
     // set.
-    let frames = unsafe {
-        if ffi::PyContextVar_Get(variable, none.as_ptr(), &raw mut frames) < 0 {
+    let value = unsafe {
+        if ffi::PyContextVar_Get(variable.as_ptr(), none.as_ptr(), &raw mut value) < 0 {
             return Err(PyErr::fetch(py));
         }
-        Bound::from_owned_ptr(py, frames)
+        Bound::from_owned_ptr(py, value)
     };
-    if frames.is_none() {
+    Ok((!value.is_none()).then_some(value))
+}
+
+/// Reads the context variable; None if no frame is entered.
+fn read(py: Python<'_>) -> PyResult<Option<Bound<'_, PyTuple>>> {
+    let Some(frames) = get(variable(py)?)? else {
         // CPython caches a context variable that was set; an unset one costs a full look-up per call.
         set(&PyTuple::empty(py))?;
         return Ok(None);
-    }
+    };
     let frames = frames
         .cast_into::<PyTuple>()
         .map_err(|_| PyRuntimeError::new_err("ferrohook_scopes is no tuple of scopes"))?;

@@ -22,7 +22,7 @@ use crate::hooks::changes::Changes;
 use crate::hooks::hook::Hook;
 
 /// Id of a frame: unique in the process.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FrameId(u64);
 
 impl Default for FrameId {
@@ -461,28 +461,6 @@ impl Frame {
         Some(entered.as_ref()?.frames.bind(py).clone())
     }
 
-    /// Number of calls, so far, of its forward and pre-forward hooks that may change a value.
-    #[pyo3(name = "changes")]
-    pub fn changing_calls(&self, py: Python<'_>) -> u64 {
-        let mut registries = Vec::new();
-        for frame in self.shared().into_iter().chain([self]) {
-            let modules = frame.modules.lock();
-            let hooks = modules.hooks.values();
-            registries.extend(hooks.map(|scoped| Arc::clone(&scoped.hooks)));
-        }
-        let mut calls = 0;
-        for hooks in registries {
-            for phase in [Phase::ForwardPre, Phase::Forward] {
-                for entry in hooks.snapshot(phase).iter() {
-                    if entry.hook().changes(py) {
-                        calls += entry.calls();
-                    }
-                }
-            }
-        }
-        calls
-    }
-
     #[pyo3(name = "__enter__")]
     pub fn enter<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
@@ -599,7 +577,7 @@ pub fn hooks<'py>(
 }
 
 /// Copies an exception: its traceback would keep all frames below alive.
-fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
+pub fn copied(py: Python<'_>, error: &PyErr) -> PyErr {
     let copied = py
         .import("copy")
         .and_then(|copy| copy.call_method1("copy", (error.value(py),)))

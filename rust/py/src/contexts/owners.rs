@@ -1,11 +1,13 @@
 //! Hooks of one phase of one call, and their owners.
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use ferrohook_core::{Entry, Inside, Invocation, Snapshot};
 use pyo3::prelude::*;
 
 use crate::contexts::frame::Frame;
+use crate::contexts::log::{KeptHook, PhaseRun};
 use crate::hooks::hook::Hook;
 
 /// A hook whose turn comes, and the frame that it fires for; None: for everybody.
@@ -13,19 +15,34 @@ use crate::hooks::hook::Hook;
 pub struct Owned<'a, 'py> {
     pub entry: &'a Entry<Hook>,
     pub owner: Option<&'a Bound<'py, Frame>>,
+    /// In a checkpointed forward or its repeat: the run of the phase.
+    pub run: Option<&'a PhaseRun<'py>>,
 }
 
 impl<'a, 'py> Owned<'a, 'py> {
     /// Enters the hook, unless it is removed or disabled, or its owner has ended. Call it right before
     /// each invocation.
-    #[inline]
+    #[expect(
+        clippy::inline_always,
+        reason = "part of the walk: a seventh of its time per hook"
+    )]
+    #[inline(always)]
     pub fn enter(self, inside: &'a Inside) -> Option<Invocation<'a>> {
+        if let Some(run) = self.run {
+            return self.enter_logged(run, inside);
+        }
         if let Some(owner) = self.owner
             && owner.get().ended_for(self.entry.phase())
         {
             return None;
         }
         self.entry.enter(inside)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn enter_logged(self, run: &'a PhaseRun<'py>, inside: &'a Inside) -> Option<Invocation<'a>> {
+        run.enter(self.entry, self.owner, inside)
     }
 
     /// The owner, for hooks that know its class.
@@ -44,6 +61,8 @@ enum Owners<'py> {
     Everybody,
     One(Bound<'py, Frame>),
     Many(Box<Merged<'py>>),
+    /// In a checkpointed forward or its repeat, with the run of the phase.
+    Logged(Box<(Merged<'py>, Rc<PhaseRun<'py>>)>),
 }
 
 /// Owners of merged snapshots, and for each hook the number of its snapshot.
@@ -52,12 +71,59 @@ struct Merged<'py> {
     numbers: Box<[usize]>,
 }
 
+impl<'py> Merged<'py> {
+    fn of(&self, at: usize) -> Option<&Bound<'py, Frame>> {
+        self.owners[self.numbers[at]].as_ref()
+    }
+}
+
 impl<'py> Firing<'py> {
     /// Hooks that fire for everybody.
     pub fn everybody(snapshot: Snapshot<Hook>) -> Self {
         Self {
             snapshot,
             owners: Owners::Everybody,
+        }
+    }
+
+    /// These hooks, in this order, each with its owner.
+    pub fn of(hooks: Vec<KeptHook<'py>>) -> Self {
+        let numbers = (0..hooks.len()).collect();
+        let (entries, owners) = hooks.into_iter().unzip();
+        Self {
+            snapshot: Snapshot::of(entries),
+            owners: Owners::Many(Box::new(Merged { owners, numbers })),
+        }
+    }
+
+    /// No hooks.
+    pub fn none() -> Self {
+        Self::everybody(Snapshot::of(Vec::new()))
+    }
+
+    /// The same hooks, in the run of a phase.
+    pub fn in_run(self, run: PhaseRun<'py>) -> Self {
+        let alike = |owner| Merged {
+            owners: vec![owner],
+            numbers: vec![0; self.entries().len()].into(),
+        };
+        let merged = match self.owners {
+            Owners::Everybody => alike(None),
+            Owners::One(ref owner) => alike(Some(owner.clone())),
+            Owners::Many(merged) => *merged,
+            Owners::Logged(logged) => logged.0,
+        };
+        Self {
+            owners: Owners::Logged(Box::new((merged, Rc::new(run)))),
+            snapshot: self.snapshot,
+        }
+    }
+
+    /// In a checkpointed forward or its repeat: the run of the phase.
+    pub fn run(&self) -> Option<&Rc<PhaseRun<'py>>> {
+        match &self.owners {
+            Owners::Logged(logged) => Some(&logged.1),
+            _ => None,
         }
     }
 
@@ -93,20 +159,33 @@ impl<'py> Firing<'py> {
             owner: match &self.owners {
                 Owners::Everybody => None,
                 Owners::One(owner) => Some(owner),
-                Owners::Many(merged) => merged.owners[merged.numbers[at]].as_ref(),
+                Owners::Many(merged) => merged.of(at),
+                Owners::Logged(logged) => logged.0.of(at),
+            },
+            run: match &self.owners {
+                Owners::Logged(logged) => Some(&logged.1),
+                _ => None,
             },
         })
     }
 
-    /// The hooks in firing order, if all are for everybody: their walk asks for no owner.
+    /// The hooks in firing order, if all are for everybody and nothing is logged: their walk asks for
+    /// no owner.
     #[inline]
     pub fn of_everybody(&self) -> Option<impl Iterator<Item = Owned<'_, 'py>>> {
         let everybody = matches!(self.owners, Owners::Everybody);
         everybody.then(|| {
-            self.entries()
-                .iter()
-                .map(|entry| Owned { entry, owner: None })
+            self.entries().iter().map(|entry| Owned {
+                entry,
+                owner: None,
+                run: None,
+            })
         })
+    }
+
+    /// The hooks in firing order, to be kept beyond the phase.
+    pub fn shared(&self) -> impl Iterator<Item = (Owned<'_, 'py>, &Arc<Entry<Hook>>)> {
+        self.iter().zip(self.entries())
     }
 
     /// The hooks in firing order, without their owners.

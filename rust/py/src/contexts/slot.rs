@@ -1,10 +1,14 @@
 //! State that others keep with a frame.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use ferrohook_core::Phase;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+
+/// What hooks of a frame find in its slot while a call runs.
+pub type State = Arc<dyn Any + Send + Sync>;
 
 /// State that others keep with a frame, for as long as it lives.
 pub trait Slot: Any + Send + Sync {
@@ -17,6 +21,17 @@ pub trait Slot: Any + Send + Sync {
     fn check_hook(&self, _py: Python<'_>, _gradients: bool) -> PyResult<()> {
         Ok(())
     }
+
+    /// What hooks of the frame find now, on this thread.
+    fn state(&self) -> Option<State> {
+        None
+    }
+
+    /// Has hooks find a former [state](Self::state) on this thread, until `end_repeat`.
+    fn begin_repeat(&self, _state: State) {}
+
+    /// Ends the innermost repeat on this thread.
+    fn end_repeat(&self) {}
 
     /// Releases what belongs to the open frame.
     fn close(&self) {}

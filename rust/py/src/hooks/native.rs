@@ -1,6 +1,7 @@
 //! Native hooks: hooks that run in Rust; objects of Python classes, which implement [`Native`].
 
 use std::any::Any;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ferrohook_core::Phase;
@@ -10,6 +11,18 @@ use pyo3::pyclass::boolean_struct::True;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::{hook_type_error, type_name};
+
+/// What a repeated forward does in place of a native hook that only observed.
+pub trait Again: Send + Sync {
+    /// Runs for the value that the hook would get, in a call with these arguments. Returns what a
+    /// repeat of this run does; None for nothing.
+    fn run<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Option<Arc<dyn Again>>>;
+}
 
 /// One invocation of a native hook.
 pub struct Turn<'a, 'py> {
@@ -24,6 +37,8 @@ pub struct Turn<'a, 'py> {
     pub value: &'a Bound<'py, PyAny>,
     /// Gradient of the output, in the phase `backward`.
     pub grad_output: Option<&'a Bound<'py, PyAny>>,
+    /// In a checkpointed forward: takes what its repeat does in place of a hook that only observes.
+    pub again: Option<&'a dyn Fn(Arc<dyn Again>)>,
     /// Run time of the module, if a hook [times](Native::times) it and it returned.
     pub took: Option<Duration>,
     /// The owner, a scope, request or capture, that the hook fires for; None: for everybody.

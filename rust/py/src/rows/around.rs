@@ -10,6 +10,7 @@ use crate::call::around::{Around, Between};
 use crate::call::{Call, NextHook, Replaced};
 use crate::contexts::current::Frames;
 use crate::contexts::frame::Frame;
+use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::{Firing, Owned};
 use crate::hooks::hook::Hook;
 use crate::rows::batch::{BatchBase, Batches};
@@ -30,12 +31,11 @@ impl Around for Batches {
         call: &Call<'_, 'py>,
         phase: Phase,
         whole: Option<&Firing<'py>>,
-    ) -> Option<Box<dyn Between<'py> + 'py>> {
-        let batch = frame.cast::<BatchBase>().ok()?;
-        let recall = phase == Phase::Forward && whole.is_none();
-        Some(Box::new(MemberHooks::begin(
-            batch, call, phase, whole, recall,
-        )?))
+    ) -> PyResult<Option<Box<dyn Between<'py> + 'py>>> {
+        let batch = frame.cast::<BatchBase>()?;
+        let recall = phase == Phase::Forward && whole.is_none_or(|it| it.entries().is_empty());
+        let hooks = MemberHooks::begin(batch, call, phase, whole, recall)?;
+        Ok(hooks.map(|hooks| Box::new(hooks) as _))
     }
 
     fn has_hooks(&self, frame: &Bound<'_, Frame>, module: u64, phases: &[Phase]) -> bool {
@@ -80,6 +80,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             call,
             batch,
             layout,
+            run: self.run.as_deref(),
         };
         let (merged, others) = members.split(self.in_gap(gap), Phase::ForwardPre, lone)?;
         let replaced = members.forward_pre_of_each(others, target)?;
@@ -92,6 +93,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             call,
             batch,
             layout,
+            run: self.run.as_deref(),
         };
         let replaced = match members.run_merged(&merged, &value)? {
             Ok(changed) => match changed {
@@ -123,12 +125,13 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             call,
             batch,
             layout,
+            run: self.run.as_deref(),
         };
         if let Found::Merged(merged) = &self.hooks {
             if let Some(output) = output.filter(|_| covered && layout.is_of_batch()) {
                 return members.forward_merged(merged, output);
             }
-            return match Self::begin(&self.batch, call, Phase::Forward, None, false) {
+            return match self.each(call)? {
                 Some(each) => each.forward(call, gap, output),
                 None => Ok(None),
             };
@@ -137,7 +140,7 @@ impl<'py> Between<'py> for MemberHooks<'py> {
             return members.run_always_called(self.in_gap(gap)).map(|()| None);
         };
         let (merged, others) = members.split(self.in_gap(gap), Phase::Forward, covered)?;
-        let remember = self.all() && others.is_empty() && merged.last;
+        let remember = self.all() && others.is_empty() && merged.last && !self.repeats();
         let changed = members.forward_of_each(others, output)?;
         if merged.members.is_empty() {
             return Ok(changed);
@@ -167,29 +170,51 @@ fn layout_of<'py>(
     Ok(matrices.map_or((layout, covered), |layout| (layout, true)))
 }
 
-/// Hooks of a member, its own.
-fn owned<'s, 'py: 's>(
-    entries: &'s [Arc<Entry<Hook>>],
-    member: &'s Member,
-    py: Python<'py>,
-) -> impl Iterator<Item = Owned<'s, 'py>> {
-    let owner = Some(member.frame.bind(py));
-    entries.iter().map(move |entry| Owned { entry, owner })
-}
-
 /// One phase of a call, for the hooks of members.
 struct Members<'a, 'c, 'py> {
     call: &'a Call<'c, 'py>,
     batch: &'a BatchBase,
     layout: &'a Layout,
+    run: Option<&'a PhaseRun<'py>>,
 }
 
-impl<'py> Members<'_, '_, 'py> {
+impl<'a, 'py> Members<'a, '_, 'py> {
+    /// Hooks of a member, its own.
+    fn owned<'s>(
+        &self,
+        number: usize,
+        entries: &'s [Arc<Entry<Hook>>],
+    ) -> impl Iterator<Item = Owned<'s, 'py>>
+    where
+        'a: 's,
+        'py: 's,
+    {
+        let owner = Some(self.batch.all()[number].frame.bind(self.py()));
+        let run = self.run;
+        entries.iter().map(move |entry| Owned { entry, owner, run })
+    }
+
+    /// Fails a member for the exception of its hooks.
+    fn settle(&self, number: usize, error: PyErr) -> PyResult<()> {
+        let member = self.member(number);
+        if let Some(run) = self.run {
+            run.note_failure(member.frame.get(), self.py(), &error);
+        }
+        value::settle(self.py(), member, error)
+    }
+
+    /// In a repeat: raises what the member failed with in the forward.
+    fn fail_again(&self, number: usize) -> PyResult<()> {
+        let frame = self.member(number).frame.get();
+        let run = self.run;
+        run.map_or(Ok(()), |run| run.fail_again(frame, self.py()))
+    }
+
     fn py(&self) -> Python<'py> {
         self.call.module.py()
     }
 
-    fn member(&self, number: usize) -> &Member {
+    fn member(&self, number: usize) -> &'a Member {
         &self.batch.all()[number]
     }
 
@@ -262,12 +287,14 @@ impl<'py> Members<'_, '_, 'py> {
             hooks,
             batch: self.batch,
             layout: self.layout,
+            run: self.run,
             describe: &|entry| self.describe(entry),
         };
         let mut fail = |number: usize, entry: &Entry<Hook>, error| {
             let member = self.member(number);
             let owner = Some(member.frame.bind(self.py()));
-            match self.call.apply_on_error(Owned { entry, owner }, error) {
+            let run = self.run;
+            match self.call.apply_on_error(Owned { entry, owner, run }, error) {
                 Ok(()) => Ok(true),
                 Err(error) => value::settle(self.py(), member, error).map(|()| false),
             }
@@ -302,7 +329,7 @@ impl<'py> Members<'_, '_, 'py> {
                 own = value.narrow(&mut narrowed, &arguments)?;
             }
             let mut call = self.of_member(number, &own, &tokens)?;
-            let hooks = owned(entries, self.member(number), self.py());
+            let hooks = self.owned(number, entries);
             call.run_always_called(&mut hooks.map(NextHook::Own), None);
         }
         Ok(())
@@ -336,7 +363,7 @@ impl<'py> Members<'_, '_, 'py> {
                         return Ok(());
                     }
                     let mut call = self.of_member(number, &before, &tokens)?;
-                    call.forward_pre(owned(entries, member, py), target)?;
+                    call.forward_pre(self.owned(number, entries), target)?;
                     checked = checks;
                     return Ok(());
                 }
@@ -346,16 +373,17 @@ impl<'py> Members<'_, '_, 'py> {
                 let mut narrowed = value.begin(number, entries, &needs)?;
                 let own = value.narrow(&mut narrowed, &before)?;
                 let mut call = self.of_member(number, &own, &tokens)?;
-                let hooks = owned(entries, member, py);
+                let hooks = self.owned(number, entries);
                 call.forward_pre_seen(hooks, target, |hook, call, replaced| {
                     let arguments = replaced.then(|| value::arguments(call)).transpose()?;
                     narrowed.note(hook.entry, arguments)
                 })?;
                 let after = value::arguments(&call)?;
+                self.fail_again(number)?;
                 value.take(&narrowed, &after)
             };
             if let Err(error) = run() {
-                value::settle(py, member, error)?;
+                self.settle(number, error)?;
             }
         }
         let Some(merged) = value.merged()? else {
@@ -388,9 +416,8 @@ impl<'py> Members<'_, '_, 'py> {
         let mut value = Value::new(output, Some(&before), self.layout, self.batch, &describe)?;
         let covered = value::covered(output, self.layout)?;
         for (number, entries) in members {
-            let member = self.member(number);
             let tokens = self.tokens(number);
-            let hooks = owned(entries, member, py).map(NextHook::Own);
+            let hooks = self.owned(number, entries).map(NextHook::Own);
             let run = || {
                 let needs = Needs::of(py, entries, self.batch.positioned());
                 if !needs.reads {
@@ -419,10 +446,11 @@ impl<'py> Members<'_, '_, 'py> {
                     }
                 })?;
                 noted?;
+                self.fail_again(number)?;
                 value.take(&narrowed, &result)
             };
             if let Err(error) = run() {
-                value::settle(py, member, error)?;
+                self.settle(number, error)?;
             }
         }
         value.merged()

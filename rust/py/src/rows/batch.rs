@@ -324,13 +324,6 @@ impl BatchBase {
         ran.collect()
     }
 
-    /// Number of calls, so far, of hooks that may change a value, those of members included.
-    fn changes(slf: &Bound<'_, Self>) -> u64 {
-        let members = slf.get().members.iter().map(|it| it.frame.get());
-        let frames = std::iter::once(slf.as_super().get()).chain(members);
-        frames.map(|frame| frame.changing_calls(slf.py())).sum()
-    }
-
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         for frame in current::active(py)?.iter() {

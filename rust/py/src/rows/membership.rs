@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::contexts::calls::Calls;
 use crate::contexts::frame::Frame;
-use crate::contexts::slot::Slot;
+use crate::contexts::slot::{Slot, State as AnyState};
 use crate::error::rows_error;
 use crate::rows::at::Masks;
 use crate::rows::remembered::Remembered;
@@ -36,6 +36,8 @@ struct State {
     masks: Option<Arc<Masks>>,
     /// Those of the calls of the model that run.
     calls: Calls<Call>,
+    /// Those of the phases that are repeated: of the forward.
+    repeats: Calls<Arc<Masks>>,
 }
 
 /// Call of a module that takes tokens.
@@ -113,7 +115,14 @@ impl Membership {
 
     /// Tokens at the positions of a plan in the running forward; None if they are not known.
     pub fn masks(frame: &Frame) -> Option<Arc<Masks>> {
-        let mut state = Self::of(frame)?.0.lock();
+        Self::of(frame)?.masks_here()
+    }
+
+    fn masks_here(&self) -> Option<Arc<Masks>> {
+        let mut state = self.0.lock();
+        if let Some(repeated) = state.repeats.innermost() {
+            return Some(Arc::clone(repeated));
+        }
         if state.masks.is_some() {
             return state.masks.clone();
         }
@@ -229,6 +238,21 @@ impl Slot for Membership {
             return Err(rows_error(py, message.to_owned()));
         }
         Ok(())
+    }
+
+    fn state(&self) -> Option<AnyState> {
+        Some(self.masks_here()?)
+    }
+
+    fn begin_repeat(&self, state: AnyState) {
+        if let Ok(masks) = state.downcast() {
+            self.0.lock().repeats.begin(masks);
+        }
+    }
+
+    fn end_repeat(&self) {
+        let former = self.0.lock().repeats.end();
+        drop(former); // runs Python code
     }
 
     fn close(&self) {

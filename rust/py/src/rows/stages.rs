@@ -8,6 +8,7 @@ use ferrohook_core::{Entry, Inside, Phase};
 use pyo3::prelude::*;
 
 use crate::contexts::frame::Frame;
+use crate::contexts::log::PhaseRun;
 use crate::contexts::owners::Owned;
 use crate::error::rows_error;
 use crate::hooks::hook::Hook;
@@ -58,10 +59,11 @@ impl Simple {
 }
 
 /// Runs of merged hooks in one call.
-pub struct Stages<'a> {
+pub struct Stages<'a, 'py> {
     pub hooks: &'a MergedHooks,
     pub batch: &'a BatchBase,
     pub layout: &'a Layout,
+    pub run: Option<&'a PhaseRun<'py>>,
     /// Describes a hook, for errors.
     pub describe: &'a dyn Fn(&Entry<Hook>) -> String,
 }
@@ -69,12 +71,12 @@ pub struct Stages<'a> {
 /// Takes the error of a hook of the member with a number. Returns true if the member goes on.
 pub type Fail<'a> = dyn FnMut(usize, &Entry<Hook>, PyErr) -> PyResult<bool> + 'a;
 
-impl Stages<'_> {
+impl<'py> Stages<'_, 'py> {
     fn entry(&self, (member, at): HookAt) -> &Entry<Hook> {
         &self.hooks.members[member].entries[at]
     }
 
-    fn owner<'a, 'py>(&'a self, py: Python<'py>, member: usize) -> &'a Bound<'py, Frame> {
+    fn owner(&self, py: Python<'py>, member: usize) -> &Bound<'py, Frame> {
         let number = self.hooks.members[member].number;
         self.batch.all()[number].frame.bind(py)
     }
@@ -151,7 +153,7 @@ impl Stages<'_> {
 
     /// Runs the hooks. Returns the changed value, None if nothing changed it; an inner error means
     /// that each member's hooks have to run alone.
-    pub fn run<'py>(
+    pub fn run(
         &self,
         value: &Bound<'py, PyAny>,
         fail: &mut Fail<'_>,
@@ -182,7 +184,8 @@ impl Stages<'_> {
                 } else {
                     let owner = Some(self.owner(value.py(), at.0));
                     let entry = self.entry(*at);
-                    Owned { entry, owner }.enter(&inside)
+                    let run = self.run;
+                    Owned { entry, owner, run }.enter(&inside)
                 };
                 invocation.map(|it| invocations.push(it)).is_some()
             });
@@ -227,7 +230,7 @@ impl Stages<'_> {
     /// the hooks to skip.
     fn check(
         &self,
-        value: &Bound<'_, PyAny>,
+        value: &Bound<'py, PyAny>,
         inside: &Inside,
         running: &mut [Option<usize>],
         fail: &mut Fail<'_>,
@@ -246,7 +249,9 @@ impl Stages<'_> {
             fine &= failed.is_empty();
             for (number, error) in failed {
                 let at = stage[number];
-                let _counted = self.entry(at).enter(inside);
+                let (entry, owner) = (self.entry(at), Some(self.owner(py, at.0)));
+                let run = self.run;
+                let _counted = Owned { entry, owner, run }.enter(inside);
                 if fail(self.hooks.members[at.0].number, self.entry(at), error)? {
                     skipped.push(at);
                 } else {
