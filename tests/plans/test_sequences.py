@@ -628,6 +628,17 @@ class TestPeft:
                     model(input_ids=ids)
                 assert torch.equal(request.acts[name][0], acts[name][:, -1])
 
+    @pytest.mark.parametrize("options", [{"task_type": "CAUSAL_LM"}, {}], ids=str)
+    def test_its_quantities_are_those_of_its_model(self, options: dict[str, Any]) -> None:
+        model, ids = self.adapted(**options), prompt(6)
+        _, acts = fh.run(model, input_ids=ids, capture="@resid_post.0")
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(acts["@resid_post.0"], states[1])
+        plan = fh.Plan(fh.keep("@resid_post.0", at="generated", calls="all"))
+        with plan.prepare(model) as prepared, prepared.open() as request:
+            model.generate(input_ids=ids, **GREEDY)
+        assert [len(each) for each in request.acts["@resid_post.0"]] == [1] * (NEW - 1)
+
     @pytest.mark.filterwarnings("ignore:Position ids are not supported")
     def test_tuned_prompts_are_told_or_refused(self) -> None:
         peft: Any = pytest.importorskip("peft")

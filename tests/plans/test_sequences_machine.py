@@ -341,3 +341,100 @@ def test_each_prompt_of_a_generation(step: Generate, ats: list[str]) -> None:
         else:
             assert LAYER not in request.acts
         request.close()
+
+
+@functools.cache
+def encoder_decoder() -> Any:
+    torch.manual_seed(2)
+    config = transformers.BartConfig(
+        vocab_size=32,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        decoder_start_token_id=2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=1,
+        forced_eos_token_id=None,
+        max_position_embeddings=32,
+    )
+    model = transformers.BartForConditionalGeneration(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.double()
+
+
+STACKS = {"encoder": "model.encoder.layers.0", "decoder": "model.decoder.layers.0"}
+
+
+class Layers:
+    """Keeps what the layers of a model with an encoder and a decoder return, call by call."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls: dict[str, list[Tensor]] = {name: [] for name in STACKS}
+        self.pasts: list[int] = []
+        for name, path in STACKS.items():
+            layer = model.get_submodule(path)
+            layer.register_forward_hook(functools.partial(self.keep, name))
+        decoder = model.get_submodule("model.decoder")
+        decoder.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def keep(self, name: str, _module: Any, _args: Any, output: Any) -> None:
+        self.calls[name].append(output if isinstance(output, Tensor) else output[0])
+
+    def count(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        self.pasts.append(0 if cache is None else int(cache.get_seq_length()))
+
+
+@settings(max_examples=by_day(25, of=120), deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    texts=st.tuples(seeds, many, st.integers(1, 5)),
+    left=st.booleans(),
+    call=st.sampled_from(("forward", "generate", "without a cache", "drafts")),
+    at=st.sampled_from([*ATS]),
+)
+def test_an_encoder_and_a_decoder(
+    texts: tuple[int, tuple[int, ...], int], left: bool, call: str, at: str
+) -> None:
+    model, (named, chosen) = encoder_decoder(), ATS[at]
+    seed, sources, target = texts
+    sources = sources[:1] if call == "drafts" else sources
+    longest = max(sources)
+    starts = torch.tensor([longest - each if left else 0 for each in sources])[:, None]
+    counted = torch.arange(longest) - starts
+    lengths = torch.tensor(sources)[:, None]
+    real = (counted >= 0) & (counted < lengths)
+    ids = torch.where(real, ids_of(seed, len(sources), longest), 1)
+    targets = ids_of(seed + 1, len(sources), target)
+    targets[:, 0] = 2
+
+    def run(it: Any) -> None:
+        inputs = {"attention_mask": real.long(), "decoder_input_ids": targets}
+        if call == "forward":
+            it(input_ids=ids, **inputs)
+            return
+        options: dict[str, Any] = {"use_cache": call != "without a cache"}
+        if call == "drafts":
+            options = {"prompt_lookup_num_tokens": 2}
+        it.generate(ids, **inputs, max_new_tokens=4, do_sample=False, **options)
+
+    plain = copy.deepcopy(model)
+    by_hand = Layers(plain)
+    run(plain)
+    expected: dict[str, list[Tensor]] = {name: [] for name in STACKS}
+    for states in by_hand.calls["encoder"]:
+        expected["encoder"] += [*states[real & chosen(counted, lengths)]]
+    for states, past in zip(by_hand.calls["decoder"], by_hand.pasts, strict=True):
+        places = torch.arange(past, past + states.shape[1]).expand(states.shape[:2])
+        expected["decoder"] += [*states[chosen(places, torch.tensor([[target]]))]]
+    plan = fh.Plan(fh.keep([*STACKS.values()], at=named, calls="all", copy="clone"))
+    with plan.prepare(model) as prepared, prepared.open() as request:
+        run(model)
+    for name, path in STACKS.items():
+        kept = [*request.acts[path]] if path in request.acts else []
+        assert_same_rows([row for each in kept for row in each.reshape(-1, WIDTH)], expected[name])

@@ -14,7 +14,7 @@ use rustc_hash::FxHashSet;
 use crate::call::stop::Stop;
 use crate::capture::joining::Joined;
 use crate::capture::store::{
-    Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, View,
+    Budget, Gradient, Kept, KeptTensor, OverBudget, Store, TensorSlot, Values, View,
 };
 use crate::error;
 use crate::rows::places::Position;
@@ -202,6 +202,10 @@ impl Collector {
             // It only frees.
             drop(store.afford(0, replacing.freed, self.max_bytes, shared));
             gone.push(store.kept[index].take_back(Position(position), replacing));
+            if store.kept[index].calls.is_empty() {
+                store.kept[index] = Values::default();
+                store.ran.retain(|ran| *ran != index);
+            }
         }
         // Dropped after the lock is released: destructors of tensors run code.
         drop(store);
