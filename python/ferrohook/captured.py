@@ -10,7 +10,7 @@ from torch import Tensor
 from ferrohook._core import CapturedBase
 from ferrohook.errors import SelectionError
 from ferrohook.pending import finish
-from ferrohook.tensors import as_leaf, map_tensors
+from ferrohook.tensors import after_transforms, as_leaf, map_tensors
 
 if TYPE_CHECKING:
     from ferrohook._core import Collector
@@ -44,7 +44,13 @@ class Recorded(NamedTuple):
         return self._values(place, stale=stale)
 
     def _values(self, place: int, *, stale: bool) -> list[Any]:
-        return self.collector.read(place, stale=stale, finish=self.copies.finish)
+        values = self.collector.read(place, stale=stale, finish=self.copies.finish)
+        return self._after_transforms(values)
+
+    def _after_transforms(self, values: list[Any]) -> list[Any]:
+        if not self.collector.transformed:
+            return values
+        return [map_tensors(after_transforms, value) for value in values]
 
 
 class RecordedSteps(Recorded):
@@ -53,7 +59,8 @@ class RecordedSteps(Recorded):
     __slots__ = ()
 
     def _values(self, place: int, *, stale: bool) -> list[Any]:
-        return self.collector.read(place, joins=True, stale=stale, finish=self.copies.finish)
+        values = self.collector.read(place, joins=True, stale=stale, finish=self.copies.finish)
+        return self._after_transforms(values)
 
 
 class RecordedGradients(Recorded):
@@ -68,6 +75,7 @@ class RecordedGradients(Recorded):
         self.copies.finish()
         values = self.collector.read(place, stale=True)
         # Not strict: another thread may end a call between the two reads.
+        calls = self._after_transforms(calls)
         return [
             gradients[0] if isinstance(value, Tensor) else gradients
             for value, gradients in zip(values, calls, strict=False)

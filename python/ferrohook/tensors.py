@@ -232,10 +232,37 @@ def content_of(value: Any) -> Any:  # noqa: PLR0911 (one for each kind of value)
     return value
 
 
+def physical(tensor: Tensor) -> Tensor:
+    """Returns the tensor with the memory of one that transforms of `torch.func` wrap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def after_transforms(tensor: Tensor) -> Tensor:
+    """Returns a tensor without the transforms of `torch.func` that have ended.
+
+    The dimensions that `vmap` took away come first, that of the outermost ahead of all.
+    """
+    functorch = torch._C._functorch
+    current = functorch.maybe_current_level() or 0
+    dims = []
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if 0 < functorch.maybe_get_level(tensor) <= current:
+            break
+        if functorch.is_batchedtensor(tensor):
+            dims.append(functorch.maybe_get_bdim(tensor))
+        tensor = functorch.get_unwrapped(tensor)
+    for place, dim in enumerate(reversed(dims)):
+        tensor = tensor.movedim(dim + place, place)
+    return tensor
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors are views of one storage."""
     if one is other:
         return True
+    one, other = physical(one), physical(other)
     if one.layout != torch.strided or other.layout != torch.strided:
         return False  # other layouts have several storages and are never views
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

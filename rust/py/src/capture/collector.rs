@@ -49,6 +49,8 @@ pub struct Collector {
     inference: AtomicBool,
     /// True once values may be on their way that nobody waits for before they are read.
     awaited: AtomicBool,
+    /// True once a value of a transform of `torch.func` was stored.
+    transformed: AtomicBool,
     store: Mutex<Store>,
 }
 
@@ -93,6 +95,7 @@ impl Collector {
             stop,
             inference: AtomicBool::new(false),
             awaited: AtomicBool::new(false),
+            transformed: AtomicBool::new(false),
             store,
         })
     }
@@ -182,6 +185,13 @@ impl Collector {
             .collect()
     }
 
+    /// True if a value may be a tensor of a transform of `torch.func` that has ended.
+    #[getter]
+    fn transformed(&self) -> bool {
+        // Relaxed: readers know of the call that stored here.
+        self.transformed.load(Ordering::Relaxed)
+    }
+
     /// Has readers ask Python for values, which may have to wait for a GPU first.
     fn await_values(&self) {
         // Relaxed: readers know of the batch that was left here.
@@ -255,6 +265,7 @@ impl Collector {
             stop: self.stop,
             inference: AtomicBool::new(self.inference.load(Ordering::Relaxed)),
             awaited: AtomicBool::new(false),
+            transformed: AtomicBool::new(false),
             store: Mutex::new(Store::of(self.names.len())),
         };
         Py::new(py, fresh)
@@ -263,7 +274,7 @@ impl Collector {
     /// Reads the last value of a name if it is a tensor that can be given out as it is stored: one that
     /// nobody changed, nobody copies, and that is no part of a batch.
     pub fn plain<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) {
+        if self.convert.is_some() || self.awaited.load(Ordering::Relaxed) || self.transformed() {
             return Ok(None);
         }
         let tensor = {
@@ -453,6 +464,11 @@ impl Collector {
             Some(convert) => convert.bind(tensor.py()).call1((tensor,)),
             None => Ok(tensor.clone()),
         }
+    }
+
+    /// Marks that a value of a transform of `torch.func` is stored.
+    pub fn note_transform(&self) {
+        self.transformed.store(true, Ordering::Relaxed);
     }
 
     /// True if gradients are stored too.

@@ -13,7 +13,10 @@ use crate::rows::mask::Mask;
 use crate::rows::matrix::Arguments;
 use crate::rows::places::TokenPositions;
 use crate::torch::made::Order;
-use crate::torch::tensors::{for_each_tensor, map_tensors, owned, part_of, requires_grad};
+use crate::torch::tensors::{
+    for_each_tensor, map_tensors, owned, part_of, requires_grad, version_if_any,
+};
+use crate::torch::transforms;
 
 /// Stores `value` under a name; `shared`: its tensors may be views of those of a whole batch.
 pub fn record<'py>(
@@ -214,7 +217,16 @@ impl<'a, 'py> Keeping<'a, 'py> {
         if self.shared && (this.counts() || requires_grad(&kept)?) {
             kept = owned(&kept)?;
         }
-        let (kept, version) = this.checked(kept)?;
+        let (kept, mut version) = this.checked(kept)?;
+        let mut stored = kept.clone();
+        if transforms::active(py)? {
+            // The tensor inside, which outlives the transform and is what is written in place.
+            stored = transforms::physical(&kept)?;
+            this.note_transform();
+            if version.is_some() {
+                version = version_if_any(&stored)?;
+            }
+        }
         if this.keeps_gradients() {
             let slot = TensorSlot {
                 index: self.index,
@@ -223,9 +235,9 @@ impl<'a, 'py> Keeping<'a, 'py> {
             };
             self.tapped.push(tap(self.collector, slot, tensor)?);
         }
-        self.bytes += this.bytes(&kept)?;
+        self.bytes += this.bytes(&stored)?;
         self.tensors.push(KeptTensor {
-            value: kept.clone().unbind(),
+            value: stored.unbind(),
             version,
             gradient: None,
             order: Order::Any,

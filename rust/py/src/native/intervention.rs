@@ -327,20 +327,29 @@ impl<'py> Change<'_, 'py> {
 
     /// Changes a tensor by the vector or the numbers of the intervention.
     pub fn everywhere(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        // Torch lacks operations of a nested tensor and a dense one, or their backward. One in the
+        // layout `jagged` is of a subclass.
+        if !Facts::is_plain(x)? && is_nested(x)? {
+            return self.by_components(x);
+        }
         match self.whole(x) {
-            // Torch lacks most operations of a nested tensor and a dense one.
             Err(cause) if !is_hook_error(self.py(), &cause) && is_nested(x)? => {
-                if self.intervention.get().has_rows {
-                    let message = format!(
-                        "{}: a vector with rows does not fit a nested tensor: give it one dimension",
-                        (self.describe)()
-                    );
-                    return Err(hook_type_error(self.py(), message));
-                }
-                map_dense(x, &mut |dense| self.whole(dense))
+                self.by_components(x)
             }
             changed => changed,
         }
+    }
+
+    /// Changes a nested tensor.
+    fn by_components(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        if self.intervention.get().has_rows {
+            let message = format!(
+                "{}: a vector with rows does not fit a nested tensor: give it one dimension",
+                (self.describe)()
+            );
+            return Err(hook_type_error(self.py(), message));
+        }
+        map_dense(x, &mut |dense| self.whole(dense))
     }
 
     fn whole(&self, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -423,6 +432,9 @@ impl<'py> Change<'_, 'py> {
         let py = self.py();
         let expanded = vector.call_method1(intern!(py, "expand_as"), (x,));
         expanded.map_err(|cause| {
+            if is_nested(x).unwrap_or(false) {
+                return cause;
+            }
             let shape = |tensor: &Bound<'py, PyAny>| -> Vec<usize> {
                 let shape = tensor.getattr(intern!(py, "shape"));
                 shape.and_then(|shape| shape.extract()).unwrap_or_default()

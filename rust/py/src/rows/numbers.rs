@@ -11,6 +11,7 @@ use pyo3::types::{PySlice, PyTuple};
 use crate::rows::places::{BatchRow, TokenPlace};
 use crate::torch::copies::Copies;
 use crate::torch::facts::Facts;
+use crate::torch::nested::is_nested;
 
 /// Rows of a dimension.
 #[derive(Clone, PartialEq, Eq)]
@@ -239,9 +240,15 @@ impl Selection {
     }
 }
 
-/// Length of a dimension of a tensor; None if it has fewer.
+/// Length of a dimension of a tensor; None if it has fewer, and for a nested one, whose rows cannot
+/// be taken by their numbers.
 pub fn length(tensor: &Bound<'_, PyAny>, dim: usize) -> PyResult<Option<usize>> {
-    let shape = tensor.getattr(intern!(tensor.py(), "shape"))?;
+    let shape = tensor.getattr(intern!(tensor.py(), "shape"));
+    // A strided nested tensor has no shape, and one in another layout is of a subclass.
+    if (shape.is_err() || !Facts::is_plain(tensor)?) && is_nested(tensor)? {
+        return Ok(None);
+    }
+    let shape = shape?;
     let shape = shape.cast::<PyTuple>()?;
     if shape.len() <= dim {
         return Ok(None);

@@ -21,6 +21,7 @@ use crate::rows::merging::{InBatch, of_hook};
 use crate::rows::numbers::Rows;
 use crate::torch;
 use crate::torch::facts::Facts;
+use crate::torch::nested::is_nested;
 use crate::torch::tensors::{for_each_pair, for_each_tensor, map_tensors, version_if_any};
 
 /// Takes the exception of a member's hook: it fails the member alone, unless it is no fault.
@@ -164,6 +165,10 @@ impl<'a, 'py> Value<'a, 'py> {
         let py = self.whole.py();
         let mut shapes = Vec::new();
         let _ = for_each_tensor(self.whole, &mut |tensor| {
+            if is_nested(tensor)? {
+                shapes.push("(nested)".to_owned());
+                return Ok(());
+            }
             let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
             shapes.push(format!("{shape:?}"));
             Ok(())

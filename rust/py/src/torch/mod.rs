@@ -12,6 +12,7 @@ pub mod made;
 pub mod nested;
 pub mod target;
 pub mod tensors;
+pub mod transforms;
 pub mod tree;
 
 use pyo3::intern;
