@@ -219,7 +219,7 @@ impl<'a, 'py> Keeping<'a, 'py> {
         }
         let (kept, mut version) = this.checked(kept)?;
         let mut stored = kept.clone();
-        if transforms::active(py)? {
+        if transforms::active(tensor.py())? {
             // The tensor inside, which outlives the transform and is what is written in place.
             stored = transforms::physical(&kept)?;
             this.note_transform();
