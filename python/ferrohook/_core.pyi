@@ -550,7 +550,13 @@ class RequestBase(Frame):
     @property
     def _plan(self) -> Any: ...  # the one that it was made with
     def _collector(self, capture: int) -> Collector: ...
-    def set_masks(self, masks: tuple[Any, ...], tokens: Any = None) -> None: ...
+    def set_masks(
+        self,
+        masks: tuple[Any, ...],
+        tokens: Any = None,
+        positions: Any = None,
+        sequences: int = 0,
+    ) -> None: ...
     @property
     def tokens_around(self) -> Any: ...  # those of `set_masks`
     def inherit_tokens(self) -> None: ...

@@ -239,7 +239,9 @@ class ActivationCache(CacheBase, Mapping[str, V_co]):
         """
         for name in self if pattern is None else self._matching(pattern, "rows"):
             value = self._peek(name) if stale else self[name]
-            yield from rows_of(name, value, per_call=self._per_call)
+            source = self._activations
+            counts = source.counts_of(name) if isinstance(source, Captured) else (1, 0)
+            yield from rows_of(name, value, per_call=self._per_call, counts=counts)
 
     def to_pandas(self) -> pd.DataFrame:
         """Makes a DataFrame with a line for each captured tensor.

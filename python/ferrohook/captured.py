@@ -149,6 +149,13 @@ class Captured(CapturedBase, Mapping[str, Any]):
         """Returns a value without the check for writes in place."""
         return self._read(name, stale=True)
 
+    def counts_of(self, name: str) -> tuple[int, int]:
+        """Returns the number of calls, and of those whose values made way for later ones."""
+        for part in self._parts:
+            if isinstance(part.values, Recorded) and (place := part.places.get(name)) is not None:
+                return part.values.collector.counts_of(place)
+        return 1, 0
+
     def _read(self, name: str, *, stale: bool = False) -> Any:
         state, reason = "was not selected", ""
         for part in self._parts:

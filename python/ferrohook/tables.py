@@ -41,6 +41,8 @@ class Row(NamedTuple):
     part: str
     """Python expression of its place in the value, such as `[0]`."""
     leaf: Any
+    calls: str = ""
+    """Calls that the value is of, if there were others: `last of 4`."""
 
     @property
     def shape(self) -> str:
@@ -60,18 +62,32 @@ class Row(NamedTuple):
         return nbytes(self.leaf) if isinstance(self.leaf, Tensor) else None
 
 
-def rows_of(name: str, value: Any, *, per_call: bool) -> Iterator[Row]:
-    """Yields the rows of one captured value."""
+def rows_of(
+    name: str, value: Any, *, per_call: bool, counts: tuple[int, int] = (1, 0)
+) -> Iterator[Row]:
+    """Yields the rows of one captured value.
+
+    Args:
+        name: of the module.
+        value: of its last call, or a list of those of calls.
+        per_call: True for a list.
+        counts: number of its calls, and of those whose values made way for later ones.
+    """
+    count, dropped = counts
+    calls = ""
+    if dropped and not per_call:
+        kept = count - dropped
+        calls = f"last of {count}" if kept == 1 else f"last {kept} of {count}"
     for call, each in enumerate(value) if per_call else [(None, value)]:
         for part, leaf in leaves_by_path(each):
-            yield Row(name, call, part, leaf)
+            yield Row(name, call, part, leaf, calls)
 
 
 def _columns(rows: Iterable[Row], model: str) -> list[tuple[str, ...]]:
     """Returns the columns with their headings; without "call" and "part" if these are empty."""
     lines: list[tuple[str, ...]] = [HEADINGS]
     for row in rows:
-        call = "" if row.call is None else str(row.call)
+        call = row.calls if row.call is None else str(row.call)
         nbytes = "-" if row.nbytes is None else f"{row.nbytes:,}"
         lines.append((row.name or model, call, row.part, row.shape, row.dtype, nbytes))
     columns = zip(*lines, strict=True)

@@ -71,6 +71,8 @@ class Tokens(NamedTuple):
     """Number of tokens of each row's prompt: (batch,); None if they are not known."""
     after: Any = None
     """The sequences behind the call, until their KV cache is known."""
+    number: int = 0
+    """Of its sequences: calls with the same one run tokens of the same sequences."""
 
 
 def check_prompt(at: At, tokens: Tokens, name: str) -> None:

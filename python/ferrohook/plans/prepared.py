@@ -33,7 +33,7 @@ from ferrohook.places import Head, Written, hooks_at, modules_of
 from ferrohook.plans.entries import HookEntry, KeepEntry, table
 from ferrohook.plans.needs import needs_at
 from ferrohook.plans.positions import At, check_prompt, mask_of, native_at
-from ferrohook.plans.sequences import Sequences, no_tokens, stacks_of
+from ferrohook.plans.sequences import Sequences, no_tokens, stacks_in, stacks_of
 from ferrohook.priorities import AHEAD_OF_ALL, BEHIND_ALL
 from ferrohook.quantity import hooked_places_of, places_of
 from ferrohook.recorders import PlaceInPlan, Recorders, options_of
@@ -253,7 +253,8 @@ class Prepared:
         lengths = _lengths_of(prompt)
         request = Request(self._frame, self._contents, self._templates, self._max_bytes)
         request._prepared = self
-        request._sequences = Sequences(lengths)
+        # Not a method, which would keep the request alive.
+        request._sequences = Sequences(lengths, functools.partial(_accept, weakref.ref(request)))
         if lengths:
             request.set_prompt_lengths(lengths)
         if deadline is not None:
@@ -339,7 +340,7 @@ def _find_positions(
     for at in request.plan_positions:
         check_prompt(at, found, module._get_name())
     masks = tuple(mask_of(at, found) for at in request.plan_positions)
-    request.set_masks(masks, (found, request._sequences))
+    request.set_masks(masks, (found, request._sequences), found.positions, found.number)
 
 
 def _find_untraced(*call: Any) -> None:
@@ -394,7 +395,8 @@ class Request(RequestBase, Scope):
     def positions(self, name: str) -> list[int]:
         """The positions whose activations `acts[name]` has, in order; one for each of its rows.
 
-        Known for requests in batches with positions.
+        Known for captures at positions, and for requests in batches with positions. Of several
+        rows, those of the first one, then those of the next.
 
         Raises:
             SelectionError: the plan keeps nothing of this name.
@@ -461,8 +463,14 @@ class Request(RequestBase, Scope):
         """The numbers of tokens of its prompts that it was opened with; none if it was not."""
         return self._sequences.prompt
 
-    def take_back(self, position: int, others: Sequence[str]) -> None:
-        """Takes back captured rows of tokens at a position and behind it, of rejected drafts.
+    def accept(self, tokens: int) -> None:
+        """Takes back captured rows of rejected drafts; `tokens`: number of those that stay."""
+        model = self.model
+        stacks = {} if model is None else stacks_in(model)
+        self._take_back(tokens, [path for path, stack in stacks.items() if stack.encoder])
+
+    def _take_back(self, position: int, others: Sequence[str]) -> None:
+        """Takes back captured rows of tokens at a position and behind it.
 
         Args:
             position: of the first of them.
@@ -514,6 +522,12 @@ def _not_called(plan: _Contents, model: nn.Module | None) -> str:
         f"the plan was prepared for this {model._get_name()}, which was not called while the "
         "request was open: call it, or prepare the plan for the model that is called"
     )
+
+
+def _accept(request: weakref.ref[Request], tokens: int) -> None:
+    """Takes back captured rows of drafts that `generate` rejected."""
+    if (found := request()) is not None:
+        found.accept(tokens)
 
 
 def _why_silent(request: weakref.ref[Request]) -> str:

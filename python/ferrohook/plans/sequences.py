@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 import weakref
 from types import FunctionType
@@ -44,6 +45,8 @@ _CALLBACKS: Final = frozenset(
 """Modules whose objects `generate` calls: models that they call do not run its tokens."""
 _PAIR: Final = 2
 """Number of the dimensions (batch, tokens)."""
+_NUMBERS: Final = itertools.count(1)
+"""Of sequences: 0 is that of the one of a member of batches."""
 
 
 class Stack(NamedTuple):
@@ -212,6 +215,8 @@ class _Sequence(NamedTuple):
     """Columns that ran, padding included."""
     ends: Tensor
     """Position behind the last token of each: (batch,)."""
+    number: int
+    """See `Tokens`."""
 
 
 class _Generation(NamedTuple):
@@ -225,6 +230,10 @@ class _Generation(NamedTuple):
     use_cache: bool
     drafts: bool
     """True if it runs tokens that it may reject."""
+    beams: bool
+    """True if rows change hands between its calls."""
+    number: int
+    """Of its sequences, if they have no cache."""
     has_run: bool = False
     """True if this is not its first call of the model."""
 
@@ -300,7 +309,8 @@ class Sequences:
         elif generation is None and before is not None and past and before.prompt is not None:
             # Not if the cache was cut back into its prompt.
             prompt = before.prompt if past >= before.prompt[1] else None
-        after = None if past is None else _Sequence(prompt, past + call.length, ends)
+        number = _number_of(call, past, before, generation)
+        after = None if past is None else _Sequence(prompt, past + call.length, ends, number)
         if call.cache is not None and after is not None:
             self._put(call.cache, after)
             after = None
@@ -308,7 +318,7 @@ class Sequences:
             lengths = generation.lengths
         else:
             lengths = None if prompt is None else prompt[0]
-        return Tokens(positions, self._lengths(call, lengths), after)
+        return Tokens(positions, self._lengths(call, lengths), after, number)
 
     def note(self, tokens: Tokens, output: Any) -> None:
         """Takes note of the KV cache that a call made itself, by its output."""
@@ -441,6 +451,20 @@ class _Call:
         )
 
 
+def _number_of(
+    call: _Call, past: int | None, before: _Sequence | None, generation: _Generation | None
+) -> int:
+    """Returns the number of the sequences that a call goes on with, or that of new ones."""
+    if generation is not None and generation.beams:
+        return next(_NUMBERS)
+    if before is not None and past:
+        return before.number
+    # Without a cache all tokens of a generation run again.
+    if generation is not None and call.cache is None:
+        return generation.number
+    return next(_NUMBERS)
+
+
 def _counted(mask: Tensor) -> Tensor:
     """Returns the position of each column, `PADDING` for padding."""
     real = mask.to(torch.long)
@@ -510,7 +534,8 @@ def _read(local: Mapping[str, Any], call: _Call, past: int | None) -> _Generatio
         lengths = None  # a tuned prompt, of which `generate` does not know
     if (local.get("generation_mode_kwargs") or {}).get("assistant_tokenizer") is not None:
         lengths = None  # the drafts are of other tokens
-    return _Generation(columns, mask, lengths, bool(config.use_cache), drafts)
+    beams, number = (getattr(config, "num_beams", None) or 1) > 1, next(_NUMBERS)
+    return _Generation(columns, mask, lengths, bool(config.use_cache), drafts, beams, number)
 
 
 def _watch(

@@ -83,9 +83,8 @@ class _Generation(Batch):
 
     def accept(self, tokens: int) -> None:
         """Takes back the rows of rejected drafts; `tokens`: number of those that stay."""
-        encoders = [path for path, stack in stacks_in(self._model).items() if stack.encoder]
         for request in self._places:
-            request.take_back(tokens, encoders)
+            request.accept(tokens)
 
     def end(self, output: Any) -> None:
         """Ends a call."""

@@ -282,7 +282,10 @@ impl Collector {
             let Some(kept) = store.kept[index].calls.back() else {
                 return Ok(None);
             };
-            let whole = !kept.shared && kept.rows.is_none() && kept.positions.is_none();
+            let positions = kept.positions.as_ref();
+            let in_order =
+                positions.is_none_or(|it| store.kept[index].calls.len() == 1 && it.in_order());
+            let whole = !kept.shared && kept.rows.is_none() && in_order;
             match &*kept.tensors {
                 [only] if whole && only.value.is(&kept.value) => only.stored(py),
                 _ => return Ok(None),
@@ -491,6 +494,12 @@ impl Collector {
     /// are, without a graph.
     pub fn merges(&self) -> bool {
         self.records_in_graph() && self.convert.is_none()
+    }
+
+    /// True if the tokens of several calls are read as one value, where their positions are known. Not
+    /// if it has gradients, which are those of a call.
+    pub fn joins(&self) -> bool {
+        self.keep == 1 && !self.gradients
     }
 
     /// True if reading a tensor checks its version.

@@ -15,12 +15,12 @@ use crate::capture::store::Budget;
 use crate::contexts::frame::Frame;
 use crate::error::hook_error;
 use crate::hooks::native::Turn;
-use crate::rows::at::{Chosen, Masks};
+use crate::rows::at::{Chosen, Masks, MasksOfTokens};
 use crate::rows::mask::Mask;
 use crate::rows::matrix::Arguments;
 use crate::rows::membership::{Call, Membership};
 use crate::rows::merging::Places;
-use crate::rows::places::{MemberPlace, OwnRows, TokenPositions, Tokens};
+use crate::rows::places::{MemberPlace, OF_REQUEST, OwnRows, TokenPositions, Tokens};
 
 /// Base of requests: a frame in which the hooks of a prepared plan fire, with collectors of its
 /// own.
@@ -131,18 +131,24 @@ impl RequestBase {
 
     /// Sets the tokens at each of the plan's positions, tensors of bools. In the calls of a batch; or,
     /// with what is known of its `tokens`, in the call that begins on this thread.
-    #[pyo3(signature = (masks, tokens = None))]
+    ///
+    /// `positions`: of the tokens of a call, (batch, length); `sequences`: id of their sequences.
+    #[pyo3(signature = (masks, tokens = None, positions = None, sequences = OF_REQUEST))]
     fn set_masks(
         slf: &Bound<'_, Self>,
         masks: &Bound<'_, PyTuple>,
         tokens: Option<Py<PyAny>>,
+        positions: Option<Py<PyAny>>,
+        sequences: u64,
     ) -> PyResult<()> {
         let chosen = |mask: Bound<'_, PyAny>| {
             let mask = Mask::of_any(&mask)?;
             Ok(mask.map_or(Chosen::Nothing, |mask| Chosen::At(Arc::new(mask))))
         };
         let chosen = masks.iter().map(chosen).collect::<PyResult<_>>()?;
-        let (frame, masks) = (slf.as_super().get(), Masks::Tokens(chosen));
+        let call = positions.map(|positions| (positions, sequences));
+        let masks = Masks::Tokens(MasksOfTokens::new(chosen, call));
+        let frame = slf.as_super().get();
         if tokens.is_none() {
             Membership::set_masks(frame, Some(masks));
         } else {
@@ -201,6 +207,12 @@ impl RequestBase {
             ));
         };
         masks.chosen(py, at, own)
+    }
+
+    /// Returns the positions of the tokens of the running call that are at one of the plan's positions.
+    fn positions_at(slf: &Bound<'_, Self>, at: usize) -> PyResult<Option<TokenPositions>> {
+        let masks = Membership::masks(slf.as_super().get());
+        masks.map_or(Ok(None), |masks| masks.positions(slf.py(), at))
     }
 
     /// Returns one of the plan's positions as places among the rows of the batch; None if they are
@@ -291,6 +303,7 @@ impl Source {
         };
         let positions = match positions {
             Some(all) => all.at(&mask.places(py)?, 0),
+            None if collector.get().joins() => RequestBase::positions_at(request, at)?,
             None => None,
         };
         if positions.as_ref().is_some_and(|it| it.values.is_empty()) {

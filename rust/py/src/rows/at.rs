@@ -13,7 +13,7 @@ use crate::contexts::frame::Frame;
 use crate::contexts::slot::Slot;
 use crate::error::rows_error;
 use crate::rows::mask::Mask;
-use crate::rows::places::{MemberPlace, OwnRows, Position, in_tensors};
+use crate::rows::places::{MemberPlace, OwnRows, Position, TokenPositions, in_tensors};
 
 /// Positions in a request, as `At` of Python: a name, an int, a slice, or a function from the
 /// positions of tokens, a list, to the places of those that it chooses.
@@ -193,9 +193,19 @@ pub fn name_positions(frame: &Bound<'_, Frame>, ats: Vec<At>) {
 /// Tokens at the positions of a plan, in the running forward.
 pub enum Masks {
     /// In (batch, length).
-    Tokens(Box<[Chosen]>),
+    Tokens(MasksOfTokens),
     /// Rows of a batch.
     Rows(PlacesOfRows),
+}
+
+/// Masks of tokens, for each of the positions of a plan.
+pub struct MasksOfTokens {
+    chosen: Box<[Chosen]>,
+    /// Positions of a call's tokens, and the id of their sequences; None for a member of a batch, which
+    /// has others for each module.
+    call: Option<(Py<PyAny>, u64)>,
+    /// Those of the call's tokens at each of them, found when they are first needed.
+    found: Box<[OnceLock<TokenPositions>]>,
 }
 
 /// Places of tokens among a member's rows of the batch, for each of the positions of its plan.
@@ -238,7 +248,7 @@ impl Masks {
     /// of the batch.
     pub fn chosen(&self, py: Python<'_>, at: usize, own: Option<&OwnRows>) -> PyResult<Chosen> {
         match self {
-            Self::Tokens(chosen) => match (&chosen[at], own) {
+            Self::Tokens(tokens) => match (&tokens.chosen[at], own) {
                 (Chosen::At(mask), Some(own)) => {
                     let own = match own {
                         OwnRows::Gathered { places, .. } => mask.at(py, places)?,
@@ -252,6 +262,15 @@ impl Masks {
         }
     }
 
+    /// Returns the positions of a call's tokens that are at one of the positions; None for a member of a
+    /// batch.
+    pub fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
+        match self {
+            Self::Tokens(tokens) => tokens.positions(py, at),
+            Self::Rows(_) => Ok(None),
+        }
+    }
+
     /// Returns those at one of the positions as places among the rows of the batch; None if they are
     /// not known as such.
     pub fn places(&self, at: usize) -> Option<&[MemberPlace]> {
@@ -259,6 +278,36 @@ impl Masks {
             Self::Rows(rows) => Some(&rows.places[at]),
             Self::Tokens(_) => None,
         }
+    }
+}
+
+impl MasksOfTokens {
+    /// `call`: positions of the tokens of a call, and the id of their sequences.
+    pub fn new(chosen: Box<[Chosen]>, call: Option<(Py<PyAny>, u64)>) -> Self {
+        Self {
+            found: chosen.iter().map(|_| OnceLock::new()).collect(),
+            chosen,
+            call,
+        }
+    }
+
+    /// Returns the positions of the call's tokens at one of the positions, in the order in which a mask
+    /// takes them; None if they are not known, or are those of a batch.
+    fn positions(&self, py: Python<'_>, at: usize) -> PyResult<Option<TokenPositions>> {
+        let (Some((positions, sequences)), Chosen::At(mask)) = (&self.call, &self.chosen[at])
+        else {
+            return Ok(None);
+        };
+        if let Some(found) = self.found[at].get() {
+            return Ok(Some(found.clone()));
+        }
+        let (rows, values) = mask.tokens(positions.bind(py))?;
+        let found = TokenPositions {
+            rows: Some(rows.into()),
+            sequences: *sequences,
+            ..TokenPositions::of_rows(values.into_iter().map(Position).collect(), 0)
+        };
+        Ok(Some(self.found[at].get_or_init(|| found).clone()))
     }
 }
 

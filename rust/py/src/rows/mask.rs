@@ -99,6 +99,22 @@ impl Mask {
         Ok(places.into_iter().map(TokenPlace).collect())
     }
 
+    /// Returns the row and the position of each token, of (batch, length); `positions`: of all tokens.
+    pub fn tokens(&self, positions: &Bound<'_, PyAny>) -> PyResult<(Vec<usize>, Vec<i64>)> {
+        let py = positions.py();
+        let bools = self.bools.bind(py);
+        let rows = bools.call_method0(intern!(py, "nonzero"))?;
+        let rows = rows.call_method1(intern!(py, "select"), (1, 0))?;
+        let torch = py.import(intern!(py, "torch"))?;
+        let values = positions.get_item(bools)?;
+        // Both at once: the host waits for a GPU.
+        let both = torch.call_method1(intern!(py, "stack"), ((rows, values),))?;
+        let [rows, values] = both
+            .call_method0(intern!(py, "tolist"))?
+            .extract::<[Bound<'_, PyAny>; 2]>()?;
+        Ok((rows.extract()?, values.extract()?))
+    }
+
     /// Takes the tokens of a tensor, with one dimension in place of those of the mask: a copy, unless
     /// they are all.
     pub fn take<'py>(

@@ -143,6 +143,15 @@ impl TokenPositions {
         (!several).then_some(self)
     }
 
+    /// True if they are of the rows of the first dimension, as they are read.
+    pub fn in_order(&self) -> bool {
+        self.dims == TokenDims::Rows(0)
+            && self
+                .tokens()
+                .is_sorted_by(|one, next| one.is_some() && one < next)
+            && self.tokens().all(|token| token.is_some())
+    }
+
     /// Row and position of each token, None for padding and for one that was run again.
     pub fn tokens(&self) -> impl Iterator<Item = Option<Token>> + '_ {
         let tokens = self.values.iter().enumerate();
