@@ -196,5 +196,10 @@ HookedModule._own_names = own_names(HookedModule)
 
 
 def keeps_state_in_torch_hooks(hook: object) -> bool:
-    """Returns True for a hook that torch finds in its dicts (prune, weight_norm, spectral_norm)."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
+    """Returns True for a hook that torch finds in its dicts.
+
+    Those of prune, weight_norm and spectral_norm, and the observers of quantisation, which are
+    functions.
+    """
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.startswith(("torch.nn.utils.", "torch.ao.quantization."))
