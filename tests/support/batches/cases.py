@@ -165,6 +165,8 @@ class Case:
     """Module `c` returns its input."""
     grads: bool = False
     sites: bool = False
+    table: int = 0
+    """Rows of a tensor that is nobody's, in the output of module `b`, or a few more; 0 for none."""
     asks: bool = False
     """Positions are those of the model's call."""
     whole: tuple[Hook, ...] = ()
@@ -195,7 +197,7 @@ class Case:
         return "\n".join(lines)
 
 
-_SHOWN = ("dim", "columns", "in_place", "alias", "grads", "sites", "asks")
+_SHOWN = ("dim", "columns", "in_place", "alias", "grads", "sites", "table", "asks")
 
 
 def shown(value: Any) -> str:
@@ -261,6 +263,7 @@ class Dice:
             in_place=self.some(0.15) and dtype in FLOATS and not sites,
             alias=self.some(0.2) and not sites,
             sites=sites,
+            table=pick.randint(1, 6) if not sites and self.some(0.4) else 0,
             asks=form == "asks",
         )
         if case.in_place:
@@ -275,8 +278,8 @@ class Dice:
             steps.append(self.step(case, positioned, quiet, steps))
         grads = (
             dtype in FLOATS[:2]
-            and not (case.in_place or case.alias or case.sites)
-            and not any(each.kind in {"write", "interrupt"} for each in hooks_of(case, steps))
+            and not (case.in_place or case.sites)
+            and not any(each.kind == "interrupt" for each in hooks_of(case, steps))
             and self.some(0.3)
         )
         return dataclasses.replace(case, grads=grads, steps=tuple(steps))
@@ -320,8 +323,12 @@ class Dice:
         pick = self.random
         what = pick.choice(SITES if case.sites else LAYERS)
         inputs = not case.sites and self.some(0.25)
-        part = pick.choice((0, 1)) if what == "b" and not inputs else None
         tokens = positioned or case.asks
+        parts: tuple[Any, ...] = (0, 1)
+        if case.table and not tokens:
+            parts = (0, 1, 2, None, None)
+        part = pick.choice(parts) if what == "b" and not inputs else None
+        whole = what == "b" and not inputs and part is None
         return Keep(
             what,
             inputs,
@@ -329,7 +336,7 @@ class Dice:
             at=pick.choice([*ATS]) if at and self.some(0.5) else None,
             part=part,
             cut=None
-            if case.sites or self.some(0.8)
+            if case.sites or whole or self.some(0.8)
             else pick.choice(((..., slice(0, 2)), (..., 1))),
             copy="checked" if case.sites else pick.choice(("checked", "checked", "clone")),
         )

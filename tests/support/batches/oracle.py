@@ -342,7 +342,8 @@ class Oracle:
         x = self._phase(Here(name, "forward_pre", step), x)
         y: Any = values.gained(x, whole=case.sites)
         if name == "b":
-            y = y, x
+            table = values.table(case, step)
+            y = (y, x) if table is None else (y, x, table)
         elif name == "c" and case.in_place:
             y = x * 1.5
         elif name == "c" and case.alias:
@@ -402,7 +403,7 @@ class Oracle:
         changed = self._apply(placed, value, owner)
         if mask is None:
             return changed
-        return joined(value, changed, lambda old, new: torch.where(mask, new, old))
+        return at_places(value, changed, mask)
 
     def _refused(self, hook: Hook) -> bool:
         return hook.kind in NATIVE and values.refuses(hook, self.case)
@@ -460,8 +461,8 @@ class Oracle:
             if not (there and self.choices.pick([False, True])):
                 owner.failed = True
                 return None
-            owner.short = True
-        return Cut(value, places, dim)
+            owner.short, size = True, first(value).shape[dim]
+        return Cut(value, places, dim, size)
 
     def _member(  # noqa: C901, PLR0912 (each way to fail)
         self, here: Here, owner: Owner, cut: Cut, hooks: list[Placed], *, last: bool
@@ -474,7 +475,8 @@ class Oracle:
             if placed.removed or owner.out:
                 break
             failed = False
-            if values.spoils(hook):
+            unwritable = hook.kind == "write" and now is cut.rows and first(cut.value).requires_grad
+            if values.spoils(hook) or (unwritable and first(cut.value).is_leaf):
                 # Seen once its other hooks ran, or at once.
                 late, failed = True, self.choices.pick([False, True])
             try:
@@ -506,7 +508,7 @@ class Oracle:
         if owner.short:
             owner.short, owner.failed = False, self.choices.pick([False, True])
         if last and not owner.out:
-            self._keep(here, owner, Cut(value, cut.places, cut.dim).rows, cut)
+            self._keep(here, owner, Cut(value, cut.places, cut.dim, cut.size).rows, cut)
         return value
 
     def _without(self, cut: Cut, written: Any) -> Any:
@@ -539,7 +541,7 @@ class Oracle:
         if chosen is None:
             return changed, False
         mask = chosen[..., None]
-        return joined(now, changed, lambda old, new: torch.where(mask, new, old)), False
+        return at_places(now, changed, mask), False
 
     def _chosen(self, at: str, prompt: int, tokens: list[Any] | None, cut: Cut) -> Tensor:
         """Returns which of a member's tokens are at some positions."""
@@ -581,6 +583,10 @@ class Oracle:
             if not here.keeps(keep):
                 continue
             x = value if keep.part is None or here.phase == "forward_pre" else value[keep.part]
+            if isinstance(x, tuple):
+                copies = [leaf.detach().clone() for leaf in x]
+                owner.kept.setdefault(number, []).append(copies)
+                continue
             x = x.detach().clone()
             if tokens is not None:
                 assert cut is not None
@@ -636,10 +642,15 @@ class Cut:
     value: Any
     places: list[int]
     dim: int
+    size: int
 
     def __post_init__(self) -> None:
         self._index = torch.tensor(self.places, dtype=torch.long)
-        self.rows = mapped(self.value, lambda leaf: values.taken(leaf, self.dim, self._index))
+        self.rows = mapped(self.value, self._of)
+
+    def _of(self, leaf: Tensor) -> Tensor:
+        has_rows = leaf.dim() > self.dim and leaf.shape[self.dim] == self.size
+        return values.taken(leaf, self.dim, self._index) if has_rows else leaf
 
     def put(self, now: Any) -> Any:
         """Returns the value with changed rows."""
@@ -676,6 +687,13 @@ def joined(one: Any, other: Any, join: Any) -> Any:
     if isinstance(one, Tensor):
         return join(one, other)
     return tuple(itertools.starmap(join, zip(one, other, strict=True)))
+
+
+def at_places(value: Any, changed: Any, mask: Tensor) -> Any:
+    """Returns a value with its changed tensors where a mask is true."""
+    return joined(
+        value, changed, lambda old, new: old if new is old else torch.where(mask, new, old)
+    )
 
 
 def changed_part(value: Any, part: Any, change: Any) -> Any:

@@ -244,6 +244,7 @@ class Run:
             act()
             return result
 
+        plain.__qualname__ = f"{hook.kind} kind"
         return plain, options
 
     def _shared(self, owner: int) -> bool:
@@ -305,6 +306,7 @@ class Run:
     def step(self, number: int, step: Step) -> tuple[str, list[Seen]]:  # noqa: C901 (each point in time)
         for event in step.before:
             self.happen(event)
+        self.model.b.table = values.table(self.case, step)
         if step.nested:
             return self._nested(number, step)
         live = {each: rows for each, rows in step.rows.items() if not self.members[each].closed}
@@ -545,7 +547,7 @@ def same_gradient(ours: Tensor | None, expected: Tensor | None) -> bool:
     return torch.allclose(ours, expected, 1e-4, 1e-4, equal_nan=True)
 
 
-def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:  # noqa: C901, PLR0911 (a comparison each)
+def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str | None:  # noqa: C901, PLR0911, PLR0912 (a comparison each)
     """Returns how the product differs from an oracle's outcome, None if it does not."""
     case = run.case
     for number, (step, (ended, seen)) in enumerate(zip(case.steps, steps, strict=True)):
@@ -572,6 +574,8 @@ def judge(run: Run, oracle: Oracle, steps: list[tuple[str, list[Seen]]]) -> str 
             state = f"failed {member.failed} ({member.error!r})"
             return f"member {owner.number}: {state}, not {owner.failed}"
         if owner.way != "scope" and (wrong := judge_acts(case, owner, member)):
+            return wrong
+        if wrong := judge_error(case, owner, member):
             return wrong
         oracle.agreed += 1
     if wrong := judge_logs(run, oracle):
@@ -630,6 +634,32 @@ def judge_acts(case: Case, owner: Any, member: Any) -> str | None:
     return None
 
 
+def flat(value: Any) -> list[Tensor]:
+    """Tensors of a capture."""
+    return [value] if isinstance(value, Tensor) else [leaf for each in value for leaf in flat(each)]
+
+
+def judge_error(case: Case, owner: Any, member: Any) -> str | None:
+    """Returns how the error of a member names another hook than one that may have failed."""
+    error = member.error
+    # torch has few operations for float8: what cannot be written fails whose it is.
+    if error is None or case.dtype == values.FLOAT8:
+        return None
+    told = [str(error)] if isinstance(error, fh.RowsError) else []
+    told += getattr(error, "__notes__", [])
+    for each in told:
+        kind = re.search(r" hook (\w+) kind ", each)
+        if kind is None or "of no tensor" in each:  # of any hook that reads
+            continue
+        found = kind[1]
+        guilty = {*BAD, "interrupt"}
+        if "in-place" in str(error) or "writes in place" in str(error):
+            guilty = {"write"}
+        if found not in guilty or not any(hook.kind == found for hook in hooks_of(case)):
+            return f"member {owner.number}: a hook of the kind {found!r} is named: {each}"
+    return None
+
+
 def judge_memory(case: Case, owner: Any, member: Any) -> str | None:
     """Returns which capture of a member holds memory with rows of others."""
     if owner.way == "scope" or case.columns:
@@ -643,7 +673,7 @@ def judge_memory(case: Case, owner: Any, member: Any) -> str | None:
             ours = member.acts[name]
         except fh.StaleActivationError:
             continue
-        for leaf in ours if isinstance(ours, list) else [ours]:
+        for leaf in flat(ours):
             held, own = leaf.untyped_storage().nbytes(), leaf.nbytes
             share = 1 if keep.cut is None else 2 if keep.cut[-1] == slice(0, 2) else 4
             if held > own * share:
@@ -749,7 +779,7 @@ def smaller(case: Case) -> Iterator[Case]:
                 for number, each in enumerate(case.members)
             )
             yield replaced(case, members=tuple(members))
-    usual = {"in_place": False, "alias": False, "grads": False, "sites": False}
+    usual = {"in_place": False, "alias": False, "grads": False, "sites": False, "table": 0}
     yield from plainer(case, **usual, dtype=torch.float32)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ferrohook as fh
-from support.batches.cases import COMPLEX, WIDTH, Case, Hook
+from support.batches.cases import COMPLEX, WIDTH, Case, Hook, Step
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -136,7 +137,16 @@ def gained(x: Tensor, *, whole: bool = False) -> Tensor:
     return x * 2 + 1
 
 
-def summed(hidden: Tensor, residual: Tensor) -> Tensor:
+def table(case: Case, step: Step) -> Tensor | None:
+    """A tensor that has no rows of a batch: perhaps as many as are chosen, but not as it has."""
+    if not case.table:
+        return None
+    taken_ = {step.size, WIDTH, *(call.rows for call in step.calls)}
+    rows = next(rows for rows in itertools.count(case.table) if rows not in taken_)
+    return embedded(case, rows, 5)
+
+
+def summed(hidden: Tensor, residual: Tensor, *_table: Tensor) -> Tensor:
     if hidden.dtype == FLOAT8:
         return hidden.clone()
     return hidden ^ residual if hidden.dtype == torch.bool else hidden + residual
@@ -197,8 +207,13 @@ class Gain(nn.Module):
 
 
 class Pair(Gain):
+    """Returns its input too, and a table if it has one."""
+
+    table: Tensor | None = None
+
     def forward(self, x: Tensor) -> Any:
-        return gained(x, whole=self.whole), x
+        pair = gained(x, whole=self.whole), x
+        return pair if self.table is None else (*pair, self.table)
 
 
 class Change(Gain):
