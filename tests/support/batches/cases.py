@@ -38,7 +38,31 @@ ATS: dict[str, tuple[Any, Any]] = {
     "from the end": (slice(-2, None), lambda p, n: p >= max(n - 2, 0)),
     "steps": (slice(None, None, 2), lambda p, n: p % 2 == 0),
     "function": (lambda positions: positions % 3 == 1, lambda p, n: p % 3 == 1),
+    # Padding is -1, and never chosen.
+    "padding": (lambda positions: positions < 2, lambda p, n: p < 2),
+    "huge": (2**70, lambda p, n: False),
+    "far from the end": (-(2**70), lambda p, n: False),
 }
+
+
+def _fails(_positions: Any) -> Any:
+    msg = "on purpose"
+    raise ValueError(msg)
+
+
+FAILING: dict[str, Any] = {
+    "raises": _fails,
+    "wrong shape": lambda positions: positions[..., None] < 2,
+    "wrong dtype": lambda positions: positions,
+    "wrong type": lambda positions: [True],
+}
+"""Functions of positions that fail their request."""
+
+
+def at_of(name: str | None) -> Any:
+    """Positions as a plan has them."""
+    return None if name is None else FAILING.get(name) or ATS[name][0]
+
 
 COMPLEX = 4
 """Seed of a hook with a complex vector."""
@@ -319,6 +343,12 @@ class Dice:
             members.append(Member(tuple(entries), way, None, prompt))
         return tuple(members)
 
+    def at(self, case: Case) -> str:
+        """Name of positions; of a function that fails where that is a request's own failure."""
+        if not case.asks and self.some(0.08):
+            return self.random.choice([*FAILING])
+        return self.random.choice([*ATS])
+
     def keep(self, case: Case, at: bool, positioned: bool) -> Keep:
         pick = self.random
         what = pick.choice(SITES if case.sites else LAYERS)
@@ -333,7 +363,7 @@ class Dice:
             what,
             inputs,
             calls="last" if tokens or case.sites else pick.choice(("last", "last", "all", 2)),
-            at=pick.choice([*ATS]) if at and self.some(0.5) else None,
+            at=self.at(case) if at and self.some(0.5) else None,
             part=part,
             cut=None
             if case.sites or whole or self.some(0.8)
@@ -347,9 +377,7 @@ class Dice:
         pick = self.random
         if case.sites:
             hook = Hook(pick.choice(SITES), "forward", "add", pick.randint(0, 7))
-            return dataclasses.replace(
-                hook, at=pick.choice([*ATS]) if at and self.some(0.5) else None
-            )
+            return dataclasses.replace(hook, at=self.at(case) if at and self.some(0.5) else None)
         what = pick.choice(LAYERS)
         phase = pick.choice(("forward_pre", "forward", "forward"))
         whole = owner in {ALL, BATCH}
@@ -365,7 +393,7 @@ class Dice:
             kind = "interrupt"
         if kind == "write" and case.dtype is torch.float8_e4m3fn:
             kind = "times"
-        chosen = pick.choice([*ATS]) if at and self.some(0.4) else None
+        chosen = self.at(case) if at and self.some(0.4) else None
         if (
             chosen is not None and kind not in NATIVE and (kind, phase) != ("times", "forward")
         ) or (what == "b" and kind == "times"):
@@ -558,7 +586,7 @@ class Dice:
         table = []
         for member in order:
             chunk = [] if member is None else [*chunks[member]]
-            padding = [-1] * (case.columns - len(chunk))
+            padding = [-pick.randint(1, 9) for _ in range(case.columns - len(chunk))]
             table.append(tuple(padding + chunk if left else chunk + padding))
         rows: dict[int, tuple[int, ...]] = {
             member: (row,) for row, member in enumerate(order) if member is not None
@@ -571,7 +599,7 @@ class Dice:
         tokens: list[tuple[int | None, int]] = [
             (member, position) for member, chunk in chunks.items() for position in chunk
         ]
-        tokens += [(None, -1)] * pick.randint(0, 2)
+        tokens += [(None, -pick.randint(1, 9)) for _ in range(pick.randint(0, 2))]
         if self.some(0.5):
             pick.shuffle(tokens)
         found: dict[int, list[int]] = {}

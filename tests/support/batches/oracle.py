@@ -18,6 +18,7 @@ from support.batches.cases import (
     ALL,
     ATS,
     BATCH,
+    FAILING,
     NATIVE,
     Call,
     Case,
@@ -263,7 +264,11 @@ class Oracle:
             ended, seen = "refused", []
         else:
             for each in self.live:
-                self.owners[each].used = True
+                owner = self.owners[each]
+                owner.used = True
+                entries = [*(placed.hook for placed in owner.hooks), *owner.keeps]
+                fails = any(entry.at in FAILING for entry in entries)
+                owner.failed |= fails and step.positions is not None
             ended, seen = "entered", self._calls(number, step)
         if outer is not None:
             outer.closed = True

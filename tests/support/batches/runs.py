@@ -23,7 +23,6 @@ from ferrohook._core import frames, remember_merged
 from support.batches import values
 from support.batches.cases import (
     ALL,
-    ATS,
     BAD,
     BATCH,
     NATIVE,
@@ -34,6 +33,7 @@ from support.batches.cases import (
     Hook,
     Keep,
     Step,
+    at_of,
     draw,
     hooks_of,
 )
@@ -155,7 +155,7 @@ class Run:
         entries: list[Any] = []
         kept = 0
         for place, entry in enumerate(member.entries):
-            at = None if entry.at is None else ATS[entry.at][0]
+            at = at_of(entry.at)
             if isinstance(entry, Keep):
                 options = self._options(entry)
                 entries.append(fh.keep(entry.what, at=at, label=f"k{kept}", **options))
