@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from ferrohook._core import CapturedBase
@@ -71,15 +73,20 @@ class RecordedGradients(Recorded):
     def read(self, place: int, *, stale: bool = False) -> list[Any]:
         """Reads the gradients of the values of a place."""
         del stale  # gradients have no version tag
-        calls = self.collector.gradients(place)
+        passes = self.collector.gradients(place)
         self.copies.finish()
+        calls = [[_summed(each) for each in call] for call in self._after_transforms(passes)]
         values = self.collector.read(place, stale=True)
         # Not strict: another thread may end a call between the two reads.
-        calls = self._after_transforms(calls)
         return [
             gradients[0] if isinstance(value, Tensor) else gradients
             for value, gradients in zip(values, calls, strict=False)
         ]
+
+
+def _summed(passes: list[Tensor]) -> Tensor | None:
+    """Returns the gradient of all backward passes, as autograd sums them; None if none came."""
+    return functools.reduce(torch.add, passes) if passes else None
 
 
 class _Copied(dict[int, list[Any]]):

@@ -301,7 +301,8 @@ class CacheRecorder:
         # A backward pass reaches the points in reverse.
         for name in reversed(list(recorded)) if self._grads else ():
             collector, index = recorded[name]
-            gradients = collector.gradients(index)[-1]
+            # As in TransformerLens, whose hooks store the gradient of each backward pass anew.
+            gradients = [each[-1] if each else None for each in collector.gradients(index)[-1]]
             if any(gradient is not None for gradient in gradients):
                 entries[f"{name}_grad"] = _CachedValue(
                     gradients[0] if len(gradients) == 1 else gradients

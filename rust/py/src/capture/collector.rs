@@ -175,10 +175,13 @@ impl Collector {
     }
 
     /// Gradients of the result of `values`: a list for each call, with an entry for each of its
-    /// tensors, None if it got no gradient.
-    fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Option<Bound<'py, PyAny>>>> {
+    /// tensors: those of the backward passes that reached it.
+    fn gradients<'py>(&self, py: Python<'py>, index: usize) -> Vec<Vec<Vec<Bound<'py, PyAny>>>> {
         let store = self.store.lock();
-        let gradient = |tensor: &KeptTensor| Some(tensor.gradient.as_ref()?.value.bind(py).clone());
+        let gradient = |tensor: &KeptTensor| {
+            let passes = tensor.gradient.iter().flat_map(|it| &it.passes);
+            passes.map(|it| it.bind(py).clone()).collect()
+        };
         let calls = store.kept[index].calls.iter();
         calls
             .map(|kept| kept.tensors.iter().map(gradient).collect())
@@ -239,7 +242,8 @@ impl Collector {
             for each in &kept.tensors {
                 visit.call(&each.value)?;
                 each.order.traverse(&visit)?;
-                visit.call(each.gradient.as_ref().map(|gradient| &gradient.value))?;
+                let mut passes = each.gradient.iter().flat_map(|it| &it.passes);
+                passes.try_for_each(|gradient| visit.call(gradient))?;
             }
         }
         Ok(())
@@ -440,7 +444,8 @@ impl Collector {
         }
     }
 
-    /// Stores a gradient with its tensor. Returns the gradient that it replaces.
+    /// Stores the gradient of one backward pass with its tensor. Returns it if nobody wants it any
+    /// more, to be dropped.
     pub fn put_gradient(
         &self,
         slot: &TensorSlot,
@@ -449,16 +454,20 @@ impl Collector {
         let mut store = self.store.lock();
         let calls = &store.kept[slot.index].calls;
         let Some(at) = calls.iter().position(|kept| kept.serial == slot.serial) else {
-            return Ok(None);
+            return Ok(Some(gradient));
         };
-        // A second backward brings another.
-        let earlier = &calls[at].tensors[slot.position].gradient;
-        let freed = earlier.as_ref().map_or(0, |gradient| gradient.bytes);
         let shared = self.shared_budget.as_deref();
-        store.afford(gradient.bytes, freed, self.max_bytes, shared)?;
+        store.afford(gradient.bytes, 0, self.max_bytes, shared)?;
         let kept = &mut store.kept[slot.index].calls[at];
-        kept.bytes = kept.bytes - freed + gradient.bytes;
-        Ok(kept.tensors[slot.position].gradient.replace(gradient))
+        kept.bytes += gradient.bytes;
+        match &mut kept.tensors[slot.position].gradient {
+            Some(earlier) => {
+                earlier.bytes += gradient.bytes;
+                earlier.passes.extend(gradient.passes);
+            }
+            none => *none = Some(gradient),
+        }
+        Ok(None)
     }
 
     /// Applies `convert` to a tensor.

@@ -269,11 +269,11 @@ impl GradientSlot {
         }
         let bytes = collector.bytes(&gradient)?;
         let gradient = Gradient {
-            value: gradient.unbind(),
+            passes: vec![gradient.unbind()],
             bytes,
         };
         match collector.put_gradient(&self.tensor, gradient) {
-            Ok(_replaced) => Ok(()),
+            Ok(_dropped) => Ok(()),
             Err(over) => Err(collector.over_budget(py, self.tensor.index, bytes, &over)),
         }
     }

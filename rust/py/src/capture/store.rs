@@ -78,7 +78,8 @@ impl StoredTensor<'_> {
 }
 
 pub struct Gradient {
-    pub value: Py<PyAny>,
+    /// Those of each backward pass, whose sum it is: a copy to the CPU may be on its way.
+    pub passes: Vec<Py<PyAny>>,
     pub bytes: usize,
 }
 

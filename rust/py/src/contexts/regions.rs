@@ -108,28 +108,28 @@ impl Log {
         calls.chain(traced.values()).map(Arc::clone).collect()
     }
 
+    /// Returns why a phase cannot run again: a hook is gone that has to run; None if it can.
+    fn gone(&self, py: Python<'_>, phase: &PhaseLog) -> Option<String> {
+        let needed = |logged: &&Logged| logged.entered() && logged.kind == Kind::Changes;
+        let mut whole = phase.whole.iter().filter(needed);
+        if let Some(gone) = whole.find(|it| !self.is_inner(it) && it.get(py).is_none()) {
+            return Some(gone.gone(py));
+        }
+        let (batch, members) = phase.members()?;
+        if !self.outside()?.has(batch.id) {
+            return None;
+        }
+        let left = batch.open(py).is_none();
+        let mut members = members.iter().filter(needed);
+        let gone = members.find(|it| left || it.get(py).is_none())?;
+        Some(gone.gone(py))
+    }
+
     /// Raises if a hook is gone that has to run again.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        let needed = |logged: &Logged| logged.entered() && logged.kind == Kind::Changes;
-        for phase in self.phases() {
-            for logged in phase.whole.iter().filter(|it| needed(it)) {
-                if !self.is_inner(logged) && logged.get(py).is_none() {
-                    return Err(hook_error(py, logged.gone(py)));
-                }
-            }
-            let Some((batch, members)) = phase.members() else {
-                continue;
-            };
-            if !self.outside().is_some_and(|outside| outside.has(batch.id)) {
-                continue;
-            }
-            for logged in members.iter().filter(|it| needed(it)) {
-                if batch.open(py).is_none() || logged.get(py).is_none() {
-                    return Err(hook_error(py, logged.gone(py)));
-                }
-            }
-        }
-        Ok(())
+        let phases = self.phases();
+        let gone = phases.iter().find_map(|phase| self.gone(py, phase));
+        gone.map_or(Ok(()), |gone| Err(hook_error(py, gone)))
     }
 
     /// Modules at whose calls a repeat does something in place of hooks, which may have left them, and
@@ -171,6 +171,18 @@ impl Repeat {
             ));
         }
         Ok(found)
+    }
+
+    /// Returns why hooks did not run that are gone, and their modules no longer instrumented.
+    fn missed(&self, py: Python<'_>) -> Option<String> {
+        let (calls, taken) = (self.log.calls.lock(), self.calls.lock());
+        let left = calls.iter().flat_map(|(place, logs)| {
+            let taken = taken.get(place).copied().unwrap_or_default();
+            logs.iter().skip(taken)
+        });
+        let left: Vec<_> = left.map(Arc::clone).collect();
+        drop((calls, taken));
+        left.iter().find_map(|phase| self.log.gone(py, phase))
     }
 
     /// True if the repeated function registered the hook, or entered its owner.
@@ -447,7 +459,7 @@ struct Entered {
     frames: Option<Py<PyAny>>,
     /// Keeps modules instrumented.
     attachment: Option<Py<PyAny>>,
-    gone: Arc<OnceLock<String>>,
+    repeat: Option<Arc<Repeat>>,
 }
 
 impl RegionRun {
@@ -460,8 +472,7 @@ impl RegionRun {
     }
 
     fn begin(&self, py: Python<'_>) -> PyResult<Entered> {
-        let gone = Arc::default();
-        let (mut frames, mut attachment) = (None, None);
+        let (mut frames, mut attachment, mut again) = (None, None, None);
         let regions = if self.repeats {
             self.log.check(py)?;
             let outside = self.log.outside();
@@ -476,11 +487,12 @@ impl RegionRun {
                 visited,
                 calls: Mutex::default(),
                 taps: Mutex::default(),
-                gone: Arc::clone(&gone),
+                gone: Arc::default(),
             };
+            again = Some(Arc::new(repeat));
             Regions {
                 recording: Vec::new(),
-                repeat: Some(Arc::new(repeat)),
+                repeat: again.clone(),
             }
         } else {
             let _ = self.log.outside.set(Outside::now(py)?);
@@ -499,7 +511,7 @@ impl RegionRun {
             regions,
             frames,
             attachment,
-            gone,
+            repeat: again,
         })
     }
 }
@@ -543,10 +555,9 @@ impl RegionRun {
         if let Some(attachment) = entered.attachment {
             attachment.call_method0(py, intern!(py, "release"))?;
         }
-        match entered.gone.get() {
-            Some(gone) => Err(hook_error(py, gone.clone())),
-            None => Ok(()),
-        }
+        let gone = |it: Arc<Repeat>| it.gone.get().cloned().or_else(|| it.missed(py));
+        let gone = entered.repeat.and_then(gone);
+        gone.map_or(Ok(()), |gone| Err(hook_error(py, gone)))
     }
 
     // No `__clear__`: frames have one.

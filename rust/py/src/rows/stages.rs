@@ -221,7 +221,13 @@ impl<'py> Stages<'_, 'py> {
     fn joint(&self, py: Python<'_>, stage: &[HookAt]) -> PyResult<Arc<dyn Joint>> {
         self.hooks.joint(stage, || {
             let ways = self.ways(py, stage[0])?;
-            let select = Select(self.batch.selections(self.layout));
+            // Positions of a repeat may be others than those that the batch has now.
+            let repeats = self.run.is_some_and(|run| run.replay().is_some());
+            let select = Select(if repeats {
+                None
+            } else {
+                self.batch.selections(self.layout)
+            });
             self.with_parts(py, stage, |parts| ways.join(parts, &select))
         })
     }
