@@ -127,6 +127,15 @@ def test_drafts_are_no_part_of_the_prompt(model: Any, drafts: Callable[[], Any])
     assert ran >= {*range(10, 10 + NEW - 1)}
 
 
+def test_the_prompt_of_an_assistant_is_that_of_the_model_it_assists(model: Any) -> None:
+    assistant, ids = llama(7), prompt(6)
+    text, calls = kept(
+        assistant, "prompt", lambda: model.generate(ids, assistant_model=assistant, **GREEDY)
+    )
+    # It generates several times, each behind what was accepted so far.
+    assert {*flat(found_in(assistant, text, calls))} == {*range(6)}
+
+
 def test_a_cached_prefix_copied_for_several_prompts(model: Any) -> None:
     prefix, cache = prompt(4), transformers.DynamicCache(config=model.config)
     model(prefix, past_key_values=cache)
